@@ -1,0 +1,48 @@
+"""What a plain import needs, and what it says of itself."""
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import newton_summary
+
+OPTIONAL = ["lightning", "matplotlib", "plotly", "pytest", "rich", "transformers", "tyro"]
+
+
+def test_import_needs_torch_numpy_and_scipy_alone():
+    """In a new process, since pytest and its plugins have imported much already."""
+    code = f"import sys, newton_summary\nprint(*sorted(set(sys.modules) & set({OPTIONAL!r})))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == []
+
+
+def test_import_works_when_nothing_optional_is_installed():
+    """Also an import that is caught would be a dependency: here each optional one fails."""
+    code = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({OPTIONAL!r}))\n"
+        "import newton_summary, newton_summary.data"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_version_is_that_of_the_distribution():
+    assert newton_summary.__version__ == importlib.metadata.version("newton-summary")
+
+
+def test_distribution_asks_for_torch_numpy_and_scipy_alone():
+    requires = importlib.metadata.requires("newton-summary")
+    always = {r.split(">")[0].strip() for r in requires if "extra ==" not in r}
+    assert always == {"torch", "numpy", "scipy"}
+
+
+def test_types_are_published():
+    assert (Path(newton_summary.__file__).parent / "py.typed").is_file()
+
+
+def test_every_public_name_exists():
+    missing = [name for name in newton_summary.__all__ if not hasattr(newton_summary, name)]
+    assert missing == []
