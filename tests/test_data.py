@@ -78,10 +78,10 @@ def test_same_images_every_time():
 
 def test_global_random_states_are_not_touched():
     torch_state = torch.get_rng_state()
-    numpy_state = np.random.get_state()[1].copy()  # noqa: NPY002
+    numpy_state = np.random.get_state()[1].copy()
     load_mnist_subset("test")
     assert torch.equal(torch_state, torch.get_rng_state())
-    assert (numpy_state == np.random.get_state()[1]).all()  # noqa: NPY002
+    assert (numpy_state == np.random.get_state()[1]).all()
 
 
 def test_dtype_and_device():
