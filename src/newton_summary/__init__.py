@@ -1,0 +1,21 @@
+"""Exact higher-order information about the training of a network, seen through groups of layers."""
+
+from newton_summary.learning_rates import LearningRates, learning_rates
+from newton_summary.measure import derivative_tensor, summarize, taylor_terms
+from newton_summary.partition import Partition, make_partition
+from newton_summary.summary import Summary, SummaryWindow
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LearningRates",
+    "Partition",
+    "Summary",
+    "SummaryWindow",
+    "__version__",
+    "derivative_tensor",
+    "learning_rates",
+    "make_partition",
+    "summarize",
+    "taylor_terms",
+]

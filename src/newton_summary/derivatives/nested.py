@@ -1,0 +1,180 @@
+"""Derivatives by differentiating again and again (paper, App. A).
+
+The d-th tensor is the derivative of the (d-1)-th: D^(d)_{s1..sd} = <dD^(d-1)_{s1..s(d-1)}/dT^sd, U^sd>.
+Exact at every order, at the price of one backward pass for every entry of the tensor before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import permutations
+from math import comb
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from newton_summary.derivatives.norms import ElementaryNorms
+from newton_summary.derivatives.probe import (
+    CannotDifferentiate,
+    Closure,
+    check_depends,
+    check_finite,
+)
+from newton_summary.partition import Params, Partition
+from newton_summary.summary import Summary
+
+
+class Contraction:
+    """The map from a scalar f of the parameters to <df/dT^s, U^s> for every group s."""
+
+    def __init__(self, params: Params, u: Params, partition: Partition):
+        """Remember the direction; ``backward_passes`` counts the calls of autograd."""
+        self.params = params
+        self.u = u
+        self.partition = partition
+        self.backward_passes = 0
+
+    def __call__(self, entry: Tensor, first_group: int = 0, last: bool = False) -> Tensor:
+        """Contract the gradient of ``entry`` with U, shape (S,).
+
+        Args:
+            entry: A scalar.
+            first_group: Groups before this one are not needed, and are left zero.
+            last: Whether the result is not differentiated again.
+        """
+        if not entry.requires_grad:  # constant in theta, e.g. Hbar of a quadratic loss
+            return entry.new_zeros(len(self.partition))
+        return self._contract(entry, range(first_group, len(self.partition)), last)
+
+    def along(self, entry: Tensor, s: int) -> Tensor:
+        """Return <d entry / dT^s, U^s> for one group, as the last derivative."""
+        if not entry.requires_grad:
+            return entry.new_zeros(())
+        return self._contract(entry, range(s, s + 1), last=True)[s]
+
+    def _contract(self, entry: Tensor, groups: range, last: bool) -> Tensor:
+        needed = {member.name for s in groups for member in self.partition.members[s]}
+        self.backward_passes += 1
+        try:
+            grads = torch.autograd.grad(
+                entry,
+                [self.params[name] for name in needed],
+                create_graph=not last,
+                retain_graph=True,
+                materialize_grads=True,
+            )
+        except (RuntimeError, NotImplementedError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise CannotDifferentiate(f"nested: {error}") from error
+        return self.partition.inner(dict(zip(needed, grads, strict=True)), self.u)
+
+
+def evaluate(closure: Closure) -> Tensor:
+    """Evaluate the loss with operations that can be differentiated again and again."""
+    with ElementaryNorms(), sdpa_kernel(SDPBackend.MATH):
+        loss = closure()
+    check_finite(loss)
+    check_depends(loss)
+    return loss.reshape(())
+
+
+def summarize_nested(
+    closure: Closure, params: Params, u: Params, partition: Partition, order: int = 3
+) -> Summary:
+    """Compute a summary with 2S + 1 backward passes (paper, App. A).
+
+    Args:
+        closure: Evaluates the loss at the live parameters, batch already bound.
+        params: The parameters theta, by name; leaves of the graph.
+        u: Direction, one tensor per parameter.
+        partition: Assignment of the parameters to S groups.
+        order: Highest derivative to compute, 1 to 3.
+
+    Returns:
+        The detached summary.
+    """
+    loss = evaluate(closure)
+    contract = Contraction(params, u, partition)
+    S = len(partition)
+    gbar = contract(loss, last=order == 1)
+    if order == 1:
+        return Summary(gbar.detach(), loss=loss.detach(), partition=partition, backend="nested")
+    # Hbar is symmetric: row s needs the groups from s on.
+    Hbar = torch.zeros(S, S, dtype=gbar.dtype, device=gbar.device)
+    D3 = torch.zeros_like(gbar)
+    for s in range(S):
+        row = contract(gbar[s], first_group=s, last=order == 2)
+        Hbar[s, s:] = Hbar[s:, s] = row[s:].detach()
+        if order == 3:  # only D^(3)_sss enters the cubic term: the other S^3 - S are skipped
+            D3[s] = contract.along(row[s], s)
+    return Summary(
+        gbar.detach(),
+        Hbar,
+        D3 if order == 3 else None,
+        loss=loss.detach(),
+        partition=partition,
+        backend="nested",
+    )
+
+
+def nested_tensor(closure: Closure, contract: Contraction, order: int) -> Tensor:
+    """Return D^(order)(u), shape (S,) * order, each entry computed once.
+
+    The tensor is symmetric: only entries with s1 <= s2 <= ... are computed, and then copied. One
+    backward pass gives a row of them, so there are :func:`count_backward_passes` of these.
+    """
+    S = len(contract.partition)
+    rows: dict[tuple[int, ...], Tensor] = {(): evaluate(closure)}
+    for d in range(1, order + 1):
+        longer: dict[tuple[int, ...], Tensor] = {}
+        for index, entry in rows.items():
+            first = index[-1] if index else 0
+            row = contract(entry, first_group=first, last=d == order)
+            longer.update({(*index, s): row[s] for s in range(first, S)})
+        rows = longer
+    sample = next(iter(rows.values()))
+    tensor = torch.zeros((S,) * order, dtype=sample.dtype, device=sample.device)
+    for index, entry in rows.items():
+        for mirrored in set(permutations(index)):
+            tensor[mirrored] = entry.detach()
+    return tensor
+
+
+def count_backward_passes(S: int, order: int) -> int:
+    """Return how many backward passes :func:`nested_tensor` makes.
+
+    One for each entry with ordered indices of the tensors of order 0 to order - 1: of the order of
+    S^(order - 1) / (order - 1)!, where Table 1 of the paper has S^(order - 1).
+
+    >>> count_backward_passes(S=10, order=2), count_backward_passes(S=10, order=3)
+    (11, 66)
+    """
+    return sum(comb(S + d - 1, d) for d in range(order))
+
+
+def nested_taylor_terms(closure: Closure, params: Params, u: Params, order: int) -> Tensor:
+    """Return the derivatives 1..order of t -> L(theta + t u) with one backward pass for each."""
+    term = evaluate(closure)
+    terms: list[Tensor] = []
+    names: Sequence[str] = list(params)
+    for d in range(1, order + 1):
+        if not term.requires_grad:
+            terms.append(term.new_zeros(()))
+            continue
+        try:
+            grads = torch.autograd.grad(
+                term,
+                [params[name] for name in names],
+                create_graph=d < order,
+                materialize_grads=True,
+            )
+        except (RuntimeError, NotImplementedError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise CannotDifferentiate(f"nested: {error}") from error
+        dots = [(g * u[name]).sum() for name, g in zip(names, grads, strict=True)]
+        term = torch.stack([dot.to(dots[0]) for dot in dots]).sum()
+        terms.append(term)
+    return torch.stack([term.detach() for term in terms])

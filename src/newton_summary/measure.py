@@ -1,0 +1,221 @@
+"""Measure a model: its summary, its derivative tensors, the terms of its Taylor expansion."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from newton_summary.derivatives import AUTO, BACKENDS
+from newton_summary.derivatives.nested import Contraction, nested_taylor_terms, nested_tensor
+from newton_summary.derivatives.probe import CannotDifferentiate, Closure, LossFn, Probe
+from newton_summary.directions import Direction, find_direction
+from newton_summary.partition import Params, Partition, Spec, _nearest, make_partition, unwrap
+from newton_summary.summary import Summary
+
+T = TypeVar("T")
+
+
+def summarize(
+    model: nn.Module,
+    loss_fn: LossFn,
+    data: Any,
+    *,
+    partition: Partition | Spec = "canonical",
+    direction: Direction = "gradient",
+    order: int = 3,
+    backend: str = "auto",
+    microbatch: int | None = None,
+    progress: bool | Callable[[int, int | None], None] = False,
+) -> Summary:
+    """Measure the derivatives of the loss in the step sizes of S groups.
+
+    With phi(eta) = L(theta + U I_{P:S} eta), gives ``gbar`` = phi'(0), ``Hbar`` = phi''(0) and
+    ``D3``, the diagonal of phi'''(0). The model, its buffers, gradients, mode and the random state
+    are afterwards as they were.
+
+    Args:
+        model: Any module.
+        loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a batch as a scalar tensor.
+        data: One batch (a tensor, tuple, mapping, or a list that holds tensors), or an iterable of
+            batches such as a DataLoader; these are weighted by their numbers of samples. The number
+            of samples is the length of the first tensor in the batch.
+        partition: A :class:`Partition` of this model, or what :func:`make_partition` takes.
+        direction: ``"gradient"`` of the same data, a mapping from parameter name to tensor, or a
+            torch optimizer, whose next step is then the direction.
+        order: 1, 2 or 3: the highest derivative wanted.
+        backend: ``"nested"``, ``"dense"``, ``"differences"``, or ``"auto"``.
+        microbatch: Split batches into parts of so many samples, to save memory. Refused where a
+            batch norm in training mode couples the samples.
+        progress: True to see the batches counted on standard error, or a function that is called
+            with the number of batches done and their total (None while it is not known).
+
+    Returns:
+        The summary, with ``loss``, ``num_samples``, ``partition``, ``backend`` and ``reason``.
+    """
+    if order not in (1, 2, 3):
+        raise ValueError(f"order={order}: a summary has order 1, 2 or 3. See derivative_tensor.")
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(
+            f"Unknown backend {backend!r}.{_nearest(backend, BACKENDS)} "
+            f"Write 'auto' or one of {', '.join(map(repr, BACKENDS))}."
+        )
+    partition = find_partition(model, partition)
+    names = AUTO if backend == "auto" else (backend,)
+    with Probe(model, loss_fn, data, partition, microbatch) as probe:
+        u = find_direction(direction, probe)
+        reason = None
+        for name in names:
+            try:
+                summary = _mean_summary(probe, u, BACKENDS[name], order, _reporter(progress))
+            except CannotDifferentiate as error:
+                if name == names[-1]:
+                    raise
+                reason = str(error)
+                warnings.warn(f"Falling back from {name!r}: {reason}", stacklevel=2)
+            else:
+                return replace(summary, reason=reason)
+    raise AssertionError("unreachable")
+
+
+def derivative_tensor(
+    model: nn.Module,
+    loss_fn: LossFn,
+    data: Any,
+    *,
+    order: int,
+    partition: Partition | Spec = "canonical",
+    direction: Direction = "gradient",
+    microbatch: int | None = None,
+) -> Tensor:
+    """Return the whole tensor D^(order)(u), shape (S,) * order (paper, Section 3).
+
+    Entry (s1, ..., sd) is the derivative of the loss along U^s1, ..., U^sd. The tensor is
+    symmetric, and each entry is computed once: of the order of S^(order-1) / (order-1)! backward
+    passes (:func:`newton_summary.derivatives.nested.count_backward_passes`).
+
+    Args:
+        model: Any module.
+        loss_fn: As for :func:`summarize`.
+        data: As for :func:`summarize`.
+        order: 1 or more.
+        partition: As for :func:`summarize`.
+        direction: As for :func:`summarize`.
+        microbatch: As for :func:`summarize`.
+    """
+    _check_order(order)
+    partition = find_partition(model, partition)
+    with Probe(model, loss_fn, data, partition, microbatch) as probe:
+        u = find_direction(direction, probe)
+        return _mean_tensor(
+            probe,
+            lambda closure: nested_tensor(closure, Contraction(probe.params, u, partition), order),
+        )
+
+
+def taylor_terms(
+    model: nn.Module,
+    loss_fn: LossFn,
+    data: Any,
+    *,
+    order: int,
+    direction: Direction = "gradient",
+    microbatch: int | None = None,
+) -> Tensor:
+    """Return the derivatives of t -> L(theta + t u) at 0, of order 1 to ``order``, shape (order,).
+
+    Divided by d! they are the terms of the Taylor expansion (paper, Section 3). One backward pass
+    for each order.
+
+    Args:
+        model: Any module.
+        loss_fn: As for :func:`summarize`.
+        data: As for :func:`summarize`.
+        order: 1 or more.
+        direction: As for :func:`summarize`.
+        microbatch: As for :func:`summarize`.
+    """
+    _check_order(order)
+    partition = make_partition(model, "trivial")
+    with Probe(model, loss_fn, data, partition, microbatch) as probe:
+        u = find_direction(direction, probe)
+        return _mean_tensor(
+            probe, lambda closure: nested_taylor_terms(closure, probe.params, u, order)
+        )
+
+
+def find_partition(model: nn.Module, partition: Partition | Spec) -> Partition:
+    """Return a partition of this model, made from a specification if need be."""
+    if not isinstance(partition, Partition):
+        return make_partition(model, partition)
+    live = dict(unwrap(model).named_parameters())
+    for name, p in partition.params.items():
+        if live.get(name) is not p:
+            what = "has no parameter" if name not in live else "has another parameter called"
+            raise ValueError(
+                f"The partition is of another model: this one {what} {name!r}. "
+                f"Make one with make_partition(model, ...)."
+            )
+    for name, p in live.items():
+        if p.requires_grad and name not in partition.params:
+            raise ValueError(
+                f"Parameter {name!r} requires a gradient and is in no group of the partition. "
+                f"Make the partition again, or freeze the parameter."
+            )
+    return partition
+
+
+def _mean_summary(
+    probe: Probe,
+    u: Params,
+    backend: Callable[..., Summary],
+    order: int,
+    report: Callable[[int, int | None], None],
+) -> Summary:
+    """Average the summaries of all batches, weighted by their numbers of samples."""
+    summaries, sizes = [], []
+    total = probe.num_parts
+    report(0, total)
+    for done, (closure, size) in enumerate(probe.closures(), start=1):
+        summary = backend(closure, probe.params, u, probe.partition, order)
+        summaries.append(replace(summary, num_samples=size))
+        sizes.append(size)
+        report(done, total)
+    return Summary.mean(summaries, sizes)
+
+
+def _mean_tensor(probe: Probe, compute: Callable[[Closure], Tensor]) -> Tensor:
+    total, samples = None, 0
+    for closure, size in probe.closures():
+        value = compute(closure) * size
+        total = value if total is None else total + value
+        samples += size
+    assert total is not None
+    return total / samples
+
+
+def _check_order(order: int) -> None:
+    if isinstance(order, bool) or not isinstance(order, int) or order < 1:
+        raise ValueError(f"order={order!r}: write a whole number, 1 or more.")
+
+
+def _reporter(
+    progress: bool | Callable[[int, int | None], None],
+) -> Callable[[int, int | None], None]:
+    if callable(progress):
+        return progress
+    if not progress:
+        return lambda done, total: None
+
+    def write(done: int, total: int | None) -> None:
+        of = "" if total is None else f" of {total}"
+        end = "\n" if done == total else ""
+        sys.stderr.write(f"\rmeasuring: {done}{of} batches{end}")
+        sys.stderr.flush()
+
+    return write

@@ -1,0 +1,607 @@
+"""How the parameters of a model are grouped.
+
+A partition assigns every trainable entry of the parameters to exactly one of S groups. It plays the
+part of the matrix I_{S:P} of the paper (Section 4), which is never built: a parameter that lies in
+one group as a whole is known by that group's number, one that is divided by a tensor of numbers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Params = dict[str, Tensor]
+Spec = str | Mapping[str, Any] | Sequence[Sequence[Any]]
+
+_NORM_LAYERS = (
+    nn.modules.batchnorm._NormBase,  # BatchNorm and InstanceNorm
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.LocalResponseNorm,
+)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter, or a part of one, inside a group."""
+
+    name: str  # of the parameter
+    shape: tuple[int, ...]  # of the whole parameter
+    count: int  # how many of its entries are in the group
+
+    @property
+    def whole(self) -> bool:
+        """Whether the group holds every entry of the parameter."""
+        return self.count == int(np.prod(self.shape))
+
+
+class Partition:
+    """The parameters of a model, divided into S named groups.
+
+    Made by :func:`make_partition`. ``len(partition)`` is S, ``partition.names`` are the names of
+    the groups, ``print(partition)`` shows them as a table.
+
+    Attributes:
+        names: Name of each group.
+        roles: ``"weight"``, ``"bias"`` or ``"mixed"`` for each group.
+        members: For each group, the parameters (or parts of parameters) in it.
+        params: The live parameters by name, in the order of the model.
+        labels: For each parameter, the number of its group, or a tensor of its shape that holds
+            the number of the group of every entry.
+        model: The model that was divided; None for a partition read from a file.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        params: Params,
+        labels: dict[str, int | Tensor],
+        model: nn.Module | None = None,
+    ):
+        """Check that every entry lies in one group and that no group is empty."""
+        self.model = model
+        self.names: tuple[str, ...] = tuple(names)
+        self.params = params
+        self.labels = labels
+        self.members = self._find_members()
+        self.roles: tuple[str, ...] = tuple(_common_role(group) for group in self.members)
+        if len(set(self.names)) < len(self.names):
+            twice = next(name for name in self.names if self.names.count(name) > 1)
+            raise ValueError(f"Two groups are called {twice!r}. Give every group its own name.")
+
+    def _find_members(self) -> tuple[tuple[Member, ...], ...]:
+        groups: list[list[Member]] = [[] for _ in self.names]
+        for name, label in self.labels.items():
+            shape = tuple(self.params[name].shape)
+            if isinstance(label, int):
+                groups[label].append(Member(name, shape, int(np.prod(shape))))
+                continue
+            counts = torch.bincount(label.flatten().cpu(), minlength=len(self.names))
+            for s in counts.nonzero().flatten().tolist():
+                groups[s].append(Member(name, shape, int(counts[s])))
+        for group_name, group in zip(self.names, groups, strict=True):
+            if not group:
+                raise ValueError(
+                    f"Group {group_name!r} is empty. Leave it out, or give it a parameter."
+                )
+        return tuple(tuple(group) for group in groups)
+
+    def __len__(self) -> int:
+        """Return S, the number of groups."""
+        return len(self.names)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of entries in each group."""
+        return tuple(sum(member.count for member in group) for group in self.members)
+
+    def index(self, name: str) -> int:
+        """Return the number of the group called ``name``."""
+        if name not in self.names:
+            raise KeyError(f"No group is called {name!r}.{_nearest(name, self.names)}")
+        return self.names.index(name)
+
+    def inner(self, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
+        """Return <a, b> restricted to each group, shape (S,): I_{S:P} Diag(a) b.
+
+        A parameter that ``a`` does not name counts as zero. Differentiable. The result has the
+        widest dtype among the parameters, and float32 at least.
+        """
+        numbers: list[int] = []
+        dots: list[Tensor] = []
+        first = next(iter(self.params.values()))
+        dtype = result_dtype(self.params)
+        result = torch.zeros(len(self), dtype=dtype, device=first.device)
+        for name in a:
+            label = self.labels[name]
+            product = a[name].to(dtype) * b[name].to(dtype)
+            if isinstance(label, int):
+                numbers.append(label)
+                dots.append(product.sum().to(first.device))
+            else:
+                result = result.index_add(
+                    0, label.flatten().to(first.device), product.flatten().to(first.device)
+                )
+        if dots:
+            where = torch.tensor(numbers, device=first.device)
+            result = result.index_add(0, where, torch.stack(dots))
+        return result
+
+    def restrict(self, u: Mapping[str, Tensor], s: int) -> Params:
+        """Return U^s: the parts of ``u`` in group ``s``, by name, zero where others' entries are."""
+        part: Params = {}
+        for member in self.members[s]:
+            label = self.labels[member.name]
+            whole = isinstance(label, int)
+            part[member.name] = u[member.name] if whole else u[member.name] * (label == s)
+        return part
+
+    def scale(self, u: Mapping[str, Tensor], eta: Tensor) -> Params:
+        """Return U I_{P:S} eta: every entry of ``u`` times the number of its group."""
+        scaled: Params = {}
+        for name, label in self.labels.items():
+            factor = eta[label] if isinstance(label, int) else eta[label.to(eta.device)]
+            scaled[name] = u[name] * factor.to(u[name])
+        return scaled
+
+    def param_groups(self, **defaults: Any) -> list[dict[str, Any]]:
+        """Return one named parameter group for each group, as torch optimizers take them.
+
+        Args:
+            **defaults: Options that every group starts with, such as ``lr=0.1``.
+
+        Raises:
+            ValueError: If a parameter is divided among groups, which torch does not allow.
+        """
+        divided = [name for name, label in self.labels.items() if not isinstance(label, int)]
+        if divided:
+            raise ValueError(
+                f"Parameter {divided[0]!r} is divided among groups, and a torch parameter group "
+                f"takes whole parameters only. Use a partition whose groups hold whole tensors, "
+                f"such as 'canonical'."
+            )
+        return [
+            {"params": [self.params[member.name] for member in group], "name": name, **defaults}
+            for name, group in zip(self.names, self.members, strict=True)
+        ]
+
+    def to(self, device: torch.device | str) -> Partition:
+        """Return the partition with its index tensors on ``device``; parameters stay live."""
+        labels = {n: x if isinstance(x, int) else x.to(device) for n, x in self.labels.items()}
+        return Partition(self.names, self.params, labels, self.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a file needs to describe the groups: no parameter values."""
+        return {
+            "names": list(self.names),
+            "shapes": {name: list(p.shape) for name, p in self.params.items()},
+            "labels": {n: x if isinstance(x, int) else x.cpu() for n, x in self.labels.items()},
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Partition:
+        """Rebuild a partition from a file; its parameters are placeholders without storage."""
+        params = {n: torch.empty(s, device="meta") for n, s in state["shapes"].items()}
+        return cls(state["names"], params, dict(state["labels"]))
+
+    def __repr__(self) -> str:
+        """Return the number of groups and of parameters."""
+        return f"Partition({len(self)} groups, {sum(self.sizes):,} parameters)"
+
+    def __str__(self) -> str:
+        """Return a table: number, name, role, entries and parameters of each group."""
+        rows = [("", "group", "role", "entries", "parameters")]
+        for s, (name, role, size) in enumerate(
+            zip(self.names, self.roles, self.sizes, strict=True)
+        ):
+            rows.append((str(s), name, role, f"{size:,}", _describe(self.members[s], name)))
+        return f"{self!r}\n{text_table(rows, right=(0, 3))}"
+
+
+def text_table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
+    """Lay out rows of text in columns; the first row is the header.
+
+    >>> print(text_table([("group", "size"), ("a", "10")], right=[1]))
+    group  size
+    a        10
+    """
+    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+    to_right = set(right)
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if c in to_right else cell.ljust(width)
+            for c, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def result_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
+    """Return the widest dtype of the parameters, and float32 at least."""
+    dtype = torch.float32
+    for p in params.values():
+        dtype = torch.promote_types(dtype, p.dtype)
+    return dtype
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the module inside a wrapper of data parallelism."""
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    while isinstance(model, wrappers):
+        model = model.module
+    return model
+
+
+# --- the ways to group ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Parameters that are grouped together: those of one module, and of the norms that follow it."""
+
+    weights: tuple[str, ...]
+    biases: tuple[str, ...]
+
+
+def role(name: str) -> str:
+    """Return ``"bias"`` or ``"weight"``, the role of a parameter.
+
+    What is added is a bias: a parameter whose own name contains ``bias`` (``bias``,
+    ``in_proj_bias``, ``bias_hh_l0``). Everything else is a weight, also the scale of a norm layer,
+    an embedding, and a bare parameter of a module.
+
+    >>> role("encoder.0.in_proj_bias"), role("norm.weight"), role("cls_token")
+    ('bias', 'weight', 'weight')
+    """
+    return "bias" if "bias" in name.rpartition(".")[2] else "weight"
+
+
+def find_layers(model: nn.Module) -> list[Layer]:
+    """Return the layers of a model in order.
+
+    A layer is a module that owns trainable parameters directly, so the weight and the bias of a
+    module stay together. A norm layer belongs to the layer before it (to the one after it where
+    there is none before), so that convolution and batch norm count as one, as a reader would.
+    """
+    modules = dict(model.named_modules())
+    owners: list[list[list[str]]] = []  # a list of modules' parameter names for each layer
+    leading_norms: list[list[str]] = []
+    by_owner: dict[str, list[str]] = {}
+    for name in trainable(model):
+        by_owner.setdefault(_owner(name), []).append(name)
+    for owner, names in by_owner.items():
+        if not isinstance(modules.get(owner), _NORM_LAYERS):
+            owners.append([*leading_norms, names])
+            leading_norms = []
+        elif owners:
+            owners[-1].append(names)
+        else:
+            leading_norms.append(names)
+    if leading_norms:  # a model of norms alone
+        owners.extend([names] for names in leading_norms)
+    layers = []
+    for owner_names in owners:
+        flat = [name for names in owner_names for name in names]
+        layers.append(
+            Layer(
+                weights=tuple(n for n in flat if role(n) == "weight"),
+                biases=tuple(n for n in flat if role(n) == "bias"),
+            )
+        )
+    return layers
+
+
+def _owner(name: str) -> str:
+    """Return the module that a user would say owns a parameter, parametrisations seen through."""
+    owner = name.rpartition(".")[0]
+    return owner.partition(".parametrizations.")[0].removesuffix("parametrizations")
+
+
+def canonical(model: nn.Module) -> dict[str, list[str]]:
+    """One group for each parameter tensor."""
+    return {name: [name] for name in trainable(model)}
+
+
+def trivial(model: nn.Module) -> dict[str, list[str]]:
+    """One group for everything."""
+    return {"all": list(trainable(model))}
+
+
+def weights_biases(model: nn.Module) -> dict[str, list[str]]:
+    """All the weights, and all the biases."""
+    names = list(trainable(model))
+    groups = {
+        "weights": [n for n in names if role(n) == "weight"],
+        "biases": [n for n in names if role(n) == "bias"],
+    }
+    return {name: members for name, members in groups.items() if members}
+
+
+def blocks(model: nn.Module, k: int) -> dict[str, list[str]]:
+    """k consecutive blocks of the body, weights and biases apart; the last layer stands alone."""
+    *body, last = find_layers(model)
+    _check_count(k, len(body), f"blocks-{k}", "layers before the last one")
+    chunks = [[body[i] for i in part] for part in np.array_split(range(len(body)), k)]
+    return _split_by_role("block", chunks) | _alone(last)
+
+
+def alternate(model: nn.Module, k: int) -> dict[str, list[str]]:
+    """Layer l of the body in block l % k, weights and biases apart; the last layer stands alone."""
+    *body, last = find_layers(model)
+    _check_count(k, len(body), f"alternate-{k}", "layers before the last one")
+    return _split_by_role("alternate", [body[i::k] for i in range(k)]) | _alone(last)
+
+
+def chunks(model: nn.Module, k: int) -> dict[str, list[str]]:
+    """k consecutive blocks of all the layers, weights and biases apart (VBigMLP, App. H)."""
+    layers = find_layers(model)
+    _check_count(k, len(layers), f"chunks-{k}", "layers")
+    parts = [[layers[i] for i in part] for part in np.array_split(range(len(layers)), k)]
+    return _split_by_role("chunk", parts)
+
+
+def discrete(model: nn.Module) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+    """One group for each number: S = P, Newton's method (App. C)."""
+    return {
+        name + (str(list(index)).replace(" ", "") if index else ""): [(name, index)]
+        for name, p in trainable(model).items()
+        for index in np.ndindex(*p.shape)
+    }
+
+
+PARTITIONS: dict[str, Callable[..., Mapping[str, Sequence[Any]]]] = {
+    "canonical": canonical,
+    "trivial": trivial,
+    "weights-biases": weights_biases,
+    "blocks-k": blocks,
+    "alternate-k": alternate,
+    "chunks-k": chunks,
+    "discrete": discrete,
+}
+
+
+def make_partition(model: nn.Module, spec: Spec = "canonical") -> Partition:
+    r"""Divide the trainable parameters of a model into groups.
+
+    Args:
+        model: Any module; wrappers of data parallelism are looked through.
+        spec: One of
+
+            - ``"canonical"`` (one group per tensor), ``"trivial"`` (one group), ``"weights-biases"``,
+              ``"blocks-4"``, ``"alternate-4"``, ``"chunks-5"`` (any number), ``"discrete"`` (one
+              group per number);
+            - a mapping from the name of a group to a regular expression that is searched in the
+              parameters' names, to ``...`` for all that no other group takes, or to a list as below;
+            - a list of lists of parameter names. In place of a name, a pair ``(name, index)`` takes
+              a part of a parameter: ``index`` is what one would write between brackets.
+
+    Returns:
+        The partition. Frozen parameters are not in it.
+
+    Raises:
+        ValueError: If a parameter is in two groups or in none, a group is empty, a name is not
+            known, a pattern matches nothing, or there are fewer layers than blocks.
+
+    >>> net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    >>> print(make_partition(net, {"first": r"^0\.", "rest": ...}))
+    Partition(2 groups, 23 parameters)
+       group  role   entries  parameters
+    0  first  mixed       15  0.weight (3, 4), 0.bias (3,)
+    1  rest   mixed        8  2.weight (2, 3), 2.bias (2,)
+    """
+    model = unwrap(model)
+    params = trainable(model)
+    if not params:
+        raise ValueError(
+            "The model has no parameter that requires a gradient. "
+            "Call model.requires_grad_(True), or on the parameters to be measured."
+        )
+    if isinstance(spec, str):
+        groups = _named_spec(spec)(model)
+    elif isinstance(spec, Mapping):
+        groups = _match_patterns(spec, model)
+    else:
+        groups = _name_lists(spec)
+    return _assemble(groups, model)
+
+
+def trainable(model: nn.Module) -> Params:
+    """Return the parameters that require a gradient, by name; tied ones once."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Map every name of a parameter, of tied ones too, to the one that the partition uses."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    return {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _named_spec(spec: str) -> Callable[[nn.Module], Mapping[str, Sequence[Any]]]:
+    if spec in PARTITIONS and not spec.endswith("-k"):
+        return PARTITIONS[spec]
+    kind, _, number = spec.rpartition("-")
+    if f"{kind}-k" in PARTITIONS and number.isdecimal():
+        make = PARTITIONS[f"{kind}-k"]
+        return lambda model: make(model, int(number))
+    raise ValueError(
+        f"Unknown partition {spec!r}.{_nearest(spec, PARTITIONS)} "
+        f"Write one of {', '.join(PARTITIONS)} (with a number for k), a mapping, or a list of lists."
+    )
+
+
+def _match_patterns(spec: Mapping[str, Any], model: nn.Module) -> dict[str, list[Any]]:
+    """Turn patterns into lists of names; ``...`` takes what the others leave."""
+    names = list(trainable(model))
+    groups: dict[str, list[Any]] = {}
+    for group, rule in spec.items():
+        if isinstance(rule, EllipsisType):
+            groups[group] = []
+        elif isinstance(rule, str):
+            groups[group] = [name for name in names if re.search(rule, name)]
+            if not groups[group]:
+                raise ValueError(
+                    f"Group {group!r}: the pattern {rule!r} matches no trainable parameter. "
+                    f"Their names are {_shortened(names)}."
+                )
+        elif isinstance(rule, Sequence):
+            groups[group] = list(rule)
+        else:
+            raise TypeError(
+                f"Group {group!r} is {rule!r}: write a regular expression, a list of names, or ..."
+            )
+    rests = [group for group, rule in spec.items() if isinstance(rule, EllipsisType)]
+    if len(rests) > 1:
+        raise ValueError(f"Both {rests[0]!r} and {rests[1]!r} are `...`: one group takes the rest.")
+    if rests:
+        aliases = _aliases(model)
+        taken = {
+            aliases.get(m if isinstance(m, str) else m[0]) for ms in groups.values() for m in ms
+        }
+        groups[rests[0]] = [name for name in names if name not in taken]
+        if not groups[rests[0]]:
+            raise ValueError(
+                f"Group {rests[0]!r} takes the rest, and nothing is left for it: leave it out."
+            )
+    return groups
+
+
+def _name_lists(spec: Sequence[Sequence[Any]]) -> dict[str, list[Any]]:
+    """Name the groups of a list of lists: by their parameter if there is one, by number if more."""
+    groups: dict[str, list[Any]] = {}
+    for s, members in enumerate(spec):
+        if isinstance(members, str) or not isinstance(members, Sequence):
+            raise TypeError(
+                f"Group {s} is {members!r}: a list of groups holds lists of parameter names."
+            )
+        alone = len(members) == 1 and isinstance(members[0], str)
+        groups[members[0] if alone else f"group{s}"] = list(members)
+    if len(groups) < len(spec):
+        raise ValueError("A parameter forms two groups of its own. Name it once.")
+    return groups
+
+
+def _assemble(groups: Mapping[str, Sequence[Any]], model: nn.Module) -> Partition:
+    """Turn lists of members into labels, and find what lies in two groups or in none."""
+    params, aliases = trainable(model), _aliases(model)
+    names = list(groups)
+    labels: dict[str, int | Tensor] = {}
+    for s, (group, members) in enumerate(groups.items()):
+        for member in members:
+            written, index = member if isinstance(member, tuple) else (member, None)
+            name = aliases.get(written, written)
+            if name not in params:
+                raise ValueError(_unknown_name(written, group, params, aliases))
+            label = labels.get(name)
+            if index is None and label is None:
+                labels[name] = s
+                continue
+            if isinstance(label, int):
+                raise ValueError(_in_two_groups(name, names[label], group))
+            if label is None:
+                label = torch.full(params[name].shape, -1, dtype=torch.long)
+            chosen = _index_mask(label, index, written, group)
+            taken = label[chosen & (label >= 0)]
+            if len(taken):
+                raise ValueError(_in_two_groups(name, names[int(taken[0])], group))
+            label[chosen] = s
+            labels[name] = label
+    for name, p in params.items():
+        label = labels.get(name)
+        if label is None:
+            raise ValueError(
+                f"Parameter {name!r} is in no group. Add it to one, freeze it with "
+                f"requires_grad_(False), or let a group take the rest: {{'rest': ...}}."
+            )
+        if isinstance(label, Tensor):
+            if bool((label < 0).any()):
+                where = tuple((label < 0).nonzero()[0].tolist())
+                raise ValueError(f"Entry {where} of parameter {name!r} is in no group. Add it.")
+            labels[name] = label.to(p.device)
+    return Partition(names, params, {name: labels[name] for name in params}, model)
+
+
+def _index_mask(label: Tensor, index: Any, name: str, group: str) -> Tensor:
+    mask = torch.zeros_like(label, dtype=torch.bool)
+    try:
+        mask[... if index is None else index] = True
+    except (IndexError, TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"Group {group!r}: {index!r} is no index of parameter {name!r} "
+            f"of shape {tuple(label.shape)}: {error}"
+        ) from None
+    return mask
+
+
+def _unknown_name(
+    name: str, group: str, params: Mapping[str, Tensor], aliases: Mapping[str, str]
+) -> str:
+    if name in aliases:
+        return (
+            f"Group {group!r} names {name!r}, which is frozen. Leave it out, or call "
+            f"requires_grad_(True) on it."
+        )
+    return f"Group {group!r}: no parameter is called {name!r}.{_nearest(name, params)}"
+
+
+def _in_two_groups(name: str, first: str, second: str) -> str:
+    return (
+        f"Parameter {name!r} is in two groups, {first!r} and {second!r}. "
+        f"Make their patterns or lists exclude each other."
+    )
+
+
+def _check_count(k: int, available: int, spec: str, what: str) -> None:
+    if not 1 <= k <= available:
+        raise ValueError(
+            f"{spec!r} needs {k} {what}, and the model has {available}. "
+            f"Write a number from 1 to {available}."
+            if available
+            else f"{spec!r}: the model has only one layer. Use 'canonical'."
+        )
+
+
+def _split_by_role(prefix: str, parts: Sequence[Sequence[Layer]]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for i, layers in enumerate(parts):
+        groups[f"{prefix}{i}.weights"] = [name for layer in layers for name in layer.weights]
+        groups[f"{prefix}{i}.biases"] = [name for layer in layers for name in layer.biases]
+    return {name: members for name, members in groups.items() if members}
+
+
+def _alone(layer: Layer) -> dict[str, list[str]]:
+    return {name: [name] for name in (*layer.weights, *layer.biases)}
+
+
+def _common_role(members: Sequence[Member]) -> str:
+    roles = {role(member.name) for member in members}
+    return roles.pop() if len(roles) == 1 else "mixed"
+
+
+def _describe(members: Sequence[Member], group: str, most: int = 3) -> str:
+    parts = []
+    for member in members[:most]:
+        name = "" if member.name == group else f"{member.name} "
+        part = "" if member.whole else f"{member.count:,} of "
+        parts.append(f"{name}{part}{member.shape}")
+    more = f", and {len(members) - most} more" if len(members) > most else ""
+    return ", ".join(parts) + more
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.4)
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def _shortened(names: Sequence[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more

@@ -1,0 +1,272 @@
+"""What a measurement gives: gbar, Hbar and D3, and their mean over measurements."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from newton_summary.partition import Partition, text_table
+
+
+class Block(NamedTuple):
+    """The entries of a matrix between two kinds of groups."""
+
+    rows: tuple[str, ...]  # names of the groups
+    columns: tuple[str, ...]
+    values: Tensor  # (rows, columns)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Derivatives of the loss along ``u``, seen through a partition into S groups.
+
+    All three are derivatives at ``eta = 0`` of phi(eta) = L(theta + U I_{P:S} eta). A measurement
+    of lower order leaves the higher ones ``None``.
+    """
+
+    gbar: Tensor  # (S,)    first derivative, D^(1)(u)
+    Hbar: Tensor | None = None  # (S, S)  second derivative, D^(2)(u)
+    D3: Tensor | None = None  # (S,)    diagonal of the third, signed
+    loss: Tensor = field(
+        default_factory=lambda: torch.tensor(float("nan"))
+    )  # ()  mean over samples
+    num_samples: int = 0
+    partition: Partition | None = None
+    backend: str = "given"  # who computed it; "given" if made by hand
+    reason: str | None = None  # why this backend and not the default one
+    approximate: bool = False  # true for central differences
+
+    def __post_init__(self) -> None:
+        """Check the shapes."""
+        S = len(self.gbar) if self.gbar.ndim == 1 else None
+        if S is None:
+            raise ValueError(f"gbar has shape {tuple(self.gbar.shape)}: it is a vector, (S,).")
+        for name, value, shape in (("Hbar", self.Hbar, (S, S)), ("D3", self.D3, (S,))):
+            if value is not None and tuple(value.shape) != shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(value.shape)}, and gbar has {S} entries: "
+                    f"{name} is of shape {shape}."
+                )
+        if self.partition is not None and len(self.partition) != S:
+            raise ValueError(
+                f"The partition has {len(self.partition)} groups, and gbar {S} entries."
+            )
+
+    def __len__(self) -> int:
+        """Return S, the number of groups."""
+        return len(self.gbar)
+
+    @property
+    def order(self) -> int:
+        """Highest order of derivative that was measured: 1, 2 or 3."""
+        return 1 if self.Hbar is None else 2 if self.D3 is None else 3
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the groups; their numbers where there is no partition."""
+        if self.partition is not None:
+            return self.partition.names
+        return tuple(str(s) for s in range(len(self)))
+
+    # --- arithmetic -------------------------------------------------------------------------------
+
+    @staticmethod
+    def mean(summaries: Sequence[Summary], weights: Sequence[float] | None = None) -> Summary:
+        """Average summaries of the same groups; D3 with its sign, so that batches add up.
+
+        Args:
+            summaries: At least one.
+            weights: Relative weights, such as numbers of samples. Equal if not given.
+        """
+        if not summaries:
+            raise ValueError("The mean of no summaries is not defined. Give at least one.")
+        weights = [1.0] * len(summaries) if weights is None else list(weights)
+        total = float(sum(weights))
+        order = min(summary.order for summary in summaries)
+
+        def average(name: str) -> Tensor:
+            terms = [w / total * getattr(s, name) for s, w in zip(summaries, weights, strict=True)]
+            return torch.stack(terms).sum(0)
+
+        return replace(
+            summaries[-1],
+            gbar=average("gbar"),
+            Hbar=average("Hbar") if order >= 2 else None,
+            D3=average("D3") if order >= 3 else None,
+            loss=average("loss"),
+            num_samples=sum(summary.num_samples for summary in summaries),
+        )
+
+    def to(self, *args: Any, **kwargs: Any) -> Summary:
+        """Convert dtype and device, as ``Tensor.to`` does."""
+        changed = {n: getattr(self, n).to(*args, **kwargs) for n in self._tensor_fields()}
+        return replace(self, **changed)
+
+    def _tensor_fields(self) -> list[str]:
+        return [f.name for f in fields(self) if isinstance(getattr(self, f.name), Tensor)]
+
+    # --- views ------------------------------------------------------------------------------------
+
+    def hessian(self) -> Tensor:
+        """Return ``Hbar``, or say that it was not measured."""
+        if self.Hbar is None:
+            raise ValueError("This summary has no Hbar: measure with order=2 or order=3.")
+        return self.Hbar
+
+    def inverse(self) -> Tensor:
+        """Return the inverse of ``Hbar``, computed in float64.
+
+        The groups are first brought to one scale, so that groups whose rates differ by many orders
+        of magnitude lose no digits to each other.
+
+        Raises:
+            ValueError: If ``Hbar`` has entries that are not finite, or no inverse.
+        """
+        H = self.hessian().detach().double().cpu()
+        if not bool(torch.isfinite(H).all()):
+            raise ValueError("Hbar has entries that are not finite, so it has no inverse.")
+        row_norms = H.abs().amax(1)
+        if bool((row_norms == 0).any()):
+            dead = self.names[int((row_norms == 0).nonzero()[0])]
+            raise ValueError(
+                f"Hbar has no inverse: the row of group {dead!r} is zero. Does the loss depend on "
+                f"it, and does the direction move it?"
+            )
+        scale = row_norms.sqrt()
+        scaled = H / scale[:, None] / scale[None, :]
+        singular_values = torch.linalg.svdvals(scaled)
+        if singular_values[-1] <= len(H) * torch.finfo(torch.float64).eps * singular_values[0]:
+            raise ValueError(
+                f"Hbar has no inverse: its smallest singular value is {singular_values[-1]:.1e} "
+                f"times the scale of the groups. Merge groups that act alike (a coarser partition)."
+            )
+        inverse = torch.linalg.inv(scaled) / scale[:, None] / scale[None, :]
+        return ((inverse + inverse.T) / 2).to(self.gbar)
+
+    def block(self, row_role: str, column_role: str, matrix: Tensor | None = None) -> Block:
+        """Return the entries of ``Hbar`` between groups of two roles, ``"weight"`` or ``"bias"``.
+
+        Args:
+            row_role: Role of the groups in the rows.
+            column_role: Role of the groups in the columns.
+            matrix: Another (S, S) matrix to take the entries from, such as the inverse.
+        """
+        if self.partition is None:
+            raise ValueError("This summary has no partition, so its groups have no roles.")
+        roles = self.partition.roles
+        for wanted in (row_role, column_role):
+            if wanted not in ("weight", "bias", "mixed"):
+                raise ValueError(f"{wanted!r} is no role: write 'weight', 'bias' or 'mixed'.")
+        rows = [s for s, role in enumerate(roles) if role == row_role]
+        columns = [s for s, role in enumerate(roles) if role == column_role]
+        values = (self.hessian() if matrix is None else matrix)[rows][:, columns]
+        names = self.names
+        return Block(tuple(names[s] for s in rows), tuple(names[s] for s in columns), values)
+
+    def blocks(self, matrix: Tensor | None = None) -> dict[str, Block]:
+        """Return the blocks weight-weight, weight-bias and bias-bias (Section 6.1)."""
+        pairs = (("weight", "weight"), ("weight", "bias"), ("bias", "bias"))
+        return {f"{row}-{column}": self.block(row, column, matrix) for row, column in pairs}
+
+    def predicted_change(self, eta: Tensor, order: int = 2) -> Tensor:
+        """Return the change of the loss that a step ``theta - U I_{P:S} eta`` should make.
+
+        Args:
+            eta: Learning rates, (S,).
+            order: 1 for the slope alone, 2 with the curvature.
+        """
+        eta = eta.to(self.gbar)
+        change = -eta @ self.gbar
+        return change if order == 1 else change + 0.5 * eta @ self.hessian() @ eta
+
+    def __str__(self) -> str:
+        """Return a table of the groups with the diagonal of every order."""
+        header = ["group", "gbar"]
+        columns = [self.gbar]
+        if self.Hbar is not None:
+            header.append("Hbar_ss")
+            columns.append(self.Hbar.diagonal())
+        if self.D3 is not None:
+            header.append("D3_sss")
+            columns.append(self.D3)
+        numbers = torch.stack([c.detach().double().cpu() for c in columns], 1).tolist()
+        rows = [header]
+        for name, values in zip(self.names, numbers, strict=True):
+            rows.append([name, *(f"{value:+.3e}" for value in values)])
+        how = f"backend {self.backend}" + (", approximate" if self.approximate else "")
+        title = f"Summary of {len(self)} groups, order {self.order}, {how}"
+        if self.num_samples:
+            title += f", {self.num_samples:,} samples, loss {float(self.loss):.6g}"
+        if self.reason:
+            title += f"\n({self.reason})"
+        return f"{title}\n{text_table(rows, right=range(1, len(header)))}"
+
+    # --- files ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the summary as plain values and tensors, without the model's parameters."""
+        state = {f.name: getattr(self, f.name) for f in fields(self)}
+        if self.partition is not None:
+            state["partition"] = self.partition.state_dict()
+        return state
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Summary:
+        """Rebuild a summary from :meth:`state_dict`."""
+        state = dict(state)
+        if state.get("partition") is not None:
+            state["partition"] = Partition.from_state_dict(state["partition"])
+        return cls(**state)
+
+    def save(self, path: str | Path) -> None:
+        """Write the summary to a file that :meth:`load` reads, also on another machine."""
+        state = self.to("cpu").state_dict()
+        torch.save(state, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Summary:
+        """Read a summary from a file; nothing in the file is executed."""
+        return cls.from_state_dict(torch.load(path, weights_only=True))
+
+
+class SummaryWindow:
+    """The mean of the last few summaries (upsilon of Algorithm 2)."""
+
+    def __init__(self, size: int):
+        """Keep the last ``size`` summaries."""
+        if size < 1:
+            raise ValueError(f"A window holds at least one summary, not {size}.")
+        self._summaries: deque[Summary] = deque(maxlen=size)
+
+    def __len__(self) -> int:
+        """Return how many summaries are held now."""
+        return len(self._summaries)
+
+    @property
+    def size(self) -> int:
+        """How many summaries are held at most."""
+        return self._summaries.maxlen or 0
+
+    def push(self, summary: Summary) -> Summary:
+        """Add a summary, forget the oldest if the window is full, and return the mean."""
+        self._summaries.append(summary)
+        return self.mean()
+
+    def mean(self) -> Summary:
+        """Return the mean of the summaries that are held."""
+        return Summary.mean(list(self._summaries))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the window as plain values and tensors."""
+        return {"size": self.size, "summaries": [s.state_dict() for s in self._summaries]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the contents of another window."""
+        summaries = (Summary.from_state_dict(s) for s in state["summaries"])
+        self._summaries = deque(summaries, maxlen=state["size"])
