@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from newton_summary.derivatives.probe import Probe, check_depends, check_finite
+from newton_summary.derivatives.state import unmoved
 from newton_summary.partition import Params, _nearest
 
 Direction = str | Mapping[str, Tensor] | Optimizer
@@ -20,17 +20,19 @@ Direction = str | Mapping[str, Tensor] | Optimizer
 def gradient(probe: Probe) -> Params:
     """Return the gradient of the mean loss over all of the probe's data."""
     leaves = list(probe.params.values())
-    total = [torch.zeros_like(p) for p in leaves]
+    wide = [torch.promote_types(p.dtype, torch.float32) for p in leaves]
+    mean = [torch.zeros_like(p, dtype=dtype) for p, dtype in zip(leaves, wide, strict=True)]
     samples = 0
     for closure, size in probe.closures():
         loss = closure()
         check_finite(loss)
-        check_depends(loss)
+        check_depends(loss, probe.params)
         grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
-        torch._foreach_add_(total, [grad.detach() for grad in grads], alpha=size)
         samples += size
-    torch._foreach_div_(total, samples)
-    return dict(zip(probe.params, total, strict=True))
+        with torch.no_grad():
+            batch_mean = [g.to_dense().to(d) for g, d in zip(grads, wide, strict=True)]
+            torch._foreach_lerp_(mean, batch_mean, size / samples)
+    return {name: g.to(p.dtype) for (name, p), g in zip(probe.params.items(), mean, strict=True)}
 
 
 DIRECTIONS: dict[str, Callable[[Probe], Params]] = {"gradient": gradient}
@@ -54,20 +56,17 @@ def find_direction(direction: Direction, probe: Probe) -> Params:
     if isinstance(direction, Optimizer):
         return optimizer_step(direction, gradient(probe), probe.params)
     if isinstance(direction, Mapping):
-        return _checked(direction, probe.params)
+        return _checked(direction, probe.params, probe.model)
     raise TypeError(
         f"The direction is of type {type(direction).__name__}: write 'gradient', a mapping from "
         f"parameter name to tensor, or an optimizer."
     )
 
 
-def _checked(direction: Mapping[str, Tensor], params: Params) -> Params:
+def _checked(direction: Mapping[str, Tensor], params: Params, model: nn.Module) -> Params:
     for name in direction:
         if name not in params:
-            raise ValueError(
-                f"The direction names {name!r}, which is no trainable parameter of the model."
-                f"{_nearest(name, params)}"
-            )
+            raise ValueError(_unknown_name(name, params, model))
     for name, p in params.items():
         if name not in direction:
             raise ValueError(
@@ -75,6 +74,11 @@ def _checked(direction: Mapping[str, Tensor], params: Params) -> Params:
                 f"{tuple(p.shape)}; zeros if it should not move."
             )
         value = direction[name]
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"The direction of {name!r} is {type(value).__name__}: give it a tensor of shape "
+                f"{tuple(p.shape)}."
+            )
         if value.shape != p.shape:
             raise ValueError(
                 f"The direction of {name!r} has shape {tuple(value.shape)}, and the parameter "
@@ -87,58 +91,73 @@ def _checked(direction: Mapping[str, Tensor], params: Params) -> Params:
             )
         if not bool(torch.isfinite(value).all()):
             raise ValueError(f"The direction of {name!r} has entries that are not finite.")
-    return {name: direction[name].detach() for name in params}
+    # A copy if it lies in the memory of a parameter, which may be moved while it is used.
+    live = {p.untyped_storage().data_ptr() for p in params.values()}
+    return {name: _own(direction[name].detach(), live) for name in params}
+
+
+def _own(value: Tensor, live: set[int]) -> Tensor:
+    shared = value.is_inference() or value.untyped_storage().data_ptr() in live
+    return value.clone() if shared else value
+
+
+def _unknown_name(name: str, params: Params, model: nn.Module) -> str:
+    everything = dict(model.named_parameters(remove_duplicate=False))
+    if name in everything:
+        first = next((n for n, p in params.items() if p is everything[name]), None)
+        if first is None:
+            return f"The direction names {name!r}, which is frozen. Leave it out."
+        return f"The direction names {name!r}, which is tied to {first!r}. Write {first!r} alone."
+    return (
+        f"The direction names {name!r}, which is no trainable parameter of the model."
+        f"{_nearest(name, params)}"
+    )
 
 
 def optimizer_step(optimizer: Optimizer, grads: Params, params: Params) -> Params:
     """Return what the optimizer's next step would subtract from each parameter.
 
-    The step is really taken, on copies of the optimizer's state and with the parameters put back
-    bit for bit, so neither it nor the model changes.
+    The step is really taken, on copies of the optimizer's state, without its hooks and schedulers,
+    and with the parameters put back bit for bit, so neither it nor the model changes.
+
+    Raises:
+        ValueError: If the optimizer lacks a parameter, or needs to evaluate the loss (LBFGS).
     """
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    everything = [p for group in optimizer.param_groups for p in group["params"]]
+    owned = {id(p) for p in everything}
     for name, p in params.items():
         if id(p) not in owned:
             raise ValueError(
                 f"The optimizer does not hold parameter {name!r}: it belongs to another model, or "
                 f"the parameter should be frozen with requires_grad_(False)."
             )
-    everything = [p for group in optimizer.param_groups for p in group["params"]]
-    before = [p.detach().clone() for p in everything]
-    old_grads = [p.grad for p in everything]
-    old_state, old_groups = optimizer.state, optimizer.param_groups
-    hooks: dict[str, Any] = {
-        name: getattr(optimizer, name)
-        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    }
     by_id = {id(p): grads[name] for name, p in params.items()}
+    old_grads = [p.grad for p in everything]
+    old_attributes = dict(optimizer.__dict__)
     try:
-        state: dict[Any, Any] = defaultdict(dict)
-        state.update({p: copy.deepcopy(values) for p, values in old_state.items()})
-        optimizer.state = state
+        optimizer.state = defaultdict(dict)
+        optimizer.state.update({p: copy.deepcopy(v) for p, v in old_attributes["state"].items()})
         optimizer.param_groups = [
             {k: v if k == "params" else copy.deepcopy(v) for k, v in group.items()}
-            for group in old_groups
+            for group in old_attributes["param_groups"]
         ]
-        for name, old in hooks.items():
-            setattr(optimizer, name, type(old)())
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            setattr(optimizer, hooks, OrderedDict())
         for p in everything:
             grad = by_id.get(id(p))
             p.grad = None if grad is None else grad.clone()
-        type(optimizer).step(optimizer)  # not optimizer.step, which a scheduler has wrapped
-        after = {id(p): p.detach().clone() for p in everything}
+        with unmoved(everything) as copies:
+            before = {id(p): value for p, value in zip(everything, copies, strict=True)}
+            type(optimizer).step(optimizer)  # not optimizer.step, which a scheduler has wrapped
+            return {name: before[id(p)] - p.detach() for name, p in params.items()}
     except TypeError as error:
         raise ValueError(
             f"{type(optimizer).__name__} cannot give a direction: its step needs a closure "
-            f"({error})."
+            f"({error}). Take its step yourself, and pass the difference of the parameters as a "
+            f"mapping from name to tensor."
         ) from error
     finally:
-        optimizer.state, optimizer.param_groups = old_state, old_groups
-        for name, old in hooks.items():
-            setattr(optimizer, name, old)
-        with torch.no_grad():
-            for p, value, grad in zip(everything, before, old_grads, strict=True):
-                p.copy_(value)
-                p.grad = grad
-    start = {id(p): value for p, value in zip(everything, before, strict=True)}
-    return {name: start[id(p)] - after[id(p)] for name, p in params.items()}
+        optimizer.__dict__.clear()
+        optimizer.__dict__.update(old_attributes)
+        for p, grad in zip(everything, old_grads, strict=True):
+            p.grad = grad

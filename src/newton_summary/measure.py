@@ -145,7 +145,10 @@ def taylor_terms(
     with Probe(model, loss_fn, data, partition, microbatch) as probe:
         u = find_direction(direction, probe)
         return _mean_tensor(
-            probe, lambda closure: nested_taylor_terms(closure, probe.params, u, order)
+            probe,
+            lambda closure: nested_taylor_terms(
+                closure, Contraction(probe.params, u, partition), order
+            ),
         )
 
 
@@ -160,6 +163,11 @@ def find_partition(model: nn.Module, partition: Partition | Spec) -> Partition:
             raise ValueError(
                 f"The partition is of another model: this one {what} {name!r}. "
                 f"Make one with make_partition(model, ...)."
+            )
+        if not p.requires_grad:
+            raise ValueError(
+                f"Parameter {name!r} is in the partition and has been frozen since. Make the "
+                f"partition again, or call requires_grad_(True) on it."
             )
     for name, p in live.items():
         if p.requires_grad and name not in partition.params:
@@ -180,23 +188,27 @@ def _mean_summary(
     """Average the summaries of all batches, weighted by their numbers of samples."""
     summaries, sizes = [], []
     total = probe.num_parts
-    report(0, total)
+    done = 0
+    report(done, total)
     for done, (closure, size) in enumerate(probe.closures(), start=1):
         summary = backend(closure, probe.params, u, probe.partition, order)
-        summaries.append(replace(summary, num_samples=size))
+        loss = summary.loss.to(torch.promote_types(summary.loss.dtype, summary.gbar.dtype))
+        summaries.append(replace(summary, loss=loss, num_samples=size))
         sizes.append(size)
         report(done, total)
+    if total is None:
+        report(done, done)
     return Summary.mean(summaries, sizes)
 
 
 def _mean_tensor(probe: Probe, compute: Callable[[Closure], Tensor]) -> Tensor:
-    total, samples = None, 0
+    mean, samples = None, 0
     for closure, size in probe.closures():
-        value = compute(closure) * size
-        total = value if total is None else total + value
+        value = compute(closure)
         samples += size
-    assert total is not None
-    return total / samples
+        mean = value if mean is None else torch.lerp(mean, value, size / samples)
+    assert mean is not None
+    return mean
 
 
 def _check_order(order: int) -> None:

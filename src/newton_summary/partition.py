@@ -19,15 +19,9 @@ import torch
 from torch import Tensor, nn
 
 Params = dict[str, Tensor]
-Spec = str | Mapping[str, Any] | Sequence[Sequence[Any]]
+Spec = str | Mapping[str, Any] | Iterable[Sequence[Any]]
 
-_NORM_LAYERS = (
-    nn.modules.batchnorm._NormBase,  # BatchNorm and InstanceNorm
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-    nn.LocalResponseNorm,
-)
+MAX_ROWS = 60  # of a printed table; longer ones are shortened in the middle
 
 
 @dataclass(frozen=True)
@@ -137,7 +131,7 @@ class Partition:
         return result
 
     def restrict(self, u: Mapping[str, Tensor], s: int) -> Params:
-        """Return U^s: the parts of ``u`` in group ``s``, by name, zero where others' entries are."""
+        """Return U^s: the parts of ``u`` in group ``s``, by name, zero at others' entries."""
         part: Params = {}
         for member in self.members[s]:
             label = self.labels[member.name]
@@ -204,7 +198,15 @@ class Partition:
             zip(self.names, self.roles, self.sizes, strict=True)
         ):
             rows.append((str(s), name, role, f"{size:,}", _describe(self.members[s], name)))
-        return f"{self!r}\n{text_table(rows, right=(0, 3))}"
+        return f"{self!r}\n{text_table(shorten(rows), right=(0, 3))}"
+
+
+def shorten(rows: list[Any]) -> list[Any]:
+    """Return the rows of a table, header first, with the middle left out if there are many."""
+    if len(rows) <= MAX_ROWS + 1:
+        return rows
+    gap = ["..." if cell else "" for cell in rows[0]]
+    return [*rows[: MAX_ROWS // 2 + 1], gap, *rows[-MAX_ROWS // 2 + 1 :]]
 
 
 def text_table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
@@ -247,7 +249,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class Layer:
-    """Parameters that are grouped together: those of one module, and of the norms that follow it."""
+    """Parameters that stay together: those of one module, and of the norms that follow it."""
 
     weights: tuple[str, ...]
     biases: tuple[str, ...]
@@ -257,54 +259,78 @@ def role(name: str) -> str:
     """Return ``"bias"`` or ``"weight"``, the role of a parameter.
 
     What is added is a bias: a parameter whose own name contains ``bias`` (``bias``,
-    ``in_proj_bias``, ``bias_hh_l0``). Everything else is a weight, also the scale of a norm layer,
-    an embedding, and a bare parameter of a module.
+    ``in_proj_bias``, ``bias_hh_l0``, ``biases.3`` of a list). Everything else is a weight, also the
+    scale of a norm layer, an embedding, and a bare parameter of a module.
 
     >>> role("encoder.0.in_proj_bias"), role("norm.weight"), role("cls_token")
     ('bias', 'weight', 'weight')
+    >>> role("0.parametrizations.weight.original0")
+    'weight'
     """
-    return "bias" if "bias" in name.rpartition(".")[2] else "weight"
+    *_, seen_through = f".{name}".partition(".parametrizations.")
+    if seen_through:
+        own = seen_through.partition(".")[0]
+    else:
+        own = next((part for part in reversed(name.split(".")) if not part.isdecimal()), "")
+    return "bias" if "bias" in own else "weight"
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
     """Return the layers of a model in order.
 
     A layer is a module that owns trainable parameters directly, so the weight and the bias of a
-    module stay together. A norm layer belongs to the layer before it (to the one after it where
-    there is none before), so that convolution and batch norm count as one, as a reader would.
+    module stay together; of parameter lists, those at the same place. A norm layer belongs to the
+    layer before it (to the one after it where there is none before), so that convolution and batch
+    norm count as one, as a reader would. An embedding is a layer, and so are the bare parameters of
+    a module. A tied parameter belongs to the module that comes first.
     """
     modules = dict(model.named_modules())
-    owners: list[list[list[str]]] = []  # a list of modules' parameter names for each layer
-    leading_norms: list[list[str]] = []
     by_owner: dict[str, list[str]] = {}
     for name in trainable(model):
-        by_owner.setdefault(_owner(name), []).append(name)
+        by_owner.setdefault(_owner(name, modules), []).append(name)
+    layers: list[list[str]] = []
+    leading_norms: list[str] = []
     for owner, names in by_owner.items():
-        if not isinstance(modules.get(owner), _NORM_LAYERS):
-            owners.append([*leading_norms, names])
+        if not _is_norm(modules.get(owner)):
+            layers.append([*leading_norms, *names])
             leading_norms = []
-        elif owners:
-            owners[-1].append(names)
+        elif layers:
+            layers[-1].extend(names)
         else:
-            leading_norms.append(names)
+            leading_norms.extend(names)
     if leading_norms:  # a model of norms alone
-        owners.extend([names] for names in leading_norms)
-    layers = []
-    for owner_names in owners:
-        flat = [name for names in owner_names for name in names]
-        layers.append(
-            Layer(
-                weights=tuple(n for n in flat if role(n) == "weight"),
-                biases=tuple(n for n in flat if role(n) == "bias"),
-            )
+        layers = [names for owner, names in by_owner.items()]
+    return [
+        Layer(
+            weights=tuple(n for n in names if role(n) == "weight"),
+            biases=tuple(n for n in names if role(n) == "bias"),
         )
-    return layers
+        for names in layers
+    ]
 
 
-def _owner(name: str) -> str:
-    """Return the module that a user would say owns a parameter, parametrisations seen through."""
-    owner = name.rpartition(".")[0]
-    return owner.partition(".parametrizations.")[0].removesuffix("parametrizations")
+def _owner(name: str, modules: Mapping[str, nn.Module]) -> str:
+    """Return the module that a user would say owns a parameter.
+
+    Parametrisations are seen through. The entries of parameter lists are told apart by their place.
+    """
+    owner, parametrized, _ = f".{name}".partition(".parametrizations.")
+    if parametrized:
+        return owner[1:]
+    owner, _, own = name.rpartition(".")
+    if isinstance(modules.get(owner), nn.ParameterList | nn.ParameterDict):
+        return f"{owner.rpartition('.')[0]}[{own}]"
+    return owner
+
+
+def _is_norm(module: nn.Module | None) -> bool:
+    """Return whether a module is a norm layer, also one that torch does not know."""
+    if module is None or "norm" not in type(module).__name__.lower():
+        return False
+    shapes = (p.shape for p in module.parameters(recurse=False))
+    return isinstance(module, nn.LayerNorm | nn.RMSNorm) or all(
+        sum(length > 1 for length in shape) <= 1 for shape in shapes
+    )
 
 
 def canonical(model: nn.Module) -> dict[str, list[str]]:
@@ -377,11 +403,12 @@ def make_partition(model: nn.Module, spec: Spec = "canonical") -> Partition:
         model: Any module; wrappers of data parallelism are looked through.
         spec: One of
 
-            - ``"canonical"`` (one group per tensor), ``"trivial"`` (one group), ``"weights-biases"``,
-              ``"blocks-4"``, ``"alternate-4"``, ``"chunks-5"`` (any number), ``"discrete"`` (one
-              group per number);
+            - ``"canonical"`` (one group per tensor), ``"trivial"`` (one group),
+              ``"weights-biases"``, ``"blocks-4"``, ``"alternate-4"``, ``"chunks-5"`` (any number),
+              ``"discrete"`` (one group per number);
             - a mapping from the name of a group to a regular expression that is searched in the
-              parameters' names, to ``...`` for all that no other group takes, or to a list as below;
+              parameters' names, to ``...`` for all that no other group takes, or to a list as
+              below;
             - a list of lists of parameter names. In place of a name, a pair ``(name, index)`` takes
               a part of a parameter: ``index`` is what one would write between brackets.
 
@@ -406,12 +433,23 @@ def make_partition(model: nn.Module, spec: Spec = "canonical") -> Partition:
             "The model has no parameter that requires a gradient. "
             "Call model.requires_grad_(True), or on the parameters to be measured."
         )
+    for name, p in params.items():
+        if isinstance(p, nn.UninitializedParameter):
+            raise ValueError(
+                f"Parameter {name!r} has no shape yet: it is of a lazy module. Call the model once "
+                f"on some data before it is divided."
+            )
     if isinstance(spec, str):
         groups = _named_spec(spec)(model)
     elif isinstance(spec, Mapping):
         groups = _match_patterns(spec, model)
-    else:
+    elif isinstance(spec, Iterable):
         groups = _name_lists(spec)
+    else:
+        raise TypeError(
+            f"A partition is made from the name of one, a mapping, or a list of lists, and not "
+            f"from {spec!r}."
+        )
     return _assemble(groups, model)
 
 
@@ -433,9 +471,13 @@ def _named_spec(spec: str) -> Callable[[nn.Module], Mapping[str, Sequence[Any]]]
     if f"{kind}-k" in PARTITIONS and number.isdecimal():
         make = PARTITIONS[f"{kind}-k"]
         return lambda model: make(model, int(number))
+    if f"{spec}-k" in PARTITIONS or spec in PARTITIONS:
+        kind = spec.removesuffix("-k")
+        raise ValueError(f"{spec!r} needs a number of blocks: write for example '{kind}-4'.")
     raise ValueError(
         f"Unknown partition {spec!r}.{_nearest(spec, PARTITIONS)} "
-        f"Write one of {', '.join(PARTITIONS)} (with a number for k), a mapping, or a list of lists."
+        f"Write one of {', '.join(PARTITIONS)} (with a number for k), a mapping, or a list of "
+        f"lists."
     )
 
 
@@ -444,16 +486,13 @@ def _match_patterns(spec: Mapping[str, Any], model: nn.Module) -> dict[str, list
     names = list(trainable(model))
     groups: dict[str, list[Any]] = {}
     for group, rule in spec.items():
+        if not isinstance(group, str):
+            raise TypeError(f"The name of a group is a string, and not {group!r}.")
         if isinstance(rule, EllipsisType):
             groups[group] = []
-        elif isinstance(rule, str):
-            groups[group] = [name for name in names if re.search(rule, name)]
-            if not groups[group]:
-                raise ValueError(
-                    f"Group {group!r}: the pattern {rule!r} matches no trainable parameter. "
-                    f"Their names are {_shortened(names)}."
-                )
-        elif isinstance(rule, Sequence):
+        elif isinstance(rule, str | re.Pattern):
+            groups[group] = _search(rule, names, group, model)
+        elif isinstance(rule, list | tuple):
             groups[group] = list(rule)
         else:
             raise TypeError(
@@ -465,7 +504,9 @@ def _match_patterns(spec: Mapping[str, Any], model: nn.Module) -> dict[str, list
     if rests:
         aliases = _aliases(model)
         taken = {
-            aliases.get(m if isinstance(m, str) else m[0]) for ms in groups.values() for m in ms
+            aliases.get(_name_and_index(member, group)[0])
+            for group, members in groups.items()
+            for member in members
         }
         groups[rests[0]] = [name for name in names if name not in taken]
         if not groups[rests[0]]:
@@ -475,19 +516,56 @@ def _match_patterns(spec: Mapping[str, Any], model: nn.Module) -> dict[str, list
     return groups
 
 
-def _name_lists(spec: Sequence[Sequence[Any]]) -> dict[str, list[Any]]:
+def _search(
+    pattern: str | re.Pattern[str], names: list[str], group: str, model: nn.Module
+) -> list[str]:
+    """Return the names that a pattern is found in."""
+    try:
+        found = [name for name in names if re.search(pattern, name)]
+    except re.error as error:
+        raise ValueError(
+            f"Group {group!r}: {pattern!r} is no regular expression: {error}."
+        ) from None
+    if found:
+        return found
+    text = pattern if isinstance(pattern, str) else pattern.pattern
+    message = f"Group {group!r}: the pattern {text!r} matches no trainable parameter."
+    for other, first in _aliases(model).items():
+        if re.search(pattern, other):
+            if first not in names:
+                raise ValueError(f"{message} It matches {other!r}, which is frozen.")
+            raise ValueError(
+                f"{message} It matches {other!r}, which is tied to {first!r}: match that name."
+            )
+    raise ValueError(f"{message} Their names are {_shortened(names)}.")
+
+
+def _name_lists(spec: Iterable[Any]) -> dict[str, list[Any]]:
     """Name the groups of a list of lists: by their parameter if there is one, by number if more."""
     groups: dict[str, list[Any]] = {}
     for s, members in enumerate(spec):
-        if isinstance(members, str) or not isinstance(members, Sequence):
+        if not isinstance(members, list | tuple):
             raise TypeError(
                 f"Group {s} is {members!r}: a list of groups holds lists of parameter names."
             )
         alone = len(members) == 1 and isinstance(members[0], str)
-        groups[members[0] if alone else f"group{s}"] = list(members)
-    if len(groups) < len(spec):
-        raise ValueError("A parameter forms two groups of its own. Name it once.")
+        name = members[0] if alone else f"group{s}"
+        if name in groups:
+            raise ValueError(f"Parameter {name!r} forms two groups of its own. Name it once.")
+        groups[name] = list(members)
     return groups
+
+
+def _name_and_index(member: Any, group: str) -> tuple[str, Any]:
+    """Return the parameter's name and the index into it, None for the whole parameter."""
+    if isinstance(member, str):
+        return member, None
+    if isinstance(member, tuple) and len(member) == 2 and isinstance(member[0], str):
+        return member
+    raise TypeError(
+        f"Group {group!r} holds {member!r}: write the name of a parameter, or a pair (name, index) "
+        f"for a part of one."
+    )
 
 
 def _assemble(groups: Mapping[str, Sequence[Any]], model: nn.Module) -> Partition:
@@ -497,7 +575,7 @@ def _assemble(groups: Mapping[str, Sequence[Any]], model: nn.Module) -> Partitio
     labels: dict[str, int | Tensor] = {}
     for s, (group, members) in enumerate(groups.items()):
         for member in members:
-            written, index = member if isinstance(member, tuple) else (member, None)
+            written, index = _name_and_index(member, group)
             name = aliases.get(written, written)
             if name not in params:
                 raise ValueError(_unknown_name(written, group, params, aliases))
@@ -506,13 +584,13 @@ def _assemble(groups: Mapping[str, Sequence[Any]], model: nn.Module) -> Partitio
                 labels[name] = s
                 continue
             if isinstance(label, int):
-                raise ValueError(_in_two_groups(name, names[label], group))
+                raise ValueError(_in_two_groups(name, names[label], group, aliases))
             if label is None:
                 label = torch.full(params[name].shape, -1, dtype=torch.long)
             chosen = _index_mask(label, index, written, group)
             taken = label[chosen & (label >= 0)]
             if len(taken):
-                raise ValueError(_in_two_groups(name, names[int(taken[0])], group))
+                raise ValueError(_in_two_groups(name, names[int(taken[0])], group, aliases))
             label[chosen] = s
             labels[name] = label
     for name, p in params.items():
@@ -526,19 +604,27 @@ def _assemble(groups: Mapping[str, Sequence[Any]], model: nn.Module) -> Partitio
             if bool((label < 0).any()):
                 where = tuple((label < 0).nonzero()[0].tolist())
                 raise ValueError(f"Entry {where} of parameter {name!r} is in no group. Add it.")
-            labels[name] = label.to(p.device)
+            whole = bool((label == label.flatten()[0]).all())
+            labels[name] = int(label.flatten()[0]) if whole else label.to(p.device)
     return Partition(names, params, {name: labels[name] for name in params}, model)
 
 
 def _index_mask(label: Tensor, index: Any, name: str, group: str) -> Tensor:
     mask = torch.zeros_like(label, dtype=torch.bool)
+    if isinstance(index, Tensor):
+        index = index.cpu()
     try:
         mask[... if index is None else index] = True
-    except (IndexError, TypeError, RuntimeError) as error:
+    except (IndexError, TypeError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"Group {group!r}: {index!r} is no index of parameter {name!r} "
             f"of shape {tuple(label.shape)}: {error}"
         ) from None
+    if not bool(mask.any()):
+        raise ValueError(
+            f"Group {group!r}: {index!r} takes no entry of parameter {name!r} "
+            f"of shape {tuple(label.shape)}. Leave it out."
+        )
     return mask
 
 
@@ -553,9 +639,13 @@ def _unknown_name(
     return f"Group {group!r}: no parameter is called {name!r}.{_nearest(name, params)}"
 
 
-def _in_two_groups(name: str, first: str, second: str) -> str:
+def _in_two_groups(name: str, first: str, second: str, aliases: Mapping[str, str]) -> str:
+    others = [other for other, same in aliases.items() if same == name and other != name]
+    tied = f" (which is also {', '.join(map(repr, others))})" if others else ""
+    if first == second:
+        return f"Parameter {name!r}{tied} is twice in group {first!r}. Name it once."
     return (
-        f"Parameter {name!r} is in two groups, {first!r} and {second!r}. "
+        f"Parameter {name!r}{tied} is in two groups, {first!r} and {second!r}. "
         f"Make their patterns or lists exclude each other."
     )
 

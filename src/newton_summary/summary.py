@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from newton_summary.partition import Partition, text_table
+from newton_summary.partition import Partition, shorten, text_table
 
 
 class Block(NamedTuple):
@@ -22,7 +22,7 @@ class Block(NamedTuple):
     values: Tensor  # (rows, columns)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Summary:
     """Derivatives of the loss along ``u``, seen through a partition into S groups.
 
@@ -33,9 +33,7 @@ class Summary:
     gbar: Tensor  # (S,)    first derivative, D^(1)(u)
     Hbar: Tensor | None = None  # (S, S)  second derivative, D^(2)(u)
     D3: Tensor | None = None  # (S,)    diagonal of the third, signed
-    loss: Tensor = field(
-        default_factory=lambda: torch.tensor(float("nan"))
-    )  # ()  mean over samples
+    loss: Tensor = field(default_factory=lambda: torch.tensor(float("nan")))  # ()  mean of samples
     num_samples: int = 0
     partition: Partition | None = None
     backend: str = "given"  # who computed it; "given" if made by hand
@@ -43,10 +41,17 @@ class Summary:
     approximate: bool = False  # true for central differences
 
     def __post_init__(self) -> None:
-        """Check the shapes."""
-        S = len(self.gbar) if self.gbar.ndim == 1 else None
-        if S is None:
+        """Check types and shapes."""
+        for name in ("gbar", "Hbar", "D3"):
+            value = getattr(self, name)
+            if value is None and name != "gbar":
+                continue
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                what = value.dtype if isinstance(value, Tensor) else type(value).__name__
+                raise TypeError(f"{name} is {what}: it is a tensor of real numbers.")
+        if self.gbar.ndim != 1:
             raise ValueError(f"gbar has shape {tuple(self.gbar.shape)}: it is a vector, (S,).")
+        S = len(self.gbar)
         for name, value, shape in (("Hbar", self.Hbar, (S, S)), ("D3", self.D3, (S,))):
             if value is not None and tuple(value.shape) != shape:
                 raise ValueError(
@@ -57,6 +62,7 @@ class Summary:
             raise ValueError(
                 f"The partition has {len(self.partition)} groups, and gbar {S} entries."
             )
+        object.__setattr__(self, "loss", torch.as_tensor(self.loss))  # a number will do
 
     def __len__(self) -> int:
         """Return S, the number of groups."""
@@ -83,11 +89,25 @@ class Summary:
         Args:
             summaries: At least one.
             weights: Relative weights, such as numbers of samples. Equal if not given.
+
+        Returns:
+            A summary of the lowest order among them, with the partition and the backend of the
+            last one, approximate if any of them is.
         """
         if not summaries:
             raise ValueError("The mean of no summaries is not defined. Give at least one.")
         weights = [1.0] * len(summaries) if weights is None else list(weights)
+        if len(weights) != len(summaries):
+            raise ValueError(f"There are {len(summaries)} summaries and {len(weights)} weights.")
         total = float(sum(weights))
+        if min(weights) < 0 or not total > 0:
+            raise ValueError(f"The weights {weights} have to be positive.")
+        for summary in summaries:
+            if summary.names != summaries[0].names:
+                raise ValueError(
+                    f"The groups differ: {_differing(summaries[0].names, summary.names)}. Only "
+                    f"summaries of one partition have a mean."
+                )
         order = min(summary.order for summary in summaries)
 
         def average(name: str) -> Tensor:
@@ -101,6 +121,7 @@ class Summary:
             D3=average("D3") if order >= 3 else None,
             loss=average("loss"),
             num_samples=sum(summary.num_samples for summary in summaries),
+            approximate=any(summary.approximate for summary in summaries),
         )
 
     def to(self, *args: Any, **kwargs: Any) -> Summary:
@@ -131,14 +152,13 @@ class Summary:
         H = self.hessian().detach().double().cpu()
         if not bool(torch.isfinite(H).all()):
             raise ValueError("Hbar has entries that are not finite, so it has no inverse.")
-        row_norms = H.abs().amax(1)
-        if bool((row_norms == 0).any()):
-            dead = self.names[int((row_norms == 0).nonzero()[0])]
+        dead = (H == 0).all(1)
+        if bool(dead.any()):
             raise ValueError(
-                f"Hbar has no inverse: the row of group {dead!r} is zero. Does the loss depend on "
-                f"it, and does the direction move it?"
+                f"Hbar has no inverse: the row of group {self.names[int(dead.nonzero()[0])]!r} is "
+                f"zero. Does the loss depend on it, and does the direction move it?"
             )
-        scale = row_norms.sqrt()
+        scale = _equilibrate(H)
         scaled = H / scale[:, None] / scale[None, :]
         singular_values = torch.linalg.svdvals(scaled)
         if singular_values[-1] <= len(H) * torch.finfo(torch.float64).eps * singular_values[0]:
@@ -146,7 +166,7 @@ class Summary:
                 f"Hbar has no inverse: its smallest singular value is {singular_values[-1]:.1e} "
                 f"times the scale of the groups. Merge groups that act alike (a coarser partition)."
             )
-        inverse = torch.linalg.inv(scaled) / scale[:, None] / scale[None, :]
+        inverse: Tensor = torch.linalg.inv(scaled) / scale[:, None] / scale[None, :]
         return ((inverse + inverse.T) / 2).to(self.gbar)
 
     def block(self, row_role: str, column_role: str, matrix: Tensor | None = None) -> Block:
@@ -165,7 +185,12 @@ class Summary:
                 raise ValueError(f"{wanted!r} is no role: write 'weight', 'bias' or 'mixed'.")
         rows = [s for s, role in enumerate(roles) if role == row_role]
         columns = [s for s, role in enumerate(roles) if role == column_role]
-        values = (self.hessian() if matrix is None else matrix)[rows][:, columns]
+        matrix = self.hessian() if matrix is None else matrix
+        if tuple(matrix.shape) != (len(self), len(self)):
+            raise ValueError(
+                f"The matrix has shape {tuple(matrix.shape)}, and there are {len(self)} groups."
+            )
+        values = matrix[rows][:, columns]
         names = self.names
         return Block(tuple(names[s] for s in rows), tuple(names[s] for s in columns), values)
 
@@ -181,6 +206,12 @@ class Summary:
             eta: Learning rates, (S,).
             order: 1 for the slope alone, 2 with the curvature.
         """
+        if order not in (1, 2):
+            raise ValueError(
+                f"order={order}: write 1 or 2. Of the third order only the diagonal is measured."
+            )
+        if tuple(eta.shape) != (len(self),):
+            raise ValueError(f"eta has shape {tuple(eta.shape)}: it is of shape ({len(self)},).")
         eta = eta.to(self.gbar)
         change = -eta @ self.gbar
         return change if order == 1 else change + 0.5 * eta @ self.hessian() @ eta
@@ -205,7 +236,7 @@ class Summary:
             title += f", {self.num_samples:,} samples, loss {float(self.loss):.6g}"
         if self.reason:
             title += f"\n({self.reason})"
-        return f"{title}\n{text_table(rows, right=range(1, len(header)))}"
+        return f"{title}\n{text_table(shorten(rows), right=range(1, len(header)))}"
 
     # --- files ------------------------------------------------------------------------------------
 
@@ -232,7 +263,30 @@ class Summary:
     @classmethod
     def load(cls, path: str | Path) -> Summary:
         """Read a summary from a file; nothing in the file is executed."""
-        return cls.from_state_dict(torch.load(path, weights_only=True))
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(state, dict) or "gbar" not in state:
+            raise ValueError(f"{path} holds no summary. Summary.save writes one.")
+        return cls.from_state_dict(state)
+
+
+def _equilibrate(H: Tensor) -> Tensor:
+    """Return scales d such that the rows of the symmetric H_st / (d_s d_t) have a largest entry 1.
+
+    Ruiz' iteration: every sweep halves the logarithm of what is missing.
+    """
+    scale = torch.ones(len(H), dtype=H.dtype)
+    for _ in range(100):
+        largest = (H / scale[:, None] / scale[None, :]).abs().amax(1)
+        if bool(((largest - 1).abs() < 1e-3).all()):
+            break
+        scale = scale * largest.sqrt()
+    return scale
+
+
+def _differing(names: Sequence[str], others: Sequence[str]) -> str:
+    if len(names) != len(others):
+        return f"there are {len(names)} and {len(others)} of them"
+    return next(f"{a!r} and {b!r}" for a, b in zip(names, others, strict=True) if a != b)
 
 
 class SummaryWindow:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from newton_summary.derivatives.probe import Closure, check_depends, check_finite
+from newton_summary.derivatives.state import unmoved
 from newton_summary.partition import Params, Partition, result_dtype
 from newton_summary.summary import Summary
 
@@ -46,7 +47,7 @@ def summarize_differences(
     def gradient() -> tuple[Tensor, Tensor]:
         loss = closure()
         check_finite(loss)
-        check_depends(loss)
+        check_depends(loss, params)
         grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
         gbar = partition.inner(dict(zip(params, grads, strict=True)), u)
         return loss.detach().reshape(()), gbar.detach()
@@ -61,18 +62,13 @@ def summarize_differences(
     D3 = torch.zeros_like(gbar)
     for t in range(S):
         U_t = partition.restrict(u, t)
-        saved = {name: params[name].detach().clone() for name in U_t}
         moved = {}
-        try:
-            for sign in (+1, -1):
+        for sign in (+1, -1):
+            with unmoved(params[name] for name in U_t):
                 with torch.no_grad():
                     for name, part in U_t.items():
-                        params[name].copy_(saved[name] + sign * float(steps[t]) * part)
+                        params[name].add_(part, alpha=sign * float(steps[t]))
                 moved[sign] = gradient()[1]
-        finally:
-            with torch.no_grad():
-                for name, value in saved.items():
-                    params[name].copy_(value)
         Hbar[:, t] = (moved[+1] - moved[-1]) / (2 * float(steps[t]))
         D3[t] = (moved[+1][t] - 2 * gbar[t] + moved[-1][t]) / float(steps[t]) ** 2
     Hbar = (Hbar + Hbar.T) / 2

@@ -1,12 +1,14 @@
 """Derivatives by differentiating again and again (paper, App. A).
 
-The d-th tensor is the derivative of the (d-1)-th: D^(d)_{s1..sd} = <dD^(d-1)_{s1..s(d-1)}/dT^sd, U^sd>.
+The d-th tensor is the derivative of the one before:
+
+    D^(d)_{s1..sd} = <dD^(d-1)_{s1..s(d-1)} / dT^sd, U^sd>
+
 Exact at every order, at the price of one backward pass for every entry of the tensor before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import permutations
 from math import comb
 
@@ -54,7 +56,8 @@ class Contraction:
         return self._contract(entry, range(s, s + 1), last=True)[s]
 
     def _contract(self, entry: Tensor, groups: range, last: bool) -> Tensor:
-        needed = {member.name for s in groups for member in self.partition.members[s]}
+        # In a fixed order, so that sums come out the same to the last bit in every process.
+        needed = list(dict.fromkeys(m.name for s in groups for m in self.partition.members[s]))
         self.backward_passes += 1
         try:
             grads = torch.autograd.grad(
@@ -71,12 +74,12 @@ class Contraction:
         return self.partition.inner(dict(zip(needed, grads, strict=True)), self.u)
 
 
-def evaluate(closure: Closure) -> Tensor:
+def evaluate(closure: Closure, params: Params) -> Tensor:
     """Evaluate the loss with operations that can be differentiated again and again."""
     with ElementaryNorms(), sdpa_kernel(SDPBackend.MATH):
         loss = closure()
     check_finite(loss)
-    check_depends(loss)
+    check_depends(loss, params)
     return loss.reshape(())
 
 
@@ -95,7 +98,7 @@ def summarize_nested(
     Returns:
         The detached summary.
     """
-    loss = evaluate(closure)
+    loss = evaluate(closure, params)
     contract = Contraction(params, u, partition)
     S = len(partition)
     gbar = contract(loss, last=order == 1)
@@ -126,7 +129,7 @@ def nested_tensor(closure: Closure, contract: Contraction, order: int) -> Tensor
     backward pass gives a row of them, so there are :func:`count_backward_passes` of these.
     """
     S = len(contract.partition)
-    rows: dict[tuple[int, ...], Tensor] = {(): evaluate(closure)}
+    rows: dict[tuple[int, ...], Tensor] = {(): evaluate(closure, contract.params)}
     for d in range(1, order + 1):
         longer: dict[tuple[int, ...], Tensor] = {}
         for index, entry in rows.items():
@@ -154,27 +157,17 @@ def count_backward_passes(S: int, order: int) -> int:
     return sum(comb(S + d - 1, d) for d in range(order))
 
 
-def nested_taylor_terms(closure: Closure, params: Params, u: Params, order: int) -> Tensor:
-    """Return the derivatives 1..order of t -> L(theta + t u) with one backward pass for each."""
-    term = evaluate(closure)
+def nested_taylor_terms(closure: Closure, contract: Contraction, order: int) -> Tensor:
+    """Return the derivatives 1..order of t -> L(theta + t u) with one backward pass for each.
+
+    Args:
+        closure: Evaluates the loss at the live parameters.
+        contract: With a partition into one group.
+        order: 1 or more.
+    """
+    term = evaluate(closure, contract.params)
     terms: list[Tensor] = []
-    names: Sequence[str] = list(params)
     for d in range(1, order + 1):
-        if not term.requires_grad:
-            terms.append(term.new_zeros(()))
-            continue
-        try:
-            grads = torch.autograd.grad(
-                term,
-                [params[name] for name in names],
-                create_graph=d < order,
-                materialize_grads=True,
-            )
-        except (RuntimeError, NotImplementedError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise CannotDifferentiate(f"nested: {error}") from error
-        dots = [(g * u[name]).sum() for name, g in zip(names, grads, strict=True)]
-        term = torch.stack([dot.to(dots[0]) for dot in dots]).sum()
-        terms.append(term)
-    return torch.stack([term.detach() for term in terms])
+        (term,) = contract(term, last=d == order)
+        terms.append(term.detach())
+    return torch.stack(terms)

@@ -1,23 +1,39 @@
-"""Normalisation layers from elementary operations.
+"""Normalisation from elementary operations.
 
 Differentiating torch's fused LayerNorm, BatchNorm and InstanceNorm three times gives silently wrong
-numbers (3 % to 30 % off on small networks, torch 2.13). Built from means and products they are
-right at every order. Their first derivatives are the same either way.
+numbers (3 % to 30 % off on small networks, torch 2.13), and so does differentiating the fused
+weight norm twice. Built from means and products they are right at every order. Their first
+derivatives are the same either way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import (
+    TorchFunctionMode,
+    handle_torch_function,
+    has_torch_function_unary,
+)
+
+
+def accumulation_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype that torch normalises in: float32 at least."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def standardize(x: Tensor, dims: list[int], eps: float) -> Tensor:
-    """Subtract the mean over ``dims`` and divide by the standard deviation."""
+    """Subtract the mean over ``dims`` and divide by the standard deviation.
+
+    One operation for those who record torch functions: the sweep has a rule for it.
+    """
+    if has_torch_function_unary(x):
+        return cast(Tensor, handle_torch_function(standardize, (x,), x, dims, eps))
     centered = x - x.mean(dims, keepdim=True)
     return centered * ((centered * centered).mean(dims, keepdim=True) + eps).rsqrt()
 
@@ -42,7 +58,7 @@ def _channel_affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Te
 
 def layer_norm(
     input: Tensor,
-    normalized_shape: list[int],
+    normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
@@ -50,19 +66,22 @@ def layer_norm(
 ) -> Tensor:
     """Elementary form of ``F.layer_norm``."""
     dims = list(range(-len(normalized_shape), 0))
-    return affine(standardize(input, dims, eps), weight, bias)
+    x = input.to(accumulation_dtype(input))
+    return affine(standardize(x, dims, eps), weight, bias).to(input.dtype)
 
 
 def rms_norm(
     input: Tensor,
-    normalized_shape: list[int],
+    normalized_shape: Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
     """Elementary form of ``F.rms_norm``."""
     dims = list(range(-len(normalized_shape), 0))
-    eps = torch.finfo(input.dtype).eps if eps is None else eps
-    return affine(input * ((input * input).mean(dims, keepdim=True) + eps).rsqrt(), weight, None)
+    x = input.to(accumulation_dtype(input))
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    x = x * ((x * x).mean(dims, keepdim=True) + eps).rsqrt()
+    return affine(x, weight, None).to(input.dtype)
 
 
 def group_norm(
@@ -74,8 +93,9 @@ def group_norm(
     cudnn_enabled: bool = True,
 ) -> Tensor:
     """Elementary form of ``F.group_norm``."""
-    grouped = input.reshape(input.shape[0], num_groups, -1)
-    return _channel_affine(standardize(grouped, [-1], eps).reshape(input.shape), weight, bias)
+    grouped = input.to(accumulation_dtype(input)).reshape(input.shape[0], num_groups, -1)
+    x = standardize(grouped, [-1], eps).reshape(input.shape)
+    return _channel_affine(x, weight, bias).to(input.dtype)
 
 
 def instance_norm(
@@ -89,10 +109,13 @@ def instance_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Tensor:
-    """Elementary form of ``F.instance_norm``; running statistics are left as they are."""
+    """Elementary form of ``F.instance_norm``."""
     if not use_input_stats:
         return _fixed_norm(input, running_mean, running_var, weight, bias, eps)
-    return _channel_affine(standardize(input, list(range(2, input.dim())), eps), weight, bias)
+    dims = list(range(2, input.dim()))
+    _update_statistics(input, dims, running_mean, running_var, momentum)
+    x = input.to(accumulation_dtype(input))
+    return _channel_affine(standardize(x, dims, eps), weight, bias).to(input.dtype)
 
 
 def batch_norm(
@@ -106,11 +129,13 @@ def batch_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Tensor:
-    """Elementary form of ``F.batch_norm``; running statistics are left as they are."""
+    """Elementary form of ``F.batch_norm``."""
     if not training:
         return _fixed_norm(input, running_mean, running_var, weight, bias, eps)
     dims = [0, *range(2, input.dim())]
-    return _channel_affine(standardize(input, dims, eps), weight, bias)
+    _update_statistics(input, dims, running_mean, running_var, momentum)
+    x = input.to(accumulation_dtype(input))
+    return _channel_affine(standardize(x, dims, eps), weight, bias).to(input.dtype)
 
 
 def _fixed_norm(
@@ -123,16 +148,61 @@ def _fixed_norm(
 ) -> Tensor:
     assert mean is not None and var is not None, "evaluation uses the running statistics"
     x = (input - per_channel(mean, input)) * (per_channel(var, input) + eps).rsqrt()
-    return _channel_affine(x, weight, bias)
+    return _channel_affine(x, weight, bias).to(input.dtype)
 
 
-def _torch_batch_norm(input: Tensor, weight: Any, bias: Any, *rest: Any) -> Tensor:
-    """``torch.batch_norm`` takes the same arguments in another order."""
-    return batch_norm(input, rest[0], rest[1], weight, bias, *rest[2:])
+def _update_statistics(
+    input: Tensor, dims: list[int], mean: Tensor | None, var: Tensor | None, momentum: float
+) -> None:
+    """Move the running statistics as torch does: the same forward pass may read them again."""
+    count = math.prod(input.shape[d] for d in dims)
+    if count == 1:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {input.shape}"
+        )
+    if mean is None or var is None:
+        return
+    with torch.no_grad():
+        for running, new in zip((var, mean), torch.var_mean(input, dims), strict=True):
+            new = new.reshape(-1, len(running)).mean(0)  # over the samples, if not in dims
+            running.lerp_(new.to(running), momentum)
 
 
-def _torch_instance_norm(input: Tensor, weight: Any, bias: Any, *rest: Any) -> Tensor:
-    return instance_norm(input, rest[0], rest[1], weight, bias, *rest[2:])
+def _torch_batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    """``torch.batch_norm`` takes the arguments of ``F.batch_norm`` in another order."""
+    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def _torch_instance_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    return instance_norm(
+        input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
+    )
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """Elementary form of ``torch._weight_norm``: v with the norm g over all dimensions but one."""
+    dims = [d for d in range(v.dim()) if dim == -1 or d != dim]
+    return v * (g * (v * v).sum(dims, keepdim=True).rsqrt())
 
 
 ELEMENTARY: dict[Callable[..., Any], Callable[..., Tensor]] = {
@@ -146,13 +216,15 @@ ELEMENTARY: dict[Callable[..., Any], Callable[..., Tensor]] = {
     torch.instance_norm: _torch_instance_norm,
     F.batch_norm: batch_norm,
     torch.batch_norm: _torch_batch_norm,
+    torch._weight_norm: weight_norm,
 }
 
 
-class ElementaryNorms(TorchFunctionMode):  # type: ignore[misc]
-    """While active, norm layers are computed from elementary operations."""
+class ElementaryNorms(TorchFunctionMode):
+    """While active, norms are computed from elementary operations."""
 
-    def __torch_function__(  # noqa: D105
+    def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return ELEMENTARY.get(func, func)(*args, **(kwargs or {}))
+        elementary: Callable[..., Any] = ELEMENTARY.get(func, func)
+        return elementary(*args, **(kwargs or {}))

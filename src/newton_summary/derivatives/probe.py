@@ -2,25 +2,31 @@
 
 Every way to compute derivatives works on a *closure*: a function without arguments that evaluates
 the loss of one batch at the present parameters. A probe makes these closures. However often one is
-called, it draws the same random numbers (dropout), starts from the same buffers (batch norm), and
-the model is afterwards as it was before.
+called, it draws the same random numbers (dropout), starts from the same buffers (batch norm) and
+modes, and the model is afterwards as it was before.
+
+Hooks on gradients (``Tensor.register_hook``, the backward hooks of modules) rest during a
+measurement: they see gradients that belong to no training step, and could change the derivatives.
+Hooks on the forward pass are a part of the model and run as ever.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from newton_summary.derivatives.batches import _as_batches as _as_batches
+from newton_summary.derivatives.batches import count_samples, outside_inference_mode, take_samples
+from newton_summary.derivatives.state import RandomState as RandomState
+from newton_summary.derivatives.state import SavedLeaf, SavedModule
+from newton_summary.derivatives.state import _generators as _generators
 from newton_summary.partition import Partition, unwrap
 
 LossFn = Callable[[nn.Module, Any], Tensor]
@@ -31,10 +37,14 @@ class CannotDifferentiate(Exception):
     """A backend cannot handle this model; the message names the operation."""
 
 
+class NotFiniteError(ValueError):
+    """The loss is infinite or nan."""
+
+
 class CoupledSamplesError(ValueError):
     """A batch was to be split although the loss depends on it as a whole."""
 
-    def __init__(self) -> None:  # noqa: D107
+    def __init__(self) -> None:
         super().__init__(
             "The model has a batch norm in training mode, so its loss is a function of the whole "
             "batch, and splitting the batch would change it. Leave microbatch=None, or call "
@@ -42,10 +52,10 @@ class CoupledSamplesError(ValueError):
         )
 
 
-class WholeBatchOnly(TorchFunctionMode):  # type: ignore[misc]
-    """While active, a batch norm in training mode is an error: the batch is a part of a larger one."""
+class WholeBatchOnly(TorchFunctionMode):
+    """While active, a batch norm in training mode is an error: the batch is a part of one."""
 
-    def __torch_function__(  # noqa: D105
+    def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -67,7 +77,7 @@ class Probe:
         microbatch: Split batches into parts of at most so many samples.
     """
 
-    def __init__(  # noqa: D107
+    def __init__(
         self,
         model: nn.Module,
         loss_fn: LossFn,
@@ -75,32 +85,30 @@ class Probe:
         partition: Partition,
         microbatch: int | None = None,
     ):
-        if microbatch is not None and microbatch < 1:
+        if microbatch is not None and not (isinstance(microbatch, int) and microbatch >= 1):
             raise ValueError(f"microbatch={microbatch}: write a number of samples, 1 or more.")
+        _check_differentiable(partition.params)
         self.model = unwrap(model)
         self.loss_fn = loss_fn
         self.partition = partition
         self.microbatch = microbatch
-        self.data = _as_batches(data)
-        self.random = RandomState(p.device for p in partition.params.values())
+        self.data = data
+        self.random = RandomState((p.device for p in partition.params.values()), _generators(data))
         self.num_parts: int | None = None  # known after the first pass over the data
+        self._params_checked = False
 
     # --- leaving no trace -------------------------------------------------------------------------
 
     def __enter__(self) -> Probe:
         """Remember everything that an evaluation may change."""
-        self._modes = {module: module.training for module in self.model.modules()}
-        self._buffers = [
-            SavedBuffer(module, name, buffer)
-            for module in self.model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        self._grads = [(p, p.grad) for p in self.model.parameters()]
         self._start = self.random.capture()
-        generator = getattr(self.data, "generator", None)
-        self._loader_generator = generator if isinstance(generator, torch.Generator) else None
-        self._loader_start = generator.get_state() if self._loader_generator is not None else None
+        self._batches = _as_batches(self.data)
+        self._saved: list[SavedModule | SavedLeaf] = [
+            *(SavedModule(module) for module in self.model.modules()),
+            *(SavedLeaf(p) for p in self.model.parameters()),
+        ]
+        for saved in self._saved:
+            saved.rest_hooks()
         self._contexts = ExitStack()
         self._contexts.enter_context(torch.inference_mode(False))
         self._contexts.enter_context(torch.enable_grad())
@@ -113,30 +121,29 @@ class Probe:
         trace: TracebackType | None,
     ) -> None:
         """Put everything back, also after an error."""
+        for saved in self._saved:
+            saved.restore()
+            saved.restore_hooks()
         self._contexts.close()
-        for buffer in self._buffers:
-            buffer.restore()
-        for module, mode in self._modes.items():
-            module.training = mode
-        for p, grad in self._grads:
-            p.grad = grad
-        self._rewind()
-
-    def _rewind(self) -> None:
-        """Return to the random state of the start, so that every pass sees the same batches."""
         self.random.restore(self._start)
-        if self._loader_generator is not None:
-            self._loader_generator.set_state(self._loader_start)
 
     # --- the data, as closures --------------------------------------------------------------------
 
     def closures(self) -> Iterator[tuple[Closure, int]]:
-        """Give a closure and a number of samples for every (part of a) batch."""
-        self._rewind()
+        """Give a closure and a number of samples for every (part of a) batch.
+
+        Every call goes through the same batches, also if they are shuffled or augmented.
+        """
+        self.random.restore(self._start)
         count = 0
-        for number, batch in enumerate(self.data):
+        for number, batch in enumerate(self._batches):
+            batch = outside_inference_mode(batch)
             for part in self._parts(batch):
-                yield self._closure(part, number, part is not batch), count_samples(part)
+                state = self.random.capture()
+                yield self._closure(part, number, part is not batch, state), count_samples(part)
+                # What comes next must not depend on how much this part has drawn.
+                self.random.restore(state)
+                self.random.jump()
                 count += 1
         if count == 0:
             raise ValueError("The data is empty: it gave no batch to measure.")
@@ -150,26 +157,49 @@ class Probe:
         for start in range(0, size, self.microbatch):
             yield take_samples(batch, size, slice(start, start + self.microbatch))
 
-    def _closure(self, batch: Any, number: int, is_part: bool) -> Closure:
-        drawn_from: Any = None
-
+    def _closure(self, batch: Any, number: int, is_part: bool, state: RandomState.State) -> Closure:
         def closure() -> Tensor:
-            nonlocal drawn_from
-            if drawn_from is None:
-                drawn_from = self.random.capture()
-            else:
-                self.random.restore(drawn_from)
-            for buffer in self._buffers:
-                buffer.restore()
-            versions = [p._version for p in self.params.values()]
-            with WholeBatchOnly() if is_part else nullcontext():
+            self.random.restore(state)
+            for saved in self._saved:
+                saved.restore()
+            torch.clear_autocast_cache()  # of an outer autocast: it may hold moved parameters
+            with self._unchanged_parameters(number), WholeBatchOnly() if is_part else nullcontext():
                 loss = self.loss_fn(self.model, batch)
-            self._check(loss, number, versions)
+            self._check(loss, number)
             return loss
 
         return closure
 
-    def _check(self, loss: Any, number: int, versions: list[int]) -> None:
+    @contextmanager
+    def _unchanged_parameters(self, number: int) -> Iterator[None]:
+        """Raise if a parameter is changed in place.
+
+        The first evaluation is watched with a copy of the parameters, from which they are put back.
+        Later ones are watched without: a copy would be one more model in memory.
+        """
+        values = [p.detach() for p in self.params.values()]
+        versions = [value._version for value in values]
+        copies = None if self._params_checked else [value.clone() for value in values]
+        try:
+            yield
+        finally:
+            if copies is not None:
+                changed = [not same for same in _same(values, copies)]
+                for value, old, was_changed in zip(values, copies, changed, strict=True):
+                    if was_changed:
+                        value.data.copy_(old)
+            else:  # `.data` would escape this one
+                changed = [v._version != old for v, old in zip(values, versions, strict=True)]
+        self._params_checked = True
+        if any(changed):
+            name = list(self.params)[changed.index(True)]
+            raise ValueError(
+                f"loss_fn(model, batch) on batch {number} changed parameter {name!r} in "
+                f"place. A loss only reads them; what changes them belongs into the training loop."
+            )
+
+    @staticmethod
+    def _check(loss: Any, number: int) -> None:
         where = f"loss_fn(model, batch) on batch {number}"
         if not isinstance(loss, Tensor):
             raise TypeError(f"{where} returned {type(loss).__name__}: return a tensor, the loss.")
@@ -180,12 +210,6 @@ class Probe:
             )
         if not loss.dtype.is_floating_point:
             raise TypeError(f"{where} returned a loss of dtype {loss.dtype}: it has to be real.")
-        for (name, p), version in zip(self.params.items(), versions, strict=True):
-            if p._version != version:
-                raise ValueError(
-                    f"{where} changed parameter {name!r} in place. A loss only reads them; what "
-                    f"changes them belongs into the training loop."
-                )
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -196,15 +220,15 @@ class Probe:
 def check_finite(loss: Tensor) -> None:
     """Raise if the loss is not finite."""
     if not bool(torch.isfinite(loss.detach())):
-        raise ValueError(
+        raise NotFiniteError(
             f"The loss is {float(loss.detach())}, so it has no derivatives. Look for a division by "
             f"zero, a logarithm of zero, or parameters that have diverged."
         )
 
 
-def check_depends(loss: Tensor) -> None:
+def check_depends(loss: Tensor, params: Mapping[str, Tensor] | None = None) -> None:
     """Raise if the loss does not depend on any parameter."""
-    if not loss.requires_grad:
+    if not loss.requires_grad or (params is not None and not _reaches(loss, params.values())):
         raise ValueError(
             "The loss does not depend on the parameters through operations that can be "
             "differentiated. Does loss_fn use the model it is given, without .detach(), .item() "
@@ -212,81 +236,44 @@ def check_depends(loss: Tensor) -> None:
         )
 
 
-class SavedBuffer:
-    """A buffer of a module, and the value it had."""
-
-    def __init__(self, module: nn.Module, name: str, buffer: Tensor):
-        """Remember the present value."""
-        self.module, self.name, self.buffer = module, name, buffer
-        self.value = buffer.detach().clone()
-        self.version = buffer._version
-
-    def restore(self) -> None:
-        """Put the value back if it was changed or replaced."""
-        self.module._buffers[self.name] = self.buffer
-        if self.buffer._version != self.version:
-            with torch.no_grad():
-                self.buffer.copy_(self.value)
-            self.version = self.buffer._version
-
-
-class RandomState:
-    """The random generators that a loss may draw from: torch's, Python's and numpy's."""
-
-    def __init__(self, devices: Iterable[torch.device]):
-        """Look after the CPU and the given devices."""
-        self.devices = sorted({d for d in devices if d.type == "cuda"}, key=str)
-
-    def capture(self) -> tuple[Any, ...]:
-        """Return the present state of all of them."""
-        cuda = [torch.cuda.get_rng_state(device) for device in self.devices]
-        return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
-
-    def restore(self, state: tuple[Any, ...]) -> None:
-        """Set all of them to a captured state."""
-        cpu, cuda, python, numpy = state
-        torch.set_rng_state(cpu)
-        for device, device_state in zip(self.devices, cuda, strict=True):
-            torch.cuda.set_rng_state(device_state, device)
-        random.setstate(python)
-        np.random.set_state(numpy)
+def _reaches(loss: Tensor, params: Iterable[Tensor]) -> bool:
+    """Return whether one of the parameters is a leaf of the graph of the loss."""
+    wanted = {id(p) for p in params}
+    if loss.grad_fn is None:
+        return id(loss) in wanted
+    seen = {loss.grad_fn}
+    stack = [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if id(getattr(node, "variable", None)) in wanted:
+            return True
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+    return False
 
 
-# --- batches -------------------------------------------------------------------------------------
+def _check_differentiable(params: Mapping[str, Tensor]) -> None:
+    for name, p in params.items():
+        if p.is_inference():
+            raise ValueError(
+                f"Parameter {name!r} was made under torch.inference_mode(), so it cannot be "
+                f"differentiated. Make or load the model outside of it."
+            )
+        if p.is_complex():
+            raise ValueError(
+                f"Parameter {name!r} is complex ({p.dtype}). Measure a model of real parameters, "
+                f"for example their torch.view_as_real."
+            )
 
 
-def _as_batches(data: Any) -> Iterable[Any]:
-    """Return an iterable of batches that can be gone through twice.
-
-    A tensor, a mapping, a tuple, ``None``, or a list that holds a tensor is one batch; anything
-    else that can be iterated over is a series of batches.
-    """
-    if data is None or isinstance(data, Tensor | Mapping | tuple):
-        return [data]
-    if isinstance(data, list):
-        return [data] if any(isinstance(x, Tensor) for x in data) else data
-    if not isinstance(data, Iterable):
-        return [data]
-    return list(data) if iter(data) is data else data  # a generator can be read only once
-
-
-def count_samples(batch: Any) -> int:
-    """Return the length of the first tensor in a batch, and 1 if there is none."""
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return len(leaf)
-    if isinstance(batch, Mapping):  # a mapping that pytree does not know, as tokenizers give
-        return count_samples(dict(batch)) if type(batch) is not dict else 1
-    return 1
-
-
-def take_samples(batch: Any, size: int, samples: slice) -> Any:
-    """Return a part of a batch: every tensor of its length is cut, everything else is kept."""
-    if isinstance(batch, Mapping) and type(batch) is not dict:
-        batch = dict(batch)
-
-    def cut(leaf: Any) -> Any:
-        whole = not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != size
-        return leaf if whole else leaf[samples]
-
-    return pytree.tree_map(cut, batch)
+def _same(tensors: list[Tensor], others: list[Tensor]) -> list[bool]:
+    """Return for each pair whether it holds the same numbers; not-a-number equals itself."""
+    first = tensors[0].device
+    gaps = torch._foreach_norm(torch._foreach_sub(tensors, others), 1)
+    no_gap = torch.stack([(gap == 0).to(first) for gap in gaps]).tolist()  # waits for a GPU once
+    return [
+        same or bool(((a == b) | ((a != a) & (b != b))).all())
+        for same, a, b in zip(no_gap, tensors, others, strict=True)
+    ]
