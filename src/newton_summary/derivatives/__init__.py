@@ -5,13 +5,15 @@ from collections.abc import Callable
 from newton_summary.derivatives.dense import summarize_dense
 from newton_summary.derivatives.differences import summarize_differences
 from newton_summary.derivatives.nested import summarize_nested
+from newton_summary.derivatives.sweep import summarize_sweep
 from newton_summary.summary import Summary
 
 BACKENDS: dict[str, Callable[..., Summary]] = {
+    "sweep": summarize_sweep,
     "nested": summarize_nested,
     "dense": summarize_dense,
     "differences": summarize_differences,
 }
 
 # What "auto" tries, in this order.
-AUTO = ("nested", "differences")
+AUTO = ("sweep", "nested", "differences")

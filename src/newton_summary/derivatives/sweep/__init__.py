@@ -1,0 +1,5 @@
+"""The sweep: exact second and third order from one backward pass and one forward sweep."""
+
+from newton_summary.derivatives.sweep.engine import summarize_sweep
+
+__all__ = ["summarize_sweep"]

@@ -1,0 +1,62 @@
+"""What each operation does to derivatives. Each family has a file and a table.
+
+| family | file | what |
+|---|---|---|
+| linear | ``linear.py`` | shapes, sums, joining, indexing: applied to every row |
+| selection | ``selection.py`` | max-pooling, maxima, sorting: linear once the choice is made |
+| bilinear | ``bilinear.py`` | linear layers, convolutions, matrix and elementwise products |
+| elementwise | ``elementwise.py`` | activations and other functions of one number |
+| normalize | ``normalize.py`` | softmax and its kin, the standardisation of norm layers |
+| decomposed | ``decomposed.py`` | recorded as several of the above: attention, losses |
+| generic | ``generic.py`` | everything else |
+
+A rule takes (sweep, operation, *arguments) with every tensor among the arguments as a ``Value``.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from newton_summary.derivatives.sweep.rules import elementwise
+from newton_summary.derivatives.sweep.rules.bilinear import BILINEAR
+from newton_summary.derivatives.sweep.rules.decomposed import DECOMPOSED
+from newton_summary.derivatives.sweep.rules.generic import generic
+from newton_summary.derivatives.sweep.rules.linear import LINEAR
+from newton_summary.derivatives.sweep.rules.normalize import NORMALIZE
+from newton_summary.derivatives.sweep.rules.selection import PREPARE, SELECTION
+from newton_summary.derivatives.sweep.tape import Op
+
+STRAIGHT: dict[str, Callable[..., Any]] = {
+    **LINEAR,
+    **SELECTION,
+    **{name: elementwise.bent(slope) for name, slope in elementwise.BENT.items()},
+}
+RULES: dict[str, Callable[..., Any]] = {
+    **STRAIGHT,
+    **BILINEAR,
+    **{name: elementwise.curved(f) for name, f in elementwise.CURVED.items()},
+    **NORMALIZE,
+}
+
+
+def rule_for(op: Op) -> Callable[..., Any]:
+    """Return the rule that an operation is passed with."""
+    return RULES.get(op.name, generic)
+
+
+def is_curved(op: Op) -> bool:
+    """Whether an operation can contribute to Hbar and D3."""
+    if op.name in BILINEAR:
+        return len(set(op.inputs)) > 1 or len(op.inputs) > 1
+    return op.name not in STRAIGHT
+
+
+__all__ = [
+    "BILINEAR",
+    "DECOMPOSED",
+    "PREPARE",
+    "RULES",
+    "STRAIGHT",
+    "generic",
+    "is_curved",
+    "rule_for",
+]

@@ -1,0 +1,345 @@
+"""Products: operations h(a, b) that are linear in each of two arguments.
+
+    y1_s = h(a1_s, b) + h(a, b1_s)
+    y2_s = h(a2_s, b) + h(a, b2_s) + 2 h(a1_s, b1_s)
+    <delta, d2h[x1_s, x1_t]> = <delta, h(a1_s, b1_t)> + <delta, h(a1_t, b1_s)>
+    <delta, 3 d2h[x1_s, x2_s]> = 3 <delta, h(a1_s, b2_s)> + 3 <delta, h(a2_s, b1_s)>
+
+In a layer b is the weight, met for the first time: b1 is U of one group, and b2 is zero. The
+contribution to Hbar is then one product for the layer, <h(., U_t)^T delta, a1_s>, not one a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from newton_summary.derivatives.sweep.tangent import (
+    Groups,
+    Tangent,
+    add_rows,
+    add_tangents,
+    join,
+    lift,
+)
+from newton_summary.derivatives.sweep.tape import Op, Value
+
+if TYPE_CHECKING:
+    from newton_summary.derivatives.sweep.engine import Sweep
+
+
+@dataclass(frozen=True)
+class Product:
+    """A bilinear map and its adjoints, on stacks of rows."""
+
+    left: Callable[[Tensor], Tensor]  # rows of a -> h(row, b)
+    right: Callable[[Tensor], Tensor]  # rows of b -> h(a, row)
+    pair: Callable[[Tensor, Tensor], Tensor]  # rows of a, rows of b -> h(row, row)
+    adjoint_left: Callable[[Tensor, Tensor], Tensor]  # delta, rows of b -> rows like a
+    adjoint_right: Callable[[Tensor, Tensor], Tensor]  # delta, rows of a -> rows like b
+
+
+def gram(X: Tensor, Y: Tensor) -> Tensor:
+    """Return the inner products of all rows of X with all rows of Y."""
+    X, Y = X.reshape(X.shape[0], -1), Y.reshape(Y.shape[0], -1)
+    if X.dtype in (torch.bfloat16, torch.float16):
+        X, Y = X.float(), Y.float()
+    return X @ Y.to(X.dtype).T
+
+
+def dots(X: Tensor, Y: Tensor) -> Tensor:
+    """Return the inner product of each row of X with the same row of Y."""
+    X, Y = X.reshape(X.shape[0], 1, -1), Y.reshape(Y.shape[0], -1, 1)
+    if X.dtype in (torch.bfloat16, torch.float16):
+        X, Y = X.float(), Y.float()
+    return torch.bmm(X, Y.to(X.dtype)).reshape(-1)
+
+
+def pick(groups: Groups, rows: Tensor, wanted: Groups) -> Tensor:
+    """Return the rows of some of the groups, in their order."""
+    if groups == wanted:
+        return rows
+    positions = [groups.index(s) for s in wanted]
+    if positions == list(range(positions[0], positions[0] + len(positions))):
+        return rows[positions[0] : positions[0] + len(positions)]
+    return rows[positions]
+
+
+def product(sweep: Sweep, op: Op, h: Product, a: Value, b: Value) -> Tangent | None:
+    """Pass a bilinear operation: its contributions, and the derivatives of its result."""
+    A, B = sweep.tangent(a), sweep.tangent(b)
+    dtype = op.out.tensor.dtype
+    A, B = A and A.to(dtype), B and B.to(dtype)
+    if A is not None and B is not None:
+        delta = sweep.adjoint(op.out)
+        if delta is not None:
+            delta = delta.to(dtype)
+            if len(B.rows) <= len(A.rows):
+                contribute(sweep, A, B, h.adjoint_left(delta, B.rows))
+            else:
+                contribute(sweep, B, A, h.adjoint_right(delta, A.rows))
+    if not op.wanted:
+        return None
+    parts = [] if A is None else [A.map(h.left)]
+    parts += [] if B is None else [B.map(h.right)]
+    if A is None or B is None:
+        return parts[0] if parts else None
+    first = add_rows([(part.first, part.y1) for part in parts])
+    second = [(part.second, part.y2) for part in parts if part.second]
+    shared = tuple(s for s in A.first if s in B.first)
+    if shared and sweep.order == 3:
+        cross = h.pair(pick(A.first, A.y1, shared), pick(B.first, B.y1, shared))
+        second.append((shared, 2 * cross))
+    return join(first, add_rows(second) if second else None)
+
+
+def contribute(sweep: Sweep, A: Tangent, B: Tangent, G: Tensor) -> None:
+    """Add what a product contributes, given G: the rows of h(., b_row)^T delta, in the order of B."""
+    k = len(B.first)
+    M = gram(G[:k], A.y1)
+    sweep.add_Hbar(B.first, A.first, M)
+    sweep.add_Hbar(A.first, B.first, M.T)
+    for A_groups, A_rows, B_groups, B_rows in (
+        (A.second, A.y2, B.first, G[:k]),
+        (A.first, A.y1, B.second, G[k:]),
+    ):
+        shared = tuple(s for s in A_groups if s in B_groups)
+        if shared:
+            term = dots(pick(A_groups, A_rows, shared), pick(B_groups, B_rows, shared))
+            sweep.add_D3(shared, 3 * term)
+
+
+def plus_bias(sweep: Sweep, op: Op, y: Tangent | None, bias: Any, channel_dim: int) -> Any:
+    """Add the derivatives of a bias, which lies along one dimension of the result."""
+    t = sweep.tangent(bias)
+    if t is None or not op.wanted:
+        return y
+    shape = op.out.tensor.shape
+    trailing = len(shape) - 1 - channel_dim % len(shape)
+    rows = t.rows.to(op.out.tensor.dtype)
+    rows = rows.reshape(rows.shape[0], *(1,) * (channel_dim % len(shape)), -1, *(1,) * trailing)
+    spread_out = Tangent(t.first, t.second, rows.expand(rows.shape[0], *shape))
+    return spread_out if y is None else add_tangents([y, spread_out])
+
+
+# --- matrix products -----------------------------------------------------------------------------
+
+
+def linear(sweep: Sweep, op: Op, x: Value, weight: Value, bias: Any = None) -> Any:
+    """``x W^T + b``, the batch of x flattened to one dimension."""
+    dtype = op.out.tensor.dtype
+    out_shape = op.out.tensor.shape
+    X, W = x.now.to(dtype), weight.now.to(dtype)
+    flat = X.reshape(-1, X.shape[-1])
+
+    def adjoint_right(delta: Tensor, rows: Tensor) -> Tensor:
+        d = delta.reshape(-1, delta.shape[-1])
+        return torch.matmul(d.T, rows.reshape(rows.shape[0], -1, rows.shape[-1]))
+
+    h = Product(
+        left=lambda rows: F.linear(rows, W),
+        right=lambda rows: torch.matmul(flat, rows.mT).reshape(rows.shape[0], *out_shape),
+        pair=lambda a, b: torch.bmm(a.reshape(a.shape[0], -1, a.shape[-1]), b.mT).reshape(
+            a.shape[0], *out_shape
+        ),
+        adjoint_left=lambda delta, rows: torch.matmul(
+            delta.reshape(-1, delta.shape[-1]), rows
+        ).reshape(rows.shape[0], *X.shape),
+        adjoint_right=adjoint_right,
+    )
+    return plus_bias(sweep, op, product(sweep, op, h, x, weight), bias, -1)
+
+
+def matmul(sweep: Sweep, op: Op, a: Value, b: Value) -> Any:
+    """Matrix product with broadcasting over batches; vectors count as matrices."""
+    dtype = op.out.tensor.dtype
+    A, B = a.now.to(dtype), b.now.to(dtype)
+    A_vector, B_vector = A.dim() == 1, B.dim() == 1
+    out_shape = op.out.tensor.shape
+
+    def as_left(rows: Tensor) -> Tensor:
+        return lift(rows[:, None, :] if A_vector else rows, max(A.dim(), B.dim(), 2))
+
+    def as_right(rows: Tensor) -> Tensor:
+        return lift(rows[..., None] if B_vector else rows, max(A.dim(), B.dim(), 2))
+
+    def as_result(delta: Tensor) -> Tensor:
+        delta = delta[..., None] if B_vector else delta
+        return delta[..., None, :] if A_vector else delta
+
+    def finish(rows: Tensor) -> Tensor:
+        return rows.reshape(rows.shape[0], *out_shape)
+
+    A1, B1 = as_left(A[None]), as_right(B[None])
+    h = Product(
+        left=lambda rows: finish(torch.matmul(as_left(rows), B1)),
+        right=lambda rows: finish(torch.matmul(A1, as_right(rows))),
+        pair=lambda x, y: finish(torch.matmul(as_left(x), as_right(y))),
+        adjoint_left=lambda delta, rows: unbroadcast(
+            torch.matmul(as_result(delta), as_right(rows).mT), A.shape
+        ),
+        adjoint_right=lambda delta, rows: unbroadcast(
+            torch.matmul(as_left(rows).mT, as_result(delta)), B.shape
+        ),
+    )
+    return product(sweep, op, h, a, b)
+
+
+def unbroadcast(rows: Tensor, shape: Sequence[int]) -> Tensor:
+    """Sum rows over the dimensions along which a value of ``shape`` was broadcast."""
+    k = rows.shape[0]
+    if rows.shape[1:].numel() == torch.Size(shape).numel():
+        return rows.reshape(k, *shape)
+    extra = rows.dim() - 1 - len(shape)
+    dims = list(range(1, 1 + extra))
+    dims += [1 + extra + i for i, n in enumerate(shape) if n == 1 and rows.shape[1 + extra + i] > 1]
+    return rows.sum(dims, keepdim=True).reshape(k, *shape)
+
+
+def multiply(sweep: Sweep, op: Op, a: Any, b: Any) -> Any:
+    """``a * b`` entry by entry, with broadcasting."""
+    if not isinstance(a, Value) or not isinstance(b, Value):
+        value, factor = (a, b) if isinstance(a, Value) else (b, a)
+        t = sweep.tangent(value)
+        return None if t is None else t.map(lambda rows: rows * factor)
+    dtype, ndim = op.out.tensor.dtype, op.out.tensor.dim()
+    A, B = a.now.to(dtype), b.now.to(dtype)
+    h = Product(
+        left=lambda rows: lift(rows, ndim) * B,
+        right=lambda rows: lift(rows, ndim) * A,
+        pair=lambda x, y: lift(x, ndim) * lift(y, ndim),
+        adjoint_left=lambda delta, rows: unbroadcast(lift(rows, ndim) * delta, A.shape),
+        adjoint_right=lambda delta, rows: unbroadcast(lift(rows, ndim) * delta, B.shape),
+    )
+    return product(sweep, op, h, a, b)
+
+
+def divide(sweep: Sweep, op: Op, a: Value, b: Any, **kwargs: Any) -> Any:
+    """``a / b`` where b does not depend on the parameters."""
+    t = sweep.tangent(a)
+    if t is None:
+        return None
+    ndim = op.out.tensor.dim()
+    divisor = b.now if isinstance(b, Value) else b
+    return t.map(lambda rows: lift(rows, ndim) / divisor)
+
+
+# --- convolutions --------------------------------------------------------------------------------
+
+
+def convolution(transposed: bool, n: int) -> Callable[..., Any]:
+    """Return the rule for an n-dimensional convolution of a batch."""
+
+    def rule(
+        sweep: Sweep,
+        op: Op,
+        input: Value,
+        weight: Value,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        *rest: Any,
+        **kwargs: Any,
+    ) -> Any:
+        names = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
+        given = {**dict(zip(names, rest, strict=False)), **kwargs}
+        groups = given.get("groups", 1)
+        dtype = op.out.tensor.dtype
+        X, W = input.now.to(dtype), weight.now.to(dtype)
+        settings = (
+            per_dimension(stride, n),
+            per_dimension(padding, n),
+            per_dimension(given.get("dilation", 1), n),
+            transposed,
+            per_dimension(given.get("output_padding", 0), n),
+            groups,
+        )
+
+        def conv(x: Tensor, w: Tensor) -> Tensor:
+            return torch.convolution(x, w, None, *settings)
+
+        def back(delta: Tensor, x: Tensor, w: Tensor, mask: list[bool]) -> Any:
+            return torch.ops.aten.convolution_backward(delta, x, w, None, *settings, mask)
+
+        def left(rows: Tensor) -> Tensor:
+            folded = conv(rows.reshape(-1, *rows.shape[2:]), W)
+            return folded.reshape(*rows.shape[:2], *folded.shape[1:])
+
+        h = Product(
+            left=left,
+            right=lambda rows: stacked(conv(X, row) for row in rows),
+            pair=lambda a, b: stacked(conv(x, w) for x, w in zip(a, b, strict=True)),
+            adjoint_left=lambda delta, rows: stacked(
+                back(delta, X, row, [True, False, False])[0] for row in rows
+            ),
+            adjoint_right=lambda delta, rows: stacked(
+                back(delta, row, W, [False, True, False])[1] for row in rows
+            ),
+        )
+        return plus_bias(sweep, op, product(sweep, op, h, input, weight), bias, 1)
+
+    return rule
+
+
+def stacked(rows: Any) -> Tensor:
+    """Stack tensors; a single one is not copied."""
+    listed = list(rows)
+    return listed[0][None] if len(listed) == 1 else torch.stack(listed)
+
+
+def per_dimension(setting: Any, n: int) -> list[int]:
+    """Write a setting of a convolution for every dimension."""
+    if isinstance(setting, int):
+        return [setting] * n
+    return list(setting) * n if len(setting) == 1 else list(setting)
+
+
+# --- einsum of two operands ----------------------------------------------------------------------
+
+
+def einsum(sweep: Sweep, op: Op, equation: str, operands: Sequence[Value], *path: Any) -> Any:
+    """``torch.einsum`` of one or two operands; longer ones are recorded pair by pair."""
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    letters = inputs.split(",")
+    k = next(c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz" if c not in equation)
+    if len(operands) == 1:
+        t = sweep.tangent(operands[0])
+        stacked_equation = f"{k}{inputs}->{k}{output}"
+        return None if t is None else t.map(lambda rows: torch.einsum(stacked_equation, rows))
+    a, b = operands
+    A, B = a.now, b.now
+    la, lb = letters
+
+    def adjoint(delta: Tensor, rows: Tensor, row_letters: str, wanted: str, like: Tensor) -> Tensor:
+        # Letters that only the wanted operand has were summed over: its adjoint is constant there.
+        known = "".join(c for c in wanted if c in output or c in row_letters)
+        result = torch.einsum(f"{output},{k}{row_letters}->{k}{known}", delta, rows)
+        for i, c in enumerate(wanted):
+            if c not in known:
+                result = result.unsqueeze(1 + i)
+        return result.expand(rows.shape[0], *like.shape)
+
+    h = Product(
+        left=lambda rows: torch.einsum(f"{k}{la},{lb}->{k}{output}", rows, B),
+        right=lambda rows: torch.einsum(f"{la},{k}{lb}->{k}{output}", A, rows),
+        pair=lambda x, y: torch.einsum(f"{k}{la},{k}{lb}->{k}{output}", x, y),
+        adjoint_left=lambda delta, rows: adjoint(delta, rows, lb, la, A),
+        adjoint_right=lambda delta, rows: adjoint(delta, rows, la, lb, B),
+    )
+    return product(sweep, op, h, a, b)
+
+
+BILINEAR: dict[str, Callable[..., Any]] = {
+    "linear": linear,
+    **dict.fromkeys(["matmul", "mm", "bmm", "mv", "dot", "inner_vectors", "__matmul__"], matmul),
+    **dict.fromkeys(["mul", "multiply"], multiply),
+    **dict.fromkeys(["div", "divide", "true_divide"], divide),
+    **{f"conv{n}d": convolution(False, n) for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": convolution(True, n) for n in (1, 2, 3)},
+    "einsum": einsum,
+}

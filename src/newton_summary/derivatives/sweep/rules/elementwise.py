@@ -1,0 +1,390 @@
+"""Functions applied entry by entry: three derivative arrays serve all groups.
+
+    y1_s = f' x1_s
+    y2_s = f' x2_s + f'' x1_s^2
+    <delta, d2h[x1_s, x1_t]> = <delta f'' x1_s, x1_t>                        one Gram matrix
+    <delta, d3h[x1_s, x1_s, x1_s] + 3 d2h[x1_s, x2_s]> = <delta, f''' x1_s^3 + 3 f'' x1_s x2_s>
+
+A table gives (f', f'', f''') of every function as arrays; ``None`` stands for zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from newton_summary.derivatives.sweep.rules.bilinear import dots, gram, pick
+from newton_summary.derivatives.sweep.tangent import Tangent, add_rows, join
+from newton_summary.derivatives.sweep.tape import Op, Value, plain
+
+if TYPE_CHECKING:
+    from newton_summary.derivatives.sweep.engine import Sweep
+
+Derivatives = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+def curved(derivatives: Callable[..., Derivatives]) -> Callable[..., Any]:
+    """Return the rule for a function given its derivatives, as a function of (x, y, *arguments)."""
+
+    def rule(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Tangent | None:
+        t = sweep.tangent(x)
+        if t is None:
+            return None
+        f1, f2, f3 = derivatives(x.now, op.out.now, *plain(args), **plain(kwargs))
+        x1, delta = t.y1, sweep.adjoint(op.out)
+        if f2 is not None and delta is not None:
+            weighted = x1 * (delta * f2)
+            sweep.add_Hbar(t.first, t.first, gram(weighted, x1))
+            if t.second:
+                matching = pick(t.first, weighted, t.second)
+                sweep.add_D3(t.second, 3 * dots(matching, t.y2))
+        squares = x1 * x1 if sweep.order == 3 and f2 is not None else None
+        if squares is not None and f3 is not None and delta is not None:
+            sweep.add_D3(t.first, dots(squares, x1 * (delta * f3)))
+        if not op.wanted:
+            return None
+        if squares is None:
+            return t.map(lambda rows: rows * f1)
+        assert f2 is not None
+        moved = t.rows * f1
+        k = len(t.first)
+        if t.second == t.first[: len(t.second)]:  # in place: the second derivatives come first
+            squares.mul_(f2)
+            squares[: len(t.second)] += moved[k:]
+            return join((t.first, moved[:k]), (t.first, squares))
+        second = add_rows([(t.first, squares * f2), (t.second, moved[k:])])
+        return join((t.first, moved[:k]), second)
+
+    return rule
+
+
+def bent(slope: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Return the rule for a function made of straight pieces, given its slope."""
+
+    def rule(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Tangent | None:
+        t = sweep.tangent(x)
+        if t is None:
+            return None
+        f1 = slope(x.now, op.out.now, *plain(args), **plain(kwargs))
+        return t.map(lambda rows: rows * f1)
+
+    return rule
+
+
+# --- functions made of straight pieces -----------------------------------------------------------
+
+
+def _clamp_slope(x: Tensor, y: Tensor, min: Any = None, max: Any = None) -> Tensor:
+    inside = torch.ones_like(x, dtype=torch.bool)
+    if min is not None:
+        inside = inside & (x >= min)
+    if max is not None:
+        inside = inside & (x <= max)
+    return inside.to(x.dtype)
+
+
+def _leaky_slope(x: Tensor, y: Tensor, negative_slope: float = 0.01, inplace: Any = None) -> Tensor:
+    return torch.where(x > 0, 1.0, negative_slope).to(x.dtype)
+
+
+def _hard_slope(low: float, high: float, slope: float) -> Callable[..., Tensor]:
+    return lambda x, y, *args, **kwargs: ((x > low) & (x < high)).to(x.dtype) * slope
+
+
+BENT: dict[str, Callable[..., Tensor]] = {
+    "relu": lambda x, y, inplace=None: (x > 0).to(x.dtype),
+    "relu6": _hard_slope(0, 6, 1),
+    "leaky_relu": _leaky_slope,
+    "hardtanh": lambda x, y, min_val=-1.0, max_val=1.0, inplace=None: (
+        (x > min_val) & (x < max_val)
+    ).to(x.dtype),
+    "threshold": lambda x, y, threshold, value, inplace=None: (x > threshold).to(x.dtype),
+    "hardsigmoid": _hard_slope(-3, 3, 1 / 6),
+    "hardshrink": lambda x, y, lambd=0.5: (x.abs() > lambd).to(x.dtype),
+    "softshrink": lambda x, y, lambd=0.5: (x.abs() > lambd).to(x.dtype),
+    "abs": lambda x, y: x.sgn(),
+    "absolute": lambda x, y: x.sgn(),
+    "clamp": _clamp_slope,
+    "clip": _clamp_slope,
+    "clamp_min": lambda x, y, min: (x >= min).to(x.dtype),
+    "clamp_max": lambda x, y, max: (x <= max).to(x.dtype),
+    "nan_to_num": lambda x, y, *args, **kwargs: torch.isfinite(x).to(x.dtype),
+    "deg2rad": lambda x, y: torch.full_like(x, math.pi / 180),
+    "rad2deg": lambda x, y: torch.full_like(x, 180 / math.pi),
+}
+
+
+# --- smooth functions ----------------------------------------------------------------------------
+
+
+def _tanh(x: Tensor, y: Tensor) -> Derivatives:
+    f1 = 1 - y * y
+    return f1, -2 * y * f1, f1 * (6 * y * y - 2)
+
+
+def _sigmoid(x: Tensor, y: Tensor) -> Derivatives:
+    f1 = y * (1 - y)
+    f2 = f1 * (1 - 2 * y)
+    return f1, f2, f1 * (1 - 6 * f1)
+
+
+def _scaled_elu(x: Tensor, height: float, slope: float, rate: float) -> Derivatives:
+    """``slope x`` for x > 0, ``height (exp(rate x) - 1)`` otherwise."""
+    positive = x > 0
+    e = torch.exp(torch.clamp(x * rate, max=0)) * (height * rate)
+    zero = torch.zeros((), dtype=x.dtype, device=x.device)
+    f2 = torch.where(positive, zero, e * rate)
+    return torch.where(positive, torch.full_like(zero, slope), e), f2, f2 * rate
+
+
+def _elu(
+    x: Tensor,
+    y: Tensor,
+    alpha: float = 1.0,
+    scale: float = 1.0,
+    input_scale: float = 1.0,
+    inplace: Any = None,
+) -> Derivatives:
+    return _scaled_elu(x, alpha * scale, scale, input_scale)
+
+
+def _selu(x: Tensor, y: Tensor, inplace: Any = None) -> Derivatives:
+    alpha, scale = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
+    return _scaled_elu(x, alpha * scale, scale, 1.0)
+
+
+def _celu(x: Tensor, y: Tensor, alpha: float = 1.0, inplace: Any = None) -> Derivatives:
+    return _scaled_elu(x, alpha, 1.0, 1 / alpha)
+
+
+def _gelu(x: Tensor, y: Tensor, approximate: str = "none") -> Derivatives:
+    if approximate == "none":  # x Phi(x), with phi' = -x phi
+        cdf = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+        pdf = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+        return cdf + x * pdf, pdf * (2 - x * x), pdf * x * (x * x - 4)
+    c, a = math.sqrt(2 / math.pi), 0.044715  # x (1 + tanh v) / 2, v = c (x + a x^3)
+    v1, v2, v3 = c * (1 + 3 * a * x * x), 6 * a * c * x, 6 * a * c
+    t = torch.tanh(c * (x + a * x**3))
+    t1, t2, t3 = _tanh(x, t)
+    assert t2 is not None and t3 is not None
+    g1 = t1 * v1
+    g2 = t2 * v1 * v1 + t1 * v2
+    g3 = t3 * v1**3 + 3 * t2 * v1 * v2 + t1 * v3
+    return 0.5 * (1 + t + x * g1), 0.5 * (2 * g1 + x * g2), 0.5 * (3 * g2 + x * g3)
+
+
+def _silu(x: Tensor, y: Tensor, inplace: Any = None) -> Derivatives:
+    s = torch.sigmoid(x)
+    s1, s2, s3 = _sigmoid(x, s)
+    assert s2 is not None and s3 is not None
+    return s + x * s1, 2 * s1 + x * s2, 3 * s2 + x * s3
+
+
+def _mish(x: Tensor, y: Tensor, inplace: Any = None) -> Derivatives:
+    w1, w2, w3 = _softplus(x, y)  # mish = x tanh(w), w = softplus(x)
+    assert w2 is not None and w3 is not None
+    t = torch.tanh(F.softplus(x))
+    t1, t2, t3 = _tanh(x, t)
+    assert t2 is not None and t3 is not None
+    g1 = t1 * w1
+    g2 = t2 * w1 * w1 + t1 * w2
+    g3 = t3 * w1**3 + 3 * t2 * w1 * w2 + t1 * w3
+    return t + x * g1, 2 * g1 + x * g2, 3 * g2 + x * g3
+
+
+def _softplus(x: Tensor, y: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Derivatives:
+    s = torch.sigmoid(beta * x)
+    s1, s2, _ = _sigmoid(x, s)
+    assert s2 is not None
+    straight = beta * x > threshold
+    zero = torch.zeros((), dtype=x.dtype, device=x.device)
+    return (
+        torch.where(straight, zero + 1, s),
+        torch.where(straight, zero, beta * s1),
+        torch.where(straight, zero, beta * beta * s2),
+    )
+
+
+def _log_sigmoid(x: Tensor, y: Tensor) -> Derivatives:
+    s = torch.sigmoid(x)
+    s1, s2, _ = _sigmoid(x, s)
+    assert s2 is not None
+    return torch.sigmoid(-x), -s1, -s2
+
+
+def _hardswish(x: Tensor, y: Tensor, inplace: Any = None) -> Derivatives:
+    middle = ((x > -3) & (x < 3)).to(x.dtype)
+    f1 = torch.where(x >= 3, torch.ones_like(x), middle * (2 * x + 3) / 6)
+    return f1, middle / 3, None
+
+
+def _tanhshrink(x: Tensor, y: Tensor) -> Derivatives:
+    f1, f2, f3 = _tanh(x, torch.tanh(x))
+    assert f2 is not None and f3 is not None
+    return 1 - f1, -f2, -f3
+
+
+def _softsign(x: Tensor, y: Tensor) -> Derivatives:
+    d = 1 / (1 + x.abs())
+    return d**2, -2 * x.sgn() * d**3, 6 * d**4
+
+
+def _exp(x: Tensor, y: Tensor) -> Derivatives:
+    return y, y, y
+
+
+def _power(x: Tensor, y: Tensor, exponent: Any) -> Derivatives:
+    n = exponent
+    if isinstance(n, Tensor):
+        return n * x ** (n - 1), n * (n - 1) * x ** (n - 2), n * (n - 1) * (n - 2) * x ** (n - 3)
+    if n == 2:
+        return 2 * x, torch.full_like(x, 2.0), None
+    f1 = n * x ** (n - 1)
+    if n == 3:
+        return f1, 6 * x, torch.full_like(x, 6.0)
+    return f1, n * (n - 1) * x ** (n - 2), n * (n - 1) * (n - 2) * x ** (n - 3)
+
+
+def _exp2(x: Tensor, y: Tensor) -> Derivatives:
+    c = math.log(2)
+    return y * c, y * c**2, y * c**3
+
+
+def _log(base: float) -> Callable[..., Derivatives]:
+    c = 1 / math.log(base)
+    return lambda x, y: (c / x, -c / x**2, 2 * c / x**3)
+
+
+def _log1p(x: Tensor, y: Tensor) -> Derivatives:
+    d = 1 / (1 + x)
+    return d, -(d**2), 2 * d**3
+
+
+def _sqrt(x: Tensor, y: Tensor) -> Derivatives:
+    return _power(x, y, 0.5)
+
+
+def _reciprocal(x: Tensor, y: Tensor) -> Derivatives:
+    return -(y**2), 2 * y**3, -6 * y**4
+
+
+def _rsqrt(x: Tensor, y: Tensor) -> Derivatives:
+    return -0.5 * y**3, 0.75 * y**5, -1.875 * y**7
+
+
+def _sin(x: Tensor, y: Tensor) -> Derivatives:
+    c = torch.cos(x)
+    return c, -y, -c
+
+
+def _cos(x: Tensor, y: Tensor) -> Derivatives:
+    s = torch.sin(x)
+    return -s, -y, s
+
+
+def _tan(x: Tensor, y: Tensor) -> Derivatives:
+    f1 = 1 + y * y
+    return f1, 2 * y * f1, f1 * (2 + 6 * y * y)
+
+
+def _sinh(x: Tensor, y: Tensor) -> Derivatives:
+    c = torch.cosh(x)
+    return c, y, c
+
+
+def _cosh(x: Tensor, y: Tensor) -> Derivatives:
+    s = torch.sinh(x)
+    return s, y, s
+
+
+def _inverse_root(sign: float, square: float, one: float) -> Callable[..., Derivatives]:
+    """Functions with f' = sign / sqrt(one + square x^2): asin, acos, asinh, acosh."""
+
+    def derivatives(x: Tensor, y: Tensor) -> Derivatives:
+        q = one + square * x * x
+        f1 = sign * q**-0.5
+        return f1, -square * x * f1 / q, f1 / q * (3 * x * x / q - square)
+
+    return derivatives
+
+
+def _rational(square: float) -> Callable[..., Derivatives]:
+    """Functions with f' = 1 / (1 + square x^2): atan, atanh."""
+
+    def derivatives(x: Tensor, y: Tensor) -> Derivatives:
+        d = 1 / (1 + square * x * x)
+        return d, -2 * square * x * d**2, d**2 * (8 * x * x * d - 2 * square)
+
+    return derivatives
+
+
+def _erf(sign: float) -> Callable[..., Derivatives]:
+    def derivatives(x: Tensor, y: Tensor) -> Derivatives:
+        f1 = sign * 2 / math.sqrt(math.pi) * torch.exp(-x * x)
+        return f1, -2 * x * f1, f1 * (4 * x * x - 2)
+
+    return derivatives
+
+
+def _logit(x: Tensor, y: Tensor, eps: float | None = None) -> Derivatives:
+    p = x if eps is None else x.clamp(eps, 1 - eps)
+    inside = 1.0 if eps is None else ((x >= eps) & (x <= 1 - eps)).to(x.dtype)
+    q = 1 - p
+    return inside * (1 / p + 1 / q), inside * (q**-2 - p**-2), inside * 2 * (p**-3 + q**-3)
+
+
+CURVED: dict[str, Callable[..., Derivatives]] = {
+    "tanh": _tanh,
+    "sigmoid": _sigmoid,
+    "special_expit": _sigmoid,
+    "expit": _sigmoid,
+    "elu": _elu,
+    "selu": _selu,
+    "celu": _celu,
+    "gelu": _gelu,
+    "silu": _silu,
+    "mish": _mish,
+    "softplus": _softplus,
+    "log_sigmoid": _log_sigmoid,
+    "logsigmoid": _log_sigmoid,
+    "hardswish": _hardswish,
+    "tanhshrink": _tanhshrink,
+    "softsign": _softsign,
+    "exp": _exp,
+    "exp2": _exp2,
+    "expm1": lambda x, y: _exp(x, y + 1),
+    "log": _log(math.e),
+    "log2": _log(2.0),
+    "log10": _log(10.0),
+    "log1p": _log1p,
+    "sqrt": _sqrt,
+    "rsqrt": _rsqrt,
+    "reciprocal": _reciprocal,
+    "square": lambda x, y: _power(x, y, 2),
+    "pow": _power,
+    "sin": _sin,
+    "cos": _cos,
+    "tan": _tan,
+    "sinh": _sinh,
+    "cosh": _cosh,
+    "asin": _inverse_root(1, -1, 1),
+    "arcsin": _inverse_root(1, -1, 1),
+    "acos": _inverse_root(-1, -1, 1),
+    "arccos": _inverse_root(-1, -1, 1),
+    "asinh": _inverse_root(1, 1, 1),
+    "arcsinh": _inverse_root(1, 1, 1),
+    "acosh": _inverse_root(1, 1, -1),
+    "arccosh": _inverse_root(1, 1, -1),
+    "atan": _rational(1),
+    "arctan": _rational(1),
+    "atanh": _rational(-1),
+    "arctanh": _rational(-1),
+    "erf": _erf(1),
+    "erfc": _erf(-1),
+    "logit": _logit,
+}

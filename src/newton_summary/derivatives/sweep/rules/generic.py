@@ -1,0 +1,143 @@
+"""Any other operation: its own derivatives, by differentiating that one operation repeatedly.
+
+Along group s the inputs move as x(t) = x + t x1_s + t^2/2 x2_s. For any cotangent v, the derivatives
+of S(t) = <v, h(x(t))> at 0 are linear in v: by v they give y1_s and y2_s, and at v = delta the third
+is this operation's share of D3_s. The share of Hbar is the Hessian of <delta, h(x)> along x1_s, x1_t.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from newton_summary.derivatives.probe import CannotDifferentiate
+from newton_summary.derivatives.sweep.rules.bilinear import gram
+from newton_summary.derivatives.sweep.rules.linear import fill
+from newton_summary.derivatives.sweep.tangent import Tangent, spread, union
+from newton_summary.derivatives.sweep.tape import Op, find_values
+
+if TYPE_CHECKING:
+    from newton_summary.derivatives.sweep.engine import Sweep
+
+
+def generic(sweep: Sweep, op: Op, *args: Any, **kwargs: Any) -> Any:
+    """Pass an operation that has no rule of its own, one group after the other."""
+    try:
+        with torch.enable_grad():
+            return Local(sweep, op, args, kwargs).run()
+    except (RuntimeError, NotImplementedError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise CannotDifferentiate(
+            f"sweep: the operation {op.name!r} cannot be differentiated again: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
+class Local:
+    """One operation as a function of the inputs that move."""
+
+    def __init__(self, sweep: Sweep, op: Op, args: Any, kwargs: Any):
+        """Find the inputs that move, and their tangents."""
+        self.sweep, self.op, self.args, self.kwargs = sweep, op, args, kwargs
+        moving = {v.slot: v for v in find_values((args, kwargs)) if sweep.tangent(v) is not None}
+        self.slots = list(moving)
+        self.x = [value.now for value in moving.values()]
+        tangents = [sweep.tangents[slot] for slot in self.slots if slot is not None]
+        self.first = union(*(t.first for t in tangents))
+        self.x1 = [spread(t.first, t.y1, self.first) for t in tangents]
+        self.x2 = [
+            spread(t.second, t.y2, self.first) if t.second else torch.zeros_like(x1)
+            for t, x1 in zip(tangents, self.x1, strict=True)
+        ]
+
+    def call(self, x: list[Tensor]) -> list[Tensor]:
+        """Evaluate the operation, with the same random numbers as when it was recorded."""
+        if self.op.saved is not None:
+            self.op.saved.restore()
+        given = dict(zip(self.slots, x, strict=True))
+        # In place operations get a tensor of their own to write to.
+        args = fill(self.args, {slot: t.clone() for slot, t in given.items()}, keep_constants=True)
+        kwargs = fill(self.kwargs, given, keep_constants=True)
+        result = self.op.func(*args, **kwargs)
+        result = args[0] if result is None else result
+        results = list(result) if isinstance(result, tuple | list) else [result]
+        return [r for r, value in zip(results, self.op.outputs, strict=True) if value is not None]
+
+    def run(self) -> Any:
+        """Return the tangents of the outputs; the contributions are added on the way."""
+        values = [value for value in self.op.outputs if value is not None]
+        delta = [
+            torch.zeros_like(v.tensor) if (d := self.sweep.adjoint(v)) is None else d
+            for v in values
+        ]
+        self._add_Hbar(delta)
+        y1: list[list[Tensor]] = []
+        y2: list[list[Tensor]] = []
+        for i, s in enumerate(self.first):
+            first, second, third = self._line(i, delta)
+            y1.append(first)
+            y2.append(second)
+            if third is not None:
+                self.sweep.add_D3((s,), third.reshape(1))
+        if not self.op.wanted:
+            return None
+        tangents = []
+        for j in range(len(values)):
+            rows = torch.stack([row[j] for row in y1])
+            second_groups = self.first if self.sweep.order == 3 else ()
+            if second_groups:
+                rows = torch.cat([rows, torch.stack([row[j] for row in y2])])
+            tangents.append(Tangent(self.first, second_groups, rows.detach()))
+        rest = iter(tangents)
+        return [None if value is None else next(rest) for value in self.op.outputs]
+
+    def _line(
+        self, i: int, delta: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+        """Differentiate along the line of the i-th group."""
+        t = torch.zeros((), dtype=self.x[0].dtype, device=self.x[0].device, requires_grad=True)
+        moved = [
+            x + t * x1[i] + 0.5 * t * t * x2[i]
+            for x, x1, x2 in zip(self.x, self.x1, self.x2, strict=True)
+        ]
+        y = self.call(moved)
+        v = [d.detach().clone().requires_grad_() for d in delta]
+        term = torch.stack([(a * b).sum() for a, b in zip(v, y, strict=True)]).sum()
+        results: list[list[Tensor]] = []
+        orders = 2 if self.sweep.order == 3 else 1
+        for _ in range(orders):
+            term = _derivative(term, [t], create_graph=True)[0]
+            results.append([g.detach() for g in _derivative(term, v, create_graph=True)])
+        third = _derivative(term, [t], create_graph=False)[0] if self.sweep.order == 3 else None
+        return results[0], results[-1], None if third is None else third.detach()
+
+    def _add_Hbar(self, delta: list[Tensor]) -> None:
+        x = [value.detach().clone().requires_grad_() for value in self.x]
+        scalar = torch.stack(
+            [(d * y).sum() for d, y in zip(delta, self.call(x), strict=True)]
+        ).sum()
+        grads = _derivative(scalar, x, create_graph=True)
+        rows = []
+        for i in range(len(self.first)):
+            slope = torch.stack(
+                [(g * x1[i]).sum() for g, x1 in zip(grads, self.x1, strict=True)]
+            ).sum()
+            products = _derivative(slope, x, create_graph=False)
+            rows.append(
+                sum(gram(p.detach()[None], x1) for p, x1 in zip(products, self.x1, strict=True))
+            )
+        self.sweep.add_Hbar(self.first, self.first, torch.cat(rows))  # type: ignore[arg-type]
+
+
+def _derivative(scalar: Tensor, inputs: list[Tensor], create_graph: bool) -> list[Tensor]:
+    """Return the gradient; zeros where there is no dependence."""
+    if not scalar.requires_grad:
+        return [torch.zeros_like(x) for x in inputs]
+    return list(
+        torch.autograd.grad(
+            scalar, inputs, create_graph=create_graph, retain_graph=True, materialize_grads=True
+        )
+    )

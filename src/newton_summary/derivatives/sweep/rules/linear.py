@@ -1,0 +1,389 @@
+"""Operations that are linear in the values that depend on the parameters: no curvature of their own.
+
+Their rule is to apply the operation to every row of the stack. Common ones do so directly, with the
+dimensions shifted by one; the others through ``torch.vmap``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from newton_summary.derivatives.sweep.tangent import Tangent, add_tangents, align, lift
+from newton_summary.derivatives.sweep.tape import Op, Value, find_values, plain
+
+if TYPE_CHECKING:
+    from newton_summary.derivatives.sweep.engine import Sweep
+
+Rule = Callable[..., Any]
+
+
+def shifted(dim: int) -> int:
+    """Return the dimension of the stack that belongs to dimension ``dim`` of a row."""
+    return dim + 1 if dim >= 0 else dim
+
+
+def only(sweep: Sweep, x: Any) -> Tangent | None:
+    """Return the tangent of the one argument that depends on the parameters."""
+    return sweep.tangent(x)
+
+
+# --- the same numbers in the same order ----------------------------------------------------------
+
+
+def same_order(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Tangent | None:
+    """View, reshape, flatten, squeeze, clone, to, ...: only the shape changes."""
+    t, y = only(sweep, x), op.out.tensor
+    if t is None:
+        return None
+    return t.map(lambda rows: rows.to(y.device).reshape(rows.shape[0], *y.shape))
+
+
+def expand(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Tangent | None:
+    """Expand: repeat along dimensions of length one."""
+    t, y = only(sweep, x), op.out.tensor
+    if t is None:
+        return None
+    return t.map(lambda rows: lift(rows, y.dim()).expand(rows.shape[0], *y.shape))
+
+
+def transpose(sweep: Sweep, op: Op, x: Value, dim0: int, dim1: int) -> Tangent | None:
+    """Swap two dimensions."""
+    t = only(sweep, x)
+    return None if t is None else t.map(lambda rows: rows.transpose(shifted(dim0), shifted(dim1)))
+
+
+def matrix_transpose(sweep: Sweep, op: Op, x: Value) -> Tangent | None:
+    """``x.T``, ``x.mT``, ``x.t()``."""
+    t = only(sweep, x)
+    if t is None or t.rows.dim() < 3:
+        return t
+    if op.name == "T" and t.rows.dim() > 3:
+        return t.map(lambda rows: rows.permute(0, *range(rows.dim() - 1, 0, -1)))
+    return t.map(lambda rows: rows.transpose(-1, -2))
+
+
+def permute(sweep: Sweep, op: Op, x: Value, *dims: Any) -> Tangent | None:
+    """Reorder the dimensions."""
+    order = dims[0] if len(dims) == 1 and isinstance(dims[0], Sequence) else dims
+    t = only(sweep, x)
+    ndim = x.tensor.dim()
+    return None if t is None else t.map(lambda r: r.permute(0, *(d % ndim + 1 for d in order)))
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+
+def getitem(sweep: Sweep, op: Op, x: Value, index: Any) -> Tangent | None:
+    """Indexing with anything that torch takes between brackets."""
+    t = only(sweep, x)
+    if t is None:
+        return None
+    full = full_index(plain(index), x.tensor.dim())
+    if any(isinstance(i, Tensor | list) for i in full):
+        # Index the first dimensions with the stack behind them: tensors among the indices may move
+        # their own dimension to the front.
+        return t.map(lambda rows: rows.movedim(0, -1)[full].movedim(-1, 0))
+    return t.map(lambda rows: rows[(slice(None), *full)])
+
+
+def setitem(sweep: Sweep, op: Op, x: Value, index: Any, value: Any) -> Tangent | None:
+    """``x[index] = value``: linear in both."""
+    target, source = sweep.tangent(x), sweep.tangent(value)
+    y = op.out.tensor
+    present = [t for t in (target, source) if t is not None]
+    if not present:
+        return None
+    zero = Tangent((), (), y.new_zeros((0, *y.shape)))
+    empty = Tangent(
+        (), (), y.new_zeros(0, *(value.tensor.shape if isinstance(value, Value) else ()))
+    )
+    first, second, (old, new) = align([target or zero, source or empty])
+    full = full_index(plain(index), y.dim())
+    rows = torch.stack([put(o, full, n) for o, n in zip(old, new, strict=True)])
+    return Tangent(first, second, rows)
+
+
+def put(old: Tensor, index: tuple[Any, ...], new: Tensor) -> Tensor:
+    """Return a copy with some entries replaced."""
+    result = old.clone()
+    result[index] = new.to(old.dtype)
+    return result
+
+
+def full_index(index: Any, ndim: int) -> tuple[Any, ...]:
+    """Write an index with a slice for every dimension that it leaves out."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    consumed = sum(
+        i.dim() if isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) else 1
+        for i in parts
+        if i is not None and i is not Ellipsis and not isinstance(i, bool)
+    )
+    rest = [slice(None)] * (ndim - consumed)
+    where = next((n for n, i in enumerate(parts) if i is Ellipsis), None)
+    if where is None:
+        return (*parts, *rest)
+    return (*parts[:where], *rest, *parts[where + 1 :])
+
+
+def embedding(
+    sweep: Sweep, op: Op, weight: Value, indices: Value, padding_idx: int = -1, *args: Any
+) -> Tangent | None:
+    """Rows of a table, by index; the padding row never moves."""
+    t = only(sweep, weight)
+    if t is None:
+        return None
+    chosen = indices.now
+    rows = t.rows[:, chosen]
+    if padding_idx is not None and padding_idx >= 0:
+        rows = rows.masked_fill((chosen == padding_idx)[None, ..., None], 0)
+    return Tangent(t.first, t.second, rows)
+
+
+# --- sums ----------------------------------------------------------------------------------------
+
+
+def add(sweep: Sweep, op: Op, a: Any, b: Any, *, alpha: float = 1, out: None = None) -> Any:
+    """``a + alpha b``, with broadcasting."""
+    return combine(sweep, op, [(a, 1), (b, alpha)])
+
+
+def sub(sweep: Sweep, op: Op, a: Any, b: Any, *, alpha: float = 1, out: None = None) -> Any:
+    """``a - alpha b``, with broadcasting."""
+    return combine(sweep, op, [(a, 1), (b, -alpha)])
+
+
+def rsub(sweep: Sweep, op: Op, a: Any, b: Any, alpha: float = 1) -> Any:
+    """``b - alpha a``."""
+    return combine(sweep, op, [(b, 1), (a, -alpha)])
+
+
+def combine(sweep: Sweep, op: Op, terms: list[tuple[Any, Any]]) -> Tangent | None:
+    """Return a linear combination of values."""
+    y = op.out.tensor
+    tangents = []
+    for value, factor in terms:
+        t = sweep.tangent(value)
+        if t is not None:
+            rows = lift(t.rows, y.dim())
+            rows = rows if rows.shape[1:] == y.shape else rows.expand(rows.shape[0], *y.shape)
+            rows = rows if isinstance(factor, int) and factor == 1 else rows * factor
+            tangents.append(Tangent(t.first, t.second, rows))
+    return add_tangents(tangents) if tangents else None
+
+
+def neg(sweep: Sweep, op: Op, x: Value) -> Tangent | None:
+    """``-x``."""
+    t = only(sweep, x)
+    return None if t is None else t.map(torch.neg)
+
+
+def reduce(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Tangent | None:
+    """Sum or mean over some dimensions, or all of them."""
+    t, y = only(sweep, x), op.out.tensor
+    if t is None:
+        return None
+    dims = kwargs.get("dim", kwargs.get("axis", args[0] if args else None))
+    if isinstance(dims, torch.dtype):
+        dims = None
+    if dims is None or (isinstance(dims, Sequence) and not dims):
+        dims = range(x.tensor.dim())
+    chosen = [shifted(d) for d in ([dims] if isinstance(dims, int) else dims)]
+    if not chosen:
+        return t
+    reduction = torch.sum if op.name == "sum" else torch.mean
+    return t.map(lambda r: reduction(r, chosen).reshape(r.shape[0], *y.shape))
+
+
+# --- joining -------------------------------------------------------------------------------------
+
+
+def cat(sweep: Sweep, op: Op, tensors: Sequence[Value], dim: int = 0, **kwargs: Any) -> Any:
+    """Join along a dimension; what does not depend on the parameters has zero derivatives."""
+    return _joined(
+        sweep, op, tensors, lambda rows: torch.cat(rows, shifted(kwargs.get("axis", dim)))
+    )
+
+
+def stack(sweep: Sweep, op: Op, tensors: Sequence[Value], dim: int = 0) -> Any:
+    """Join along a new dimension."""
+    return _joined(sweep, op, tensors, lambda rows: torch.stack(rows, shifted(dim)))
+
+
+def _joined(
+    sweep: Sweep, op: Op, values: Sequence[Value], join: Callable[[list[Tensor]], Tensor]
+) -> Tangent | None:
+    tangents = [
+        sweep.tangent(v) or Tangent((), (), v.tensor.new_zeros((0, *v.tensor.shape)))
+        for v in values
+    ]
+    if not any(t.first for t in tangents):
+        return None
+    first, second, rows = align(tangents)
+    y = op.out.tensor
+    return Tangent(first, second, join([r.to(y.dtype) for r in rows]))
+
+
+# --- everything else that is linear --------------------------------------------------------------
+
+
+def per_row(sweep: Sweep, op: Op, *args: Any, **kwargs: Any) -> Any:
+    """Apply the operation to every row, jointly in all arguments that depend on the parameters.
+
+    Other floating-point tensors among the arguments are additive, and so have zero derivatives.
+    """
+    return apply_per_row(sweep, op, linear_part(op), args, kwargs)
+
+
+def first_argument_per_row(sweep: Sweep, op: Op, *args: Any, **kwargs: Any) -> Any:
+    """The same where the operation is linear in its first argument and others are constants."""
+    return apply_per_row(sweep, op, linear_part(op), args, kwargs, keep_constants=True)
+
+
+def apply_per_row(
+    sweep: Sweep,
+    op: Op,
+    func: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    keep_constants: bool = False,
+) -> Any:
+    """Run ``func`` on every row through vmap, or one row after the other where vmap cannot."""
+    moving = {v.slot: v for v in find_values((args, kwargs)) if sweep.tangent(v) is not None}
+    if not moving:
+        return None
+    tangents = [sweep.tangent(v) for v in moving.values()]
+    first, second, rows = align([t for t in tangents if t is not None])
+    slots = list(moving)
+
+    def call(*one_row: Tensor) -> Any:
+        given = dict(zip(slots, one_row, strict=True))
+        return func(*fill(args, given, keep_constants), **fill(kwargs, given, keep_constants))
+
+    try:
+        result = torch.vmap(call)(*rows)
+    except (RuntimeError, NotImplementedError, ValueError):  # an operation that vmap does not know
+        results = [call(*one_row) for one_row in zip(*rows, strict=True)]
+        if isinstance(results[0], tuple | list):
+            result = [torch.stack(parts) for parts in zip(*results, strict=True)]
+        else:
+            result = torch.stack(results)
+    if isinstance(result, tuple | list):
+        outputs = zip(op.outputs, result, strict=True)
+        return [None if v is None else Tangent(first, second, r) for v, r in outputs]
+    return Tangent(first, second, result)
+
+
+def fill(tree: Any, given: dict[int | None, Tensor], keep_constants: bool) -> Any:
+    """Put rows in the place of values."""
+    if isinstance(tree, Value):
+        if tree.slot in given:
+            return given[tree.slot].to(tree.tensor.dtype)
+        keep = keep_constants or not tree.tensor.dtype.is_floating_point
+        return tree.now if keep else torch.zeros_like(tree.tensor)
+    if isinstance(tree, tuple | list):
+        return type(tree)(fill(x, given, keep_constants) for x in tree)
+    if isinstance(tree, dict):
+        return {key: fill(x, given, keep_constants) for key, x in tree.items()}
+    return tree
+
+
+def linear_part(op: Op) -> Callable[..., Any]:
+    """Return the function of a call, without its constant part, and not in place."""
+    if op.name in WITHOUT_CONSTANT:
+        return WITHOUT_CONSTANT[op.name]
+    if str(getattr(op.func, "__name__", "")).endswith("_"):
+        return getattr(torch, op.name, None) or getattr(Tensor, op.name)
+    return op.func
+
+
+def _masked_fill(x: Tensor, mask: Tensor, value: Any) -> Tensor:
+    return torch.where(
+        mask, value if isinstance(value, Tensor) else torch.zeros_like(x[:0].sum()), x
+    )
+
+
+def _where(condition: Tensor, a: Any, b: Any) -> Tensor:
+    zero = torch.zeros((), device=condition.device)
+    return torch.where(
+        condition, a if isinstance(a, Tensor) else zero, b if isinstance(b, Tensor) else zero
+    )
+
+
+def _pad(x: Tensor, pad: Any, mode: str = "constant", value: Any = None) -> Tensor:
+    return torch._C._nn.pad(x, pad, mode, 0.0 if mode == "constant" else None)
+
+
+def _constant_pad(x: Tensor, pad: Any, value: Any = 0) -> Tensor:
+    return torch.constant_pad_nd(x, pad, 0.0)
+
+
+def _scatter(x: Tensor, dim: int, index: Tensor, src: Any = None, value: Any = None) -> Tensor:
+    given = src if src is not None else value
+    return torch.scatter(x, dim, index, given if isinstance(given, Tensor) else 0.0)
+
+
+def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    return torch.index_fill(x, dim, index, value if isinstance(value, Tensor) else 0.0)
+
+
+WITHOUT_CONSTANT: dict[str, Callable[..., Any]] = {
+    "masked_fill": _masked_fill,
+    "where": _where,
+    "pad": _pad,
+    "constant_pad_nd": _constant_pad,
+    "scatter": _scatter,
+    "index_fill": _index_fill,
+}
+
+PER_ROW = """
+    pad constant_pad_nd where masked_fill masked_scatter scatter scatter_add index_add index_copy
+    index_fill index_put lerp_constant gather take take_along_dim index_select masked_select
+    cumsum flip fliplr flipud roll rot90 tril triu diagonal diag diag_embed diagflat trace
+    repeat tile repeat_interleave narrow narrow_copy select select_copy slice unfold im2col col2im
+    split chunk unbind tensor_split split_with_sizes unsafe_split unsafe_chunk
+    unsafe_split_with_sizes hsplit vsplit dsplit
+    movedim moveaxis swapaxes swapdims pixel_shuffle pixel_unshuffle channel_shuffle nansum
+    avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
+    _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
+    upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
+    hstack vstack dstack column_stack block_diag vander_constant real conj resolve_conj
+    resolve_neg diff unfold_backward as_strided adjoint select_scatter slice_scatter
+    diagonal_scatter atleast_1d atleast_2d atleast_3d combinations meshgrid broadcast_tensors
+""".split()
+
+FIRST_ARGUMENT_PER_ROW = "nll_loss_nd nll_loss nll_loss2d nested_constant".split()
+
+SAME_ORDER = """
+    view reshape flatten unflatten squeeze unsqueeze view_as reshape_as ravel contiguous clone to
+    float double half bfloat16 type type_as cuda cpu alias positive _to_copy requires_grad detach_alias
+""".split()
+
+LINEAR: dict[str, Rule] = {
+    **dict.fromkeys(SAME_ORDER, same_order),
+    **dict.fromkeys(PER_ROW, per_row),
+    **dict.fromkeys(FIRST_ARGUMENT_PER_ROW, first_argument_per_row),
+    **dict.fromkeys(["expand", "expand_as", "broadcast_to"], expand),
+    "transpose": transpose,
+    **dict.fromkeys(["T", "mT", "t"], matrix_transpose),
+    "permute": permute,
+    "__getitem__": getitem,
+    "__setitem__": setitem,
+    "embedding": embedding,
+    "add": add,
+    "sub": sub,
+    "subtract": sub,
+    "rsub": rsub,
+    "neg": neg,
+    "negative": neg,
+    "sum": reduce,
+    "mean": reduce,
+    "cat": cat,
+    "concat": cat,
+    "concatenate": cat,
+    "stack": stack,
+}

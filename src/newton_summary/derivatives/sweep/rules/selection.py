@@ -1,0 +1,135 @@
+"""Operations that choose some of their entries: linear once the choice is made.
+
+The choice is made while recording, and kept for the sweep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from newton_summary.derivatives.sweep.tangent import Tangent
+from newton_summary.derivatives.sweep.tape import Op, Value
+
+if TYPE_CHECKING:
+    from newton_summary.derivatives.sweep.engine import Sweep
+
+
+# --- max-pooling ---------------------------------------------------------------------------------
+
+
+def pooling_with_indices(pool: Callable[..., Any]) -> Callable[..., tuple[Any, Tensor]]:
+    """Return how to run a max-pooling so that it tells which entries it chose."""
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
+        settings = dict(kwargs)
+        wanted = settings.pop("return_indices", False)
+        values, indices = pool(*args, **settings)
+        return ((values, indices) if wanted else values), indices
+
+    return run
+
+
+def pooled(n: int) -> Callable[..., Any]:
+    """Return the rule of a max-pooling over the last n dimensions."""
+
+    def rule(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Any:
+        t = sweep.tangent(x)
+        if t is None:
+            return None
+        indices = op.saved.flatten(-n)
+        shape = op.out.tensor.shape
+
+        def choose(rows: Tensor) -> Tensor:
+            chosen = rows.flatten(-n).gather(-1, indices.expand(rows.shape[0], *indices.shape))
+            return chosen.reshape(rows.shape[0], *shape)
+
+        result = t.map(choose)
+        return [result, None] if len(op.outputs) == 2 else result
+
+    return rule
+
+
+# --- maxima, sorting -----------------------------------------------------------------------------
+
+
+def keep_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Run an operation and keep its result for the rule."""
+    result = func(*args, **kwargs)
+    return result, result
+
+
+def extremum(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Any:
+    """Max, min, median, sort, topk, ...: along a dimension, or the one of all entries."""
+    t = sweep.tangent(x)
+    if t is None:
+        return None
+    if isinstance(op.saved, Tensor):  # of all entries; equal ones share, as in autograd
+        dims = kwargs.get("dim", args[0] if args else None)
+        return t.map(lambda rows: share(rows, x.now, op.saved, dims))
+    indices = op.saved[1]
+    default = -1
+    dim = kwargs.get("dim", next((a for a in args[_position(op.name) :][:1]), default))
+    dim = dim if isinstance(dim, int) and not isinstance(dim, bool) else default
+    keepdim = indices.dim() == x.tensor.dim()
+    along = dim % x.tensor.dim() + 1
+    index = indices if keepdim else indices.unsqueeze(along - 1)
+
+    def choose(rows: Tensor) -> Tensor:
+        chosen = rows.gather(along, index.expand(rows.shape[0], *index.shape))
+        return chosen if keepdim else chosen.squeeze(along)
+
+    return [t.map(choose), None]
+
+
+def _position(name: str) -> int:
+    """Where the dimension stands among the arguments behind the tensor."""
+    return 1 if name in ("topk", "kthvalue") else 0
+
+
+def share(rows: Tensor, x: Tensor, y: Tensor, dims: Any) -> Tensor:
+    """Return the rows at the extreme entries; where several are equal, their mean."""
+    chosen_dims: Sequence[int]
+    if dims is None or (isinstance(dims, Sequence) and not dims):
+        chosen_dims = range(x.dim())
+    else:
+        chosen_dims = [dims] if isinstance(dims, int) else list(dims)
+    chosen_dims = [d % x.dim() for d in chosen_dims]
+    kept = [1 if d in chosen_dims else n for d, n in enumerate(x.shape)]
+    mask = (x == y.detach().reshape(kept)).to(rows.dtype)
+    mask = mask / mask.sum(list(chosen_dims), keepdim=True)
+    shape = (rows.shape[0], *y.shape)
+    return (rows * mask).sum([d + 1 for d in chosen_dims]).reshape(shape)
+
+
+EXTREMA = "max min amax amin median nanmedian sort msort topk kthvalue mode cummax cummin".split()
+
+PREPARE: dict[str, Callable[..., tuple[Any, Any]]] = {
+    **{
+        f"max_pool{n}d": pooling_with_indices(getattr(F, f"max_pool{n}d_with_indices"))
+        for n in (1, 2, 3)
+    },
+    **{
+        f"adaptive_max_pool{n}d": pooling_with_indices(
+            getattr(F, f"adaptive_max_pool{n}d_with_indices")
+        )
+        for n in (1, 2, 3)
+    },
+    **{
+        f"fractional_max_pool{n}d": pooling_with_indices(
+            getattr(F, f"fractional_max_pool{n}d_with_indices")
+        )
+        for n in (2, 3)
+    },
+    **dict.fromkeys([name for name in EXTREMA if name != "msort"], keep_result),
+}
+
+SELECTION: dict[str, Callable[..., Any]] = {
+    **{f"{kind}max_pool{n}d": pooled(n) for kind in ("", "adaptive_") for n in (1, 2, 3)},
+    **{f"fractional_max_pool{n}d": pooled(n) for n in (2, 3)},
+    **dict.fromkeys([name for name in EXTREMA if name != "msort"], extremum),
+}

@@ -1,0 +1,128 @@
+"""The derivatives of one value along the lines of the groups, stacked in one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Groups = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tangent:
+    """First and second derivatives of a value y along theta + t U^s, for the groups s met so far.
+
+    Both live in one tensor, so that a linear operation acts on all of them in one call: row i of
+    ``rows`` is y1 of group ``first[i]``, and row ``len(first) + j`` is y2 of group ``second[j]``.
+    What is not there is zero.
+    """
+
+    first: Groups
+    second: Groups
+    rows: Tensor  # (len(first) + len(second), *shape of y)
+
+    @property
+    def y1(self) -> Tensor:
+        """First derivatives, (len(first), *shape)."""
+        return self.rows[: len(self.first)]
+
+    @property
+    def y2(self) -> Tensor:
+        """Second derivatives, (len(second), *shape)."""
+        return self.rows[len(self.first) :]
+
+    def map(self, linear: Callable[[Tensor], Tensor]) -> Tangent:
+        """Apply a linear operation to every row."""
+        return Tangent(self.first, self.second, linear(self.rows))
+
+    def to(self, dtype: torch.dtype) -> Tangent:
+        """Convert the rows."""
+        return self if self.rows.dtype == dtype else self.map(lambda rows: rows.to(dtype))
+
+
+def join(first: tuple[Groups, Tensor], second: tuple[Groups, Tensor] | None) -> Tangent:
+    """Make a tangent from its first and second derivatives."""
+    if second is None or not second[0]:
+        return Tangent(first[0], (), first[1])
+    return Tangent(first[0], second[0], torch.cat([first[1], second[1]]))
+
+
+def union(*groups: Groups) -> Groups:
+    """Return all groups, in the order in which they are met.
+
+    >>> union((0, 1), (1, 2))
+    (0, 1, 2)
+    """
+    return tuple(dict.fromkeys(s for some in groups for s in some))
+
+
+def spread(groups: Groups, rows: Tensor, wanted: Groups) -> Tensor:
+    """Arrange rows in the order of ``wanted``, with zeros for groups that have none."""
+    if groups == wanted:
+        return rows
+    if groups == wanted[: len(groups)]:
+        missing = rows.new_zeros((len(wanted) - len(groups), *rows.shape[1:]))
+        return torch.cat([rows, missing])
+    result = rows.new_zeros((len(wanted), *rows.shape[1:]))
+    for i, s in enumerate(groups):
+        result[wanted.index(s)] = rows[i]
+    return result
+
+
+def align(tangents: Sequence[Tangent]) -> tuple[Groups, Groups, list[Tensor]]:
+    """Bring several tangents to the same groups; their rows then correspond."""
+    first = union(*(t.first for t in tangents))
+    second = union(*(t.second for t in tangents))
+    rows = []
+    for t in tangents:
+        if t.first == first and t.second == second:
+            rows.append(t.rows)
+        else:
+            rows.append(torch.cat([spread(t.first, t.y1, first), spread(t.second, t.y2, second)]))
+    return first, second, rows
+
+
+def add_rows(terms: Sequence[tuple[Groups, Tensor]]) -> tuple[Groups, Tensor]:
+    """Add stacks of rows group by group; where no two of them share a group this is one copy."""
+    terms = [term for term in terms if term[0]]
+    if len(terms) == 1:
+        return terms[0]
+    groups = union(*(g for g, _ in terms))
+    if sum(len(g) for g, _ in terms) == len(groups):
+        return groups, torch.cat([rows for _, rows in terms])
+    total: Tensor | None = None
+    for g, rows in terms:
+        if total is None:
+            total = spread(g, rows, groups)
+            total = total.clone() if total is rows else total
+        else:
+            where = [groups.index(s) for s in g]
+            if where == list(range(where[0], where[0] + len(where))):
+                total[where[0] : where[0] + len(where)] += rows
+            else:
+                total.index_add_(0, torch.tensor(where, device=rows.device), rows)
+    assert total is not None
+    return groups, total
+
+
+def add_tangents(tangents: Sequence[Tangent]) -> Tangent:
+    """Add tangents of values of the same shape."""
+    if len(tangents) == 1:
+        return tangents[0]
+    if all(t.first == tangents[0].first and t.second == tangents[0].second for t in tangents):
+        total = tangents[0].rows
+        for t in tangents[1:]:
+            total = total + t.rows
+        return Tangent(tangents[0].first, tangents[0].second, total)
+    first = add_rows([(t.first, t.y1) for t in tangents])
+    second = [(t.second, t.y2) for t in tangents if t.second]
+    return join(first, add_rows(second) if second else None)
+
+
+def lift(rows: Tensor, ndim: int) -> Tensor:
+    """Insert dimensions behind the first, so that rows of shape (k, *y) broadcast with ndim of y."""
+    missing = ndim + 1 - rows.dim()
+    return rows if missing <= 0 else rows.reshape(rows.shape[0], *(1,) * missing, *rows.shape[1:])
