@@ -32,38 +32,42 @@ def rescaled(system, a):
     return g * a, H * np.outer(a, a), D3 * a**3
 
 
-def random_system(rng, kind, S=None):
-    """A random gbar, Hbar, D3; the last two kinds have groups without cubic term."""
-    S = S or int(rng.integers(1, 10))
-    g, A, D3 = rng.normal(size=S), rng.normal(size=(S, S)), rng.normal(size=S)
-    if kind == "definite":
-        H = A @ A.T + 0.1 * np.eye(S)
-    elif kind == "indefinite":
-        H = A + A.T
-    elif kind == "semi-definite":
-        H = A[:, : S // 2] @ A[:, : S // 2].T
-    elif kind == "diagonal":
-        H = np.diag(np.diag(A))
-    elif kind == "uneven D3":
-        H, D3 = A + A.T, D3 * 10 ** rng.uniform(-15, 15, size=S)
-    else:
-        D3[: S // 2] = 0
-        H = A @ A.T + 0.1 * np.eye(S)
-        if kind == "indefinite, some D3 = 0":  # positive where D3 = 0, by the Schur complement
-            n = S // 2
-            H[n:, n:] += A[n:, n:] + A[n:, n:].T - 3 * np.eye(S - n)
-    return g, (H + H.T) / 2, D3
-
-
 KINDS = (
     "definite",
     "indefinite",
     "semi-definite",
     "diagonal",
     "uneven D3",
+    "semi-definite, uneven D3",
+    "semi-definite, uneven entries",
+    "uneven entries",
     "definite, some D3 = 0",
     "indefinite, some D3 = 0",
 )
+
+
+def random_system(rng, kind, S=None):
+    """A random gbar, Hbar, D3."""
+    S = S or int(rng.integers(1, 10))
+    n = S // 2
+    g, A, D3 = rng.normal(size=S), rng.normal(size=(S, S)), rng.normal(size=S)
+    H = A + A.T
+    if kind.startswith("definite"):
+        H = A @ A.T + 0.1 * np.eye(S)
+    elif kind.startswith("semi-definite"):
+        A = A * 10 ** rng.uniform(-20, 20, size=(S, S)) if "entries" in kind else A
+        H = A[:, :n] @ A[:, :n].T
+    elif kind == "diagonal":
+        H = np.diag(np.diag(A))
+    elif kind == "uneven entries":
+        H, g = H * 10 ** rng.uniform(-20, 20, size=(S, S)), g * 10 ** rng.uniform(-20, 20, size=S)
+        H = np.triu(H) + np.triu(H, 1).T
+    if "uneven" in kind:
+        D3 = D3 * 10 ** rng.uniform(-15, 15, size=S)
+    if "some D3 = 0" in kind:
+        D3[:n] = 0
+        H[:n, :n] = A[:n, :n] @ A[:n, :n].T + 0.1 * np.eye(n) if "indefinite" in kind else H[:n, :n]
+    return g, (H + H.T) / 2, D3
 
 
 def model(eta, g, H, D3, lambda_int):
@@ -145,14 +149,14 @@ def test_stationary_with_a_semi_definite_matrix(kind):
             assert rates.radius == pytest.approx(radius, rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "entries" not in kind])
 def test_no_other_point_is_lower(kind):
     """Neither other stationary points, from many starts, nor random points are below."""
     rng = np.random.default_rng(1)
     for _ in range(20):
         system, lambda_int = random_system(rng, kind, S=int(rng.integers(1, 4))), 1.0
         g, H, D3 = system
-        if kind == "uneven D3":
+        if "uneven" in kind:
             D3 = rng.normal(size=len(g)) * 10 ** rng.uniform(-2, 2, size=len(g))
         args = (g, H, D3, lambda_int)
         eta = learning_rates(summary_of(g, H, D3), lambda_int).eta.numpy()
@@ -212,7 +216,7 @@ def test_rescaling_a_group_rescales_its_rate(kind):
             exact.eta * torch.from_numpy(a), base.eta, rtol=0, atol=0, equal_nan=True
         )
         assert exact.status == base.status
-        if lambda_int == 0 or kind == "semi-definite":  # may be singular: rounding changes it
+        if lambda_int == 0 or "semi" in kind or "entries" in kind:  # rounding alone may change it
             continue
         a = 10 ** rng.uniform(-8, 8, size=len(system[0]))
         rates = learning_rates(summary_of(*rescaled(system, a)), lambda_int)
@@ -304,17 +308,18 @@ def test_orthogonal_to_the_lowest_eigenvector_but_not_hard():
     torch.testing.assert_close(rates.eta, expected, rtol=1e-14, atol=0)
 
 
-def test_hard_case_in_random_coordinates():
+@pytest.mark.parametrize("multiplicity", [1, 2])
+def test_hard_case_in_random_coordinates(multiplicity):
     """Rounding makes gbar almost orthogonal; the answer has the norm and the value it should."""
     rng = np.random.default_rng(6)
     hard = 0
     for _ in range(300):
-        S = int(rng.integers(2, 6))
+        S = int(rng.integers(1 + multiplicity, 7))
         Q, _ = np.linalg.qr(rng.normal(size=(S, S)))
         mu = np.sort(rng.normal(size=S))
-        mu[0] = min(mu[0], mu[1] - 0.3, -0.1)
-        c = np.r_[0, rng.normal(size=S - 1)]
-        rest = c[1:] / (mu[1:] - mu[0])
+        mu[:multiplicity] = min(mu[0], mu[multiplicity] - 0.3, -0.1)
+        c = np.r_[np.zeros(multiplicity), rng.normal(size=S - multiplicity)]
+        rest = c[multiplicity:] / (mu[multiplicity:] - mu[0])
         lambda_int = 0.5 * abs(mu[0]) / np.linalg.norm(rest)  # so that 2 |mu_1| / lambda_int > rest
         a = 2.0 ** rng.integers(-20, 20, size=S)
         K = (Q * mu) @ Q.T
@@ -326,11 +331,11 @@ def test_hard_case_in_random_coordinates():
         assert residual < 1e-13
         assert lowest > -1e-13
         y = Q.T @ (a * rates.eta.numpy())
-        np.testing.assert_allclose(y[1:], rest, rtol=0, atol=1e-11 * np.linalg.norm(y))
+        np.testing.assert_allclose(y[multiplicity:], rest, rtol=0, atol=1e-11 * np.linalg.norm(y))
         if rates.status == "hard-case":
             # The mirror image is as low; of the two, the one with larger rates in sum.
-            assert np.sum(Q[:, 0]) * y[0] > -1e-12
-    assert hard > 270
+            assert np.sum(Q[:, :multiplicity] @ y[:multiplicity]) > -1e-12
+    assert hard > 200
 
 
 @pytest.mark.parametrize("H", [-np.eye(3), np.diag([-1.0, -1.0, 2.0]), -np.ones((3, 3))])
@@ -554,9 +559,9 @@ def test_zero_gradient_stays():
     rng = np.random.default_rng(13)
     B = rng.normal(size=(4, 2))
     for H in (np.eye(4), B @ B.T, np.ones((4, 4)), np.zeros((4, 4))):
-        for lambda_int in (0.0, 1.0, 1e10):
+        for lambda_int in (0.0, 1.0, *10 ** rng.uniform(-10, 10, size=20)):
             rates = learning_rates(summary_of(np.zeros(4), H, rng.normal(size=4)), lambda_int)
-            assert rates.ok
+            assert rates.status in ("minimum", "newton", "flat")
             assert rates.eta.tolist() == [0, 0, 0, 0]
             assert (rates.radius, rates.model_change) == (0, 0)
 

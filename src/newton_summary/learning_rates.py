@@ -51,6 +51,11 @@ STATUS = {
     "nothing where Hbar is not positive definite. The rates are nan. Use a larger lambda_int.",
     "not-finite": "The summary has entries that are not finite, so the rates are nan. Look at the "
     "loss and at the direction it was measured with.",
+    # These two only from the optimizer, which does not use negative rates:
+    "no-positive-rate": "Every rate is negative or zero: by this measurement the loss rises along "
+    "the direction. Measure on larger batches, or average over more of them.",
+    "no-decrease": "The loss of the curvature batch did not fall as predicted, however short the "
+    "step. Measure on larger batches, or use a smaller lr.",
 }
 """What each ``LearningRates.status`` means, and what to do about it."""
 
@@ -240,8 +245,11 @@ def _without_flat(g: Array, H: Array, free: NDArray[np.bool_]) -> tuple[str, Arr
 
 def _cubic(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, str]:
     """Return the minimum where the groups with d_s = 0 have a positive definite block."""
-    sigma0 = _definite_shift(H, D)
     rounding = 8 * len(g) * _EPS
+    lifted = H + rounding * np.diag(np.abs(np.diag(H)))
+    if _cholesky(H) is None and _cholesky(lifted) is not None:
+        H = lifted  # positive semi-definite but for rounding, which is not negative curvature
+    sigma0 = _definite_shift(H, D)
     eta, status = np.full_like(g, math.nan), "overflow"
     for attempt in range(20):
         L = _cholesky(H + np.diag(sigma0 * D * D))
@@ -252,9 +260,8 @@ def _cubic(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, str]
         V = _solve(L, Q, transposed=True)  # V^T M(sigma0) V = I and V^T D^2 V = Diag(w^2)
         c = Q.T @ _solve(L, g)
         unsure = np.abs(c) <= rounding * (np.abs(V).T @ np.abs(g))
-        noise = rounding * (1 + float(np.abs(V[:, 0]) @ np.abs(H) @ np.abs(V[:, 0])))
         side = 1.0 if float(D @ V[:, 0]) >= 0 else -1.0
-        sigma, y, status = _secular(c, w, sigma0, lambda_int, unsure, noise, side)
+        sigma, y, status = _secular(c, w, sigma0, lambda_int, unsure, side)
         eta = _solve(L, Q @ y, transposed=True)
         # The decomposition is as exact as Cholesky's as long as sigma is not far from sigma0.
         if (sigma - sigma0) * w[0] ** 2 <= 1 and (attempt == 0 or sigma0 <= 4 * sigma):
@@ -294,7 +301,6 @@ def _secular(
     sigma0: float,
     lambda_int: float,
     unsure: NDArray[np.bool_],
-    noise: float,
     side: float,
 ) -> tuple[float, Array, str]:
     """Solve sigma = lambda_int/2 ||w y|| with y = c / (1 + (sigma - sigma0) w^2) beyond the pole.
@@ -308,18 +314,18 @@ def _secular(
         sigma0: The shift they belong to.
         lambda_int: Strength of the cubic term.
         unsure: Where ``c`` is zero but for rounding, (S,).
-        noise: Rounding error of the pole.
         side: Which way to go along the first singular vector if ``c`` does not tell.
 
     Returns:
         sigma, y = Q^T L^T eta, and the status.
     """
+    rounding = 8 * len(c) * _EPS
     omega = (w / w[0]) ** 2
     pole = float(sigma0 * w[0] ** 2 - 1)
-    indefinite = pole > noise
+    indefinite = pole > rounding
     b = pole if indefinite else 0.0
     beta = (1 - w / w[0]) * (1 + w / w[0]) if indefinite else 1 - np.minimum(1, (pole + 1) * omega)
-    lowest = beta <= 8 * len(c) * _EPS  # the first, and others that w does not tell apart from it
+    lowest = beta <= rounding  # the first, and others that w does not tell apart from it
     c = np.where(lowest & unsure, 0, c)
     size = _norm(c)
     log_kappa = float(np.log(lambda_int) - np.log(2) + 3 * np.log(w[0]) + np.log(size))
