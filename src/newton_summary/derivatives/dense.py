@@ -7,7 +7,7 @@ from torch import Tensor
 
 from newton_summary.derivatives.nested import evaluate
 from newton_summary.derivatives.probe import Closure
-from newton_summary.partition import Params, Partition
+from newton_summary.partition import Params, Partition, result_dtype
 from newton_summary.summary import Summary
 
 MAX_NUMBERS = 2**28  # in the full derivative: 2 GiB in float64, P = 645 at order 3
@@ -68,8 +68,10 @@ def summarize_dense(
             f"The dense backend would hold {P}^{order} = {float(P**order):.0e} numbers. "
             f"It is meant for tiny models; use backend='nested' or 'sweep'."
         )
-    loss, (g, *higher) = full_derivatives(closure, params, order)
-    flat_u = torch.cat([u[name].flatten() for name in params])
+    dtype = result_dtype(params)
+    loss, full = full_derivatives(closure, params, order)
+    g, *higher = (derivative.to(dtype) for derivative in full)
+    flat_u = torch.cat([u[name].flatten().to(dtype) for name in params])
     IU = partition_matrix(partition).to(flat_u) * flat_u  # I_{S:P} U
     Hbar = IU @ higher[0] @ IU.T if order >= 2 else None
     D3 = torch.einsum("sp,sq,sr,pqr->s", IU, IU, IU, higher[1]) if order >= 3 else None

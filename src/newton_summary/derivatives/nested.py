@@ -9,11 +9,14 @@ Exact at every order, at the price of one backward pass for every entry of the t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import permutations
 from math import comb
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from newton_summary.derivatives.norms import ElementaryNorms
@@ -22,6 +25,7 @@ from newton_summary.derivatives.probe import (
     Closure,
     check_depends,
     check_finite,
+    graph_nodes,
 )
 from newton_summary.partition import Params, Partition
 from newton_summary.summary import Summary
@@ -36,6 +40,7 @@ class Contraction:
         self.u = u
         self.partition = partition
         self.backward_passes = 0
+        self.has_custom_functions: bool | None = None  # not known yet
 
     def __call__(self, entry: Tensor, first_group: int = 0, last: bool = False) -> Tensor:
         """Contract the gradient of ``entry`` with U, shape (S,).
@@ -59,6 +64,8 @@ class Contraction:
         # In a fixed order, so that sums come out the same to the last bit in every process.
         needed = list(dict.fromkeys(m.name for s in groups for m in self.partition.members[s]))
         self.backward_passes += 1
+        if not last and self.has_custom_functions is not False:
+            self.has_custom_functions = watch_custom_functions(entry)
         try:
             grads = torch.autograd.grad(
                 entry,
@@ -72,6 +79,58 @@ class Contraction:
                 raise
             raise CannotDifferentiate(f"nested: {error}") from error
         return self.partition.inner(dict(zip(needed, grads, strict=True)), self.u)
+
+
+def watch_custom_functions(entry: Tensor) -> bool:
+    """Let every custom function in a graph say so if it cannot be differentiated again.
+
+    The backward pass of a ``torch.autograd.Function`` may be a kernel that torch knows nothing of,
+    or marked ``once_differentiable``. ``torch.autograd.grad`` then leaves out what is behind it
+    without a word, and the next derivative would be wrong.
+
+    Returns:
+        Whether there is any custom function in the graph.
+    """
+    if entry.grad_fn is None:
+        return False
+    custom = [node for node in graph_nodes(entry.grad_fn) if _is_custom(node)]
+    for node in custom:
+        if node.metadata.setdefault("watched", False):
+            continue  # for another entry of the same tensor
+        node.metadata["watched"] = True
+        node.register_hook(_must_be_differentiable(node.name(), _remembers_numbers(node)))
+    return bool(custom)
+
+
+def _is_custom(node: Any) -> bool:
+    return isinstance(node, BackwardCFunction) or "CppNode" in node.name()
+
+
+def _remembers_numbers(node: Any) -> bool:
+    """Return whether a custom function keeps numbers for its backward pass, so may be nonlinear."""
+    kept = (*getattr(node, "saved_tensors", ()), *getattr(node, "__dict__", {}).values())
+    return any(isinstance(x, Tensor) and x.is_floating_point() for x in kept)
+
+
+def _must_be_differentiable(name: str, remembers_numbers: bool) -> Callable[..., None]:
+    def hook(results: Sequence[Tensor | None], received: Sequence[Tensor | None]) -> None:
+        if not torch.is_grad_enabled():  # the last derivative
+            return
+        varies = any(grad is not None and grad.requires_grad for grad in received)
+        for grad in results:
+            if grad is None or (not grad.requires_grad and not bool(grad.any())):
+                continue
+            if grad.requires_grad:
+                ends = type(grad.grad_fn).__name__ == "Error"  # marked once_differentiable
+            else:
+                ends = varies or remembers_numbers
+            if ends:
+                raise CannotDifferentiate(
+                    f"nested: the backward pass of the custom function {name} cannot be "
+                    f"differentiated again."
+                )
+
+    return hook
 
 
 def evaluate(closure: Closure, params: Params) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ def standardize(x: Tensor, dims: list[int], eps: float) -> Tensor:
     One operation for those who record torch functions: the sweep has a rule for it.
     """
     if has_torch_function_unary(x):
-        return cast(Tensor, handle_torch_function(standardize, (x,), x, dims, eps))
+        return handle_torch_function(standardize, (x,), x, dims, eps)
     centered = x - x.mean(dims, keepdim=True)
     return centered * ((centered * centered).mean(dims, keepdim=True) + eps).rsqrt()
 

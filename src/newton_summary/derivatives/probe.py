@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 from newton_summary.derivatives.batches import _as_batches as _as_batches
 from newton_summary.derivatives.batches import count_samples, outside_inference_mode, take_samples
+from newton_summary.derivatives.state import ModelState
 from newton_summary.derivatives.state import RandomState as RandomState
-from newton_summary.derivatives.state import SavedLeaf, SavedModule
 from newton_summary.derivatives.state import _generators as _generators
 from newton_summary.partition import Partition, unwrap
 
@@ -103,12 +103,8 @@ class Probe:
         """Remember everything that an evaluation may change."""
         self._start = self.random.capture()
         self._batches = _as_batches(self.data)
-        self._saved: list[SavedModule | SavedLeaf] = [
-            *(SavedModule(module) for module in self.model.modules()),
-            *(SavedLeaf(p) for p in self.model.parameters()),
-        ]
-        for saved in self._saved:
-            saved.rest_hooks()
+        self._model_state = ModelState(self.model)
+        self._model_state.rest()
         self._contexts = ExitStack()
         self._contexts.enter_context(torch.inference_mode(False))
         self._contexts.enter_context(torch.enable_grad())
@@ -121,9 +117,7 @@ class Probe:
         trace: TracebackType | None,
     ) -> None:
         """Put everything back, also after an error."""
-        for saved in self._saved:
-            saved.restore()
-            saved.restore_hooks()
+        self._model_state.release()
         self._contexts.close()
         self.random.restore(self._start)
 
@@ -160,8 +154,7 @@ class Probe:
     def _closure(self, batch: Any, number: int, is_part: bool, state: RandomState.State) -> Closure:
         def closure() -> Tensor:
             self.random.restore(state)
-            for saved in self._saved:
-                saved.restore()
+            self._model_state.restore()
             torch.clear_autocast_cache()  # of an outer autocast: it may hold moved parameters
             with self._unchanged_parameters(number), WholeBatchOnly() if is_part else nullcontext():
                 loss = self.loss_fn(self.model, batch)
@@ -241,17 +234,21 @@ def _reaches(loss: Tensor, params: Iterable[Tensor]) -> bool:
     wanted = {id(p) for p in params}
     if loss.grad_fn is None:
         return id(loss) in wanted
-    seen = {loss.grad_fn}
-    stack = [loss.grad_fn]
+    nodes = graph_nodes(loss.grad_fn)
+    return any(id(getattr(node, "variable", None)) in wanted for node in nodes)
+
+
+def graph_nodes(root: Any) -> Iterator[Any]:
+    """Give every node of an autograd graph once, starting from a ``grad_fn``."""
+    seen = {root}
+    stack = [root]
     while stack:
         node = stack.pop()
-        if id(getattr(node, "variable", None)) in wanted:
-            return True
+        yield node
         for child, _ in node.next_functions:
             if child is not None and child not in seen:
                 seen.add(child)
                 stack.append(child)
-    return False
 
 
 def _check_differentiable(params: Mapping[str, Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -33,81 +34,62 @@ def unmoved(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
                     tensor.copy_(value)
 
 
-class SavedLeaf:
-    """What an evaluation may change about a parameter, but for its value."""
+class ModelState:
+    """What evaluating and differentiating a loss may change about a model.
 
-    def __init__(self, p: Tensor):
-        """Remember the present state."""
-        self.p = p
-        self.grad = p.grad
-        self.requires_grad = p.requires_grad
-        self.hooks = p._backward_hooks
+    Not the values of the parameters, which a loss may not change.
+    """
 
-    def rest_hooks(self) -> None:
-        """Let the hooks rest; and the gradient, should the loss call ``backward`` itself."""
-        self.p.grad = None
-        if self.hooks:
-            self.p._backward_hooks = None
-
-    def restore(self) -> None:
-        """Put back whether it is trained."""
-        if self.p.requires_grad != self.requires_grad:
-            self.p.requires_grad_(self.requires_grad)
-
-    def restore_hooks(self) -> None:
-        """Put back the hooks and the gradient."""
-        self.p.grad = self.grad
-        if self.hooks:
-            self.p._backward_hooks = self.hooks
-
-
-class SavedModule:
-    """The mode, the buffers and the backward hooks of a module (not of its children)."""
-
-    def __init__(self, module: nn.Module):
-        """Remember the present state."""
-        self.module = module
-        self.training = module.training
-        self.buffers = dict(module._buffers)
-        self.values = [
-            SavedBuffer(buffer) for buffer in self.buffers.values() if buffer is not None
+    def __init__(self, model: nn.Module):
+        """Remember modes, buffers, gradients, hooks, and what requires a gradient."""
+        self.modes = [(module, module.training) for module in model.modules()]
+        self.buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+        # One made under inference_mode cannot be changed outside of it.
+        self.tensors = [
+            buffer
+            for _, buffers in self.buffers
+            for buffer in buffers.values()
+            if buffer is not None and not buffer.is_inference()
         ]
-        self.hooks = (module._backward_hooks, module._backward_pre_hooks)
+        self.values = [tensor.detach().clone() for tensor in self.tensors]
+        self.params = [(p, p.requires_grad, p.grad, p._backward_hooks) for p in model.parameters()]
+        self.hooks = [(m, m._backward_hooks, m._backward_pre_hooks) for m in model.modules()]
+
+    def rest(self) -> None:
+        """Let hooks rest, and hide the gradients from a loss that calls ``backward`` itself."""
+        for p, _, _, hooks in self.params:
+            p.grad = None
+            if hooks:
+                p._backward_hooks = None
+        for module, hooks, pre_hooks in self.hooks:
+            if hooks or pre_hooks:
+                module._backward_hooks = OrderedDict()
+                module._backward_pre_hooks = OrderedDict()
 
     def restore(self) -> None:
-        """Put back mode and buffers."""
-        self.module.training = self.training
-        for value in self.values:
-            value.restore()
-        self.module._buffers.clear()
-        self.module._buffers.update(self.buffers)
+        """Put back what an evaluation may have changed, before the next one."""
+        for module, training in self.modes:
+            module.training = training
+        for live, saved in self.buffers:
+            live.clear()
+            live.update(saved)
+        if self.tensors:
+            # Always: the fused batch norm changes its statistics without counting a new version.
+            # With .data: so that neither does this, and older graphs remain valid.
+            torch._foreach_copy_([tensor.data for tensor in self.tensors], self.values)
+        for p, requires_grad, _, _ in self.params:
+            if p.requires_grad != requires_grad:
+                p.requires_grad_(requires_grad)
 
-    def rest_hooks(self) -> None:
-        """Let the backward hooks rest."""
-        if any(self.hooks):
-            self.module._backward_hooks, self.module._backward_pre_hooks = {}, {}
-
-    def restore_hooks(self) -> None:
-        """Put back the backward hooks."""
-        self.module._backward_hooks, self.module._backward_pre_hooks = self.hooks
-
-
-class SavedBuffer:
-    """A buffer, and the value it had."""
-
-    def __init__(self, buffer: Tensor):
-        """Remember the present value."""
-        self.buffer = buffer
-        self.value = buffer.detach().clone()
-        # One made under inference_mode cannot be changed outside of it, and has no version.
-        self.version = None if buffer.is_inference() else buffer._version
-
-    def restore(self) -> None:
-        """Put the value back if it was changed."""
-        if self.version is not None and self.buffer._version != self.version:
-            with torch.no_grad():
-                self.buffer.copy_(self.value)
-            self.version = self.buffer._version
+    def release(self) -> None:
+        """Put back everything, at the end."""
+        self.restore()
+        for p, _, grad, hooks in self.params:
+            p.grad = grad
+            if hooks:
+                p._backward_hooks = hooks
+        for module, hooks, pre_hooks in self.hooks:
+            module._backward_hooks, module._backward_pre_hooks = hooks, pre_hooks
 
 
 class RandomState:

@@ -1,0 +1,232 @@
+"""Norm layers, whose fused forms torch differentiates wrongly without a word."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from newton_summary import Summary, make_partition, summarize
+from newton_summary.derivatives.norms import ELEMENTARY, ElementaryNorms
+from problems import PROBLEMS, finite_differences, worst_error
+
+
+def native_nested(problem, u, partition):
+    """The recursion of App. A on torch's own operations, as one would write it in ten lines."""
+    params = problem.params
+
+    def contract(entry):
+        grads = torch.autograd.grad(
+            entry, list(params.values()), create_graph=True, materialize_grads=True
+        )
+        return partition.inner(dict(zip(params, grads, strict=True)), u)
+
+    gbar = contract(problem.loss())
+    rows = [contract(entry) for entry in gbar]
+    D3 = torch.stack([contract(row[s])[s] for s, row in enumerate(rows)])
+    return Summary(gbar.detach(), torch.stack(rows).detach(), D3.detach())
+
+
+def errors_of_both(name):
+    """Errors, by order, of plain nested autograd and of ours, against central differences."""
+    problem = PROBLEMS[name]()
+    u = problem.direction()
+    partition = make_partition(problem.model)
+    expected = finite_differences(problem.model, problem.loss_fn, problem.batch, u, partition)
+    native = native_nested(problem, u, partition)
+    ours = summarize(
+        problem.model,
+        problem.loss_fn,
+        problem.batch,
+        partition=partition,
+        direction=u,
+        backend="nested",
+    )
+    return worst_error(native, expected), worst_error(ours, expected)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["layer_norm", "layer_norm_two_dims", "batch_norm_1d", "batch_norm_2d", "instance_norm"],
+)
+def test_torch_is_wrong_at_order_three_and_we_are_right(name):
+    """If this fails for torch, it has been mended, and the elementary form may go."""
+    native, ours = errors_of_both(name)
+    assert native[1] < 1e-6
+    assert native[2] > 1e-3
+    assert max(ours) < 1e-6
+
+
+def test_torch_is_wrong_at_order_two_for_weight_norm_and_we_are_right():
+    native, ours = errors_of_both("weight_norm")
+    assert native[1] > 1e-3
+    assert max(ours) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["group_norm", "rms_norm", "batch_norm_1d_eval"])
+def test_torch_and_we_are_right(name):
+    native, ours = errors_of_both(name)
+    assert max(native) < 1e-6
+    assert max(ours) < 1e-6
+
+
+# --- the elementary forms are the same functions -------------------------------------------------
+
+
+def randn(*shape):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+x2, x3, x4 = randn(6, 4), randn(5, 4, 3), randn(5, 4, 3, 2)
+w, b = randn(4), randn(4)
+
+
+def statistics():
+    return torch.full((4,), 0.3).double(), torch.full((4,), 1.7).double()
+
+
+CALLS = {
+    "layer_norm": lambda: F.layer_norm(x2, (4,)),
+    "layer_norm, positions": lambda: F.layer_norm(x2, [4], w, b, 1e-3),
+    "layer_norm, keywords": lambda: F.layer_norm(
+        input=x2, normalized_shape=(4,), weight=w, bias=None, eps=1e-2
+    ),
+    "layer_norm, two dimensions": lambda: F.layer_norm(x3, (4, 3)),
+    "torch.layer_norm": lambda: torch.layer_norm(x2, (4,), w, b, 1e-3, False),
+    "torch.layer_norm, keywords": lambda: torch.layer_norm(
+        x2, normalized_shape=(4,), weight=w, bias=b, eps=1e-3, cudnn_enable=False
+    ),
+    "rms_norm": lambda: F.rms_norm(x2, (4,)),
+    "rms_norm, weight": lambda: F.rms_norm(x2, (4,), w, 1e-3),
+    "torch.rms_norm": lambda: torch.rms_norm(x2, (4,), weight=w, eps=1e-3),
+    "group_norm": lambda: F.group_norm(x3, 2),
+    "group_norm, 2d": lambda: F.group_norm(x2, 2, w, b),
+    "group_norm, 4d": lambda: F.group_norm(x4, num_groups=2, weight=w, bias=b, eps=1e-3),
+    "torch.group_norm": lambda: torch.group_norm(x4, 2, w, b, 1e-3, False),
+    "instance_norm": lambda: F.instance_norm(x3),
+    "instance_norm, affine": lambda: F.instance_norm(x4, weight=w, bias=b, eps=1e-3),
+    "instance_norm, statistics": lambda: F.instance_norm(x4, *statistics(), w, b),
+    "instance_norm, evaluation": lambda: F.instance_norm(
+        x3, *statistics(), w, b, use_input_stats=False
+    ),
+    "torch.instance_norm": lambda: torch.instance_norm(
+        x3, w, b, None, None, True, 0.1, 1e-3, False
+    ),
+    "torch.instance_norm, evaluation": lambda: torch.instance_norm(
+        x3, w, b, *statistics(), use_input_stats=False, momentum=0.1, eps=1e-3, cudnn_enabled=False
+    ),
+    "batch_norm, evaluation": lambda: F.batch_norm(x3, *statistics()),
+    "batch_norm, evaluation, affine": lambda: F.batch_norm(
+        x2, *statistics(), w, b, False, 0.1, 0.1
+    ),
+    "batch_norm, training": lambda: F.batch_norm(x2, None, None, training=True),
+    "batch_norm, training, affine": lambda: F.batch_norm(x4, *statistics(), w, b, True, 0.3, 0.1),
+    "batch_norm, training, keywords": lambda: F.batch_norm(
+        input=x3, running_mean=None, running_var=None, weight=w, bias=b, training=True, eps=1e-3
+    ),
+    "torch.batch_norm": lambda: torch.batch_norm(x3, w, b, None, None, True, 0.1, 1e-3, False),
+    "torch.batch_norm, evaluation": lambda: torch.batch_norm(
+        x3, None, None, *statistics(), training=False, momentum=0.1, eps=1e-3, cudnn_enabled=False
+    ),
+    "weight_norm, dimension 0": lambda: torch._weight_norm(x2, randn(6, 1), 0),
+    "weight_norm, dimension 1": lambda: torch._weight_norm(x2, randn(1, 4), 1),
+    "weight_norm, whole": lambda: torch._weight_norm(x2, randn(), -1),
+}
+
+
+def test_every_elementary_form_is_tried():
+    called = set()
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            called.add(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        for call in CALLS.values():
+            call()
+    assert set(ELEMENTARY) <= called
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_elementary_form_is_the_same_function(call):
+    with ElementaryNorms():
+        ours = call()
+    torch.testing.assert_close(ours, call(), rtol=1e-12, atol=1e-12)
+
+
+MODULES = {
+    "BatchNorm1d": lambda: (nn.BatchNorm1d(4), x2),
+    "BatchNorm1d, no momentum": lambda: (nn.BatchNorm1d(4, momentum=None), x3),
+    "BatchNorm2d": lambda: (nn.BatchNorm2d(4, momentum=0.7), x4),
+    "BatchNorm1d, no statistics": lambda: (nn.BatchNorm1d(4, track_running_stats=False), x3),
+    "BatchNorm1d, no affine": lambda: (nn.BatchNorm1d(4, affine=False), x3),
+    "BatchNorm2d, evaluation": lambda: (nn.BatchNorm2d(4).eval(), x4),
+    "BatchNorm1d, evaluation, no statistics": lambda: (
+        nn.BatchNorm1d(4, track_running_stats=False).eval(),
+        x3,
+    ),
+    "InstanceNorm1d": lambda: (nn.InstanceNorm1d(4, affine=True, track_running_stats=True), x3),
+    "InstanceNorm2d, no batch": lambda: (nn.InstanceNorm2d(4), x4[0]),
+    "InstanceNorm1d, evaluation": lambda: (
+        nn.InstanceNorm1d(4, track_running_stats=True).eval(),
+        x3,
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+def test_modules_and_their_running_statistics_are_the_same(make, dtype):
+    """A forward pass that reads the statistics again, in evaluation, has to find them updated."""
+    native, x = make()
+    native = native.to(dtype)
+    ours = copy.deepcopy(native)
+    with ElementaryNorms():
+        actual = [ours(x.to(dtype)), ours(2 * x.to(dtype)), ours.eval()(x.to(dtype))]
+    expected = [native(x.to(dtype)), native(2 * x.to(dtype)), native.eval()(x.to(dtype))]
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    assert actual[0].dtype == dtype
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    for mine, theirs in zip(ours.buffers(), native.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_one_value_per_channel_is_the_error_that_torch_raises():
+    with ElementaryNorms(), pytest.raises(ValueError, match="more than 1 value per channel"):
+        F.batch_norm(x2[:1], None, None, training=True)
+
+
+@pytest.mark.parametrize("backend", ["nested", "dense", "differences"])
+@pytest.mark.parametrize(
+    "name", ["batch_norm_1d", "batch_norm_2d", "batch_norm_momentum_none", "batch_norm_1d_eval"]
+)
+def test_running_statistics_stay_bit_for_bit(name, backend):
+    problem = PROBLEMS[name]()
+    before = {n: v.clone() for n, v in problem.model.named_buffers()}
+    objects = dict(problem.model.named_buffers())
+    summarize(problem.model, problem.loss_fn, problem.batch, backend=backend, order=2)
+    for n, v in problem.model.named_buffers():
+        assert v is objects[n]
+        assert torch.equal(v, before[n])
+
+
+def test_statistics_that_are_read_in_the_same_evaluation_are_the_updated_ones():
+    """A loss that runs the model in training and then in evaluation mode."""
+    problem = PROBLEMS["batch_norm_1d"]()
+
+    def loss_fn(model, batch):
+        x, y = batch
+        first = F.cross_entropy(model(x), y)
+        model.eval()
+        return first + F.cross_entropy(model(x), y)
+
+    u = problem.direction()
+    partition = make_partition(problem.model)
+    actual = summarize(
+        problem.model, loss_fn, problem.batch, partition=partition, direction=u, backend="nested"
+    )
+    native = copy.deepcopy(problem.model)
+    torch.testing.assert_close(actual.loss, loss_fn(native, problem.batch).detach())
+    assert problem.model.training and all(m.training for m in problem.model.modules())
