@@ -108,6 +108,22 @@ def add_rows(terms: Sequence[tuple[Groups, Tensor]]) -> tuple[Groups, Tensor]:
     return groups, total
 
 
+def add_up(
+    first: Sequence[tuple[Groups, Tensor]], second: Sequence[tuple[Groups, Tensor]]
+) -> Tangent | None:
+    """Make a tangent from terms of y1 and terms of y2; in the common case this is one copy."""
+    first = [term for term in first if term[0]]
+    second = [term for term in second if term[0]]
+    if not first:
+        return None
+    groups1, groups2 = union(*(g for g, _ in first)), union(*(g for g, _ in second))
+    disjoint = sum(len(g) for g, _ in first) == len(groups1)
+    if disjoint and sum(len(g) for g, _ in second) == len(groups2):
+        rows = [rows for _, rows in (*first, *second)]
+        return Tangent(groups1, groups2, rows[0] if len(rows) == 1 else torch.cat(rows))
+    return join(add_rows(first), add_rows(second) if second else None)
+
+
 def add_tangents(tangents: Sequence[Tangent]) -> Tangent:
     """Add tangents of values of the same shape."""
     if len(tangents) == 1:

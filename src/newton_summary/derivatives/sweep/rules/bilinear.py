@@ -19,14 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from newton_summary.derivatives.sweep.tangent import (
-    Groups,
-    Tangent,
-    add_rows,
-    add_tangents,
-    join,
-    lift,
-)
+from newton_summary.derivatives.norms import accumulation_dtype
+from newton_summary.derivatives.sweep.tangent import Groups, Tangent, add_up, lift
 from newton_summary.derivatives.sweep.tape import Op, Value
 
 if TYPE_CHECKING:
@@ -46,18 +40,23 @@ class Product:
 
 def gram(X: Tensor, Y: Tensor) -> Tensor:
     """Return the inner products of all rows of X with all rows of Y."""
-    X, Y = X.reshape(X.shape[0], -1), Y.reshape(Y.shape[0], -1)
     if X.dtype in (torch.bfloat16, torch.float16):
         X, Y = X.float(), Y.float()
-    return X @ Y.to(X.dtype).T
+    Y = Y.to(X.dtype)
+    k, m = len(X), len(Y)
+    samples = X.shape[1] if X.dim() > 2 else 1
+    if X.is_cuda and samples > 1 and X[0, 0].numel() >= 256:
+        # A product of two long thin matrices leaves a GPU idle: one product for each sample.
+        left = X.reshape(k, samples, -1).transpose(0, 1)
+        right = Y.reshape(m, samples, -1).permute(1, 2, 0)
+        return torch.bmm(left, right).sum(0)
+    return X.reshape(k, -1) @ Y.reshape(m, -1).T
 
 
 def dots(X: Tensor, Y: Tensor) -> Tensor:
     """Return the inner product of each row of X with the same row of Y."""
-    X, Y = X.reshape(X.shape[0], 1, -1), Y.reshape(Y.shape[0], -1, 1)
-    if X.dtype in (torch.bfloat16, torch.float16):
-        X, Y = X.float(), Y.float()
-    return torch.bmm(X, Y.to(X.dtype)).reshape(-1)
+    product = X * Y
+    return product.reshape(len(product), -1).sum(1, dtype=accumulation_dtype(product))
 
 
 def pick(groups: Groups, rows: Tensor, wanted: Groups) -> Tensor:
@@ -70,8 +69,11 @@ def pick(groups: Groups, rows: Tensor, wanted: Groups) -> Tensor:
     return rows[positions]
 
 
-def product(sweep: Sweep, op: Op, h: Product, a: Value, b: Value) -> Tangent | None:
-    """Pass a bilinear operation: its contributions, and the derivatives of its result."""
+Terms = list[tuple[Groups, Tensor]]  # stacks of rows, to be added up group by group
+
+
+def product(sweep: Sweep, op: Op, h: Product, a: Value, b: Value) -> tuple[Terms, Terms]:
+    """Pass a bilinear operation: its contributions, and the terms of y1 and y2 of its result."""
     A, B = sweep.tangent(a), sweep.tangent(b)
     dtype = op.out.tensor.dtype
     A, B = A and A.to(dtype), B and B.to(dtype)
@@ -83,19 +85,21 @@ def product(sweep: Sweep, op: Op, h: Product, a: Value, b: Value) -> Tangent | N
                 contribute(sweep, A, B, h.adjoint_left(delta, B.rows))
             else:
                 contribute(sweep, B, A, h.adjoint_right(delta, A.rows))
+    first: Terms = []
+    second: Terms = []
     if not op.wanted:
-        return None
-    parts = [] if A is None else [A.map(h.left)]
-    parts += [] if B is None else [B.map(h.right)]
-    if A is None or B is None:
-        return parts[0] if parts else None
-    first = add_rows([(part.first, part.y1) for part in parts])
-    second = [(part.second, part.y2) for part in parts if part.second]
-    shared = tuple(s for s in A.first if s in B.first)
-    if shared and sweep.order == 3:
-        cross = h.pair(pick(A.first, A.y1, shared), pick(B.first, B.y1, shared))
-        second.append((shared, 2 * cross))
-    return join(first, add_rows(second) if second else None)
+        return first, second
+    for tangent, linear_map in ((A, h.left), (B, h.right)):
+        if tangent is not None:
+            moved = tangent.map(linear_map)
+            first.append((moved.first, moved.y1))
+            second.append((moved.second, moved.y2))
+    if A is not None and B is not None and sweep.order == 3:
+        shared = tuple(s for s in A.first if s in B.first)
+        if shared:
+            cross = h.pair(pick(A.first, A.y1, shared), pick(B.first, B.y1, shared))
+            second.append((shared, 2 * cross))
+    return first, second
 
 
 def contribute(sweep: Sweep, A: Tangent, B: Tangent, G: Tensor) -> None:
@@ -114,17 +118,21 @@ def contribute(sweep: Sweep, A: Tangent, B: Tangent, G: Tensor) -> None:
             sweep.add_D3(shared, 3 * term)
 
 
-def plus_bias(sweep: Sweep, op: Op, y: Tangent | None, bias: Any, channel_dim: int) -> Any:
+def plus_bias(
+    sweep: Sweep, op: Op, terms: tuple[Terms, Terms], bias: Any, channel_dim: int
+) -> Tangent | None:
     """Add the derivatives of a bias, which lies along one dimension of the result."""
+    first, second = terms
     t = sweep.tangent(bias)
-    if t is None or not op.wanted:
-        return y
-    shape = op.out.tensor.shape
-    trailing = len(shape) - 1 - channel_dim % len(shape)
-    rows = t.rows.to(op.out.tensor.dtype)
-    rows = rows.reshape(rows.shape[0], *(1,) * (channel_dim % len(shape)), -1, *(1,) * trailing)
-    spread_out = Tangent(t.first, t.second, rows.expand(rows.shape[0], *shape))
-    return spread_out if y is None else add_tangents([y, spread_out])
+    if t is not None and op.wanted:
+        shape = op.out.tensor.shape
+        trailing = len(shape) - 1 - channel_dim % len(shape)
+        rows = t.rows.to(op.out.tensor.dtype)
+        rows = rows.reshape(len(rows), *(1,) * (channel_dim % len(shape)), -1, *(1,) * trailing)
+        rows = rows.expand(len(rows), *shape)
+        k = len(t.first)
+        first, second = [*first, (t.first, rows[:k])], [*second, (t.second, rows[k:])]
+    return add_up(first, second)
 
 
 # --- matrix products -----------------------------------------------------------------------------
@@ -187,7 +195,7 @@ def matmul(sweep: Sweep, op: Op, a: Value, b: Value) -> Any:
             torch.matmul(as_left(rows).mT, as_result(delta)), B.shape
         ),
     )
-    return product(sweep, op, h, a, b)
+    return add_up(*product(sweep, op, h, a, b))
 
 
 def unbroadcast(rows: Tensor, shape: Sequence[int]) -> Tensor:
@@ -216,7 +224,7 @@ def multiply(sweep: Sweep, op: Op, a: Any, b: Any) -> Any:
         adjoint_left=lambda delta, rows: unbroadcast(lift(rows, ndim) * delta, A.shape),
         adjoint_right=lambda delta, rows: unbroadcast(lift(rows, ndim) * delta, B.shape),
     )
-    return product(sweep, op, h, a, b)
+    return add_up(*product(sweep, op, h, a, b))
 
 
 def divide(sweep: Sweep, op: Op, a: Value, b: Any, **kwargs: Any) -> Any:
@@ -267,8 +275,9 @@ def convolution(transposed: bool, n: int) -> Callable[..., Any]:
             return torch.ops.aten.convolution_backward(delta, x, w, None, *settings, mask)
 
         def left(rows: Tensor) -> Tensor:
-            folded = conv(rows.reshape(-1, *rows.shape[2:]), W)
-            return folded.reshape(*rows.shape[:2], *folded.shape[1:])
+            x = rows.reshape(-1, *rows.shape[2:])
+            y = conv_by_columns(x, W, settings) if columns_pay(x, settings, op) else conv(x, W)
+            return y.reshape(*rows.shape[:2], *y.shape[1:])
 
         h = Product(
             left=left,
@@ -284,6 +293,37 @@ def convolution(transposed: bool, n: int) -> Callable[..., Any]:
         return plus_bias(sweep, op, product(sweep, op, h, input, weight), bias, 1)
 
     return rule
+
+
+def columns_pay(x: Tensor, settings: Any, op: Op) -> bool:
+    """Whether a convolution is faster as a matrix product of patches.
+
+    For small images (at most 16 positions) cuDNN in float32 reaches a tenth to a third of what a
+    matrix product does: 20,000 images of 512 x 4 x 4 take 131 ms against 36 on an H200.
+    """
+    _, _, dilation, transposed, _, groups = settings
+    positions = op.out.tensor.shape[2:].numel()
+    plain = groups == 1 and not transposed and set(dilation) == {1}
+    return plain and x.is_cuda and x.dtype == torch.float32 and positions <= 16 and len(x) >= 1000
+
+
+def conv_by_columns(x: Tensor, w: Tensor, settings: Any, largest: int = 2**27) -> Tensor:
+    """Convolve by multiplying the matrix of all patches, some images at a time."""
+    stride, padding, *_ = settings
+    x = F.pad(x, [p for pad in reversed(padding) for p in (pad, pad)])
+    n = len(stride)
+    out, patch = len(w), w[0].numel()
+    sizes = [(x.shape[2 + i] - w.shape[2 + i]) // stride[i] + 1 for i in range(n)]
+    results = []
+    for images in x.split(max(1, largest // (patch * torch.Size(sizes).numel()))):
+        patches = images
+        for i in range(n):
+            patches = patches.unfold(2 + i, w.shape[2 + i], stride[i])
+        # (images, channels, *positions, *offsets) -> (channels * offsets, images * positions)
+        order = [1, *range(2 + n, 2 + 2 * n), 0, *range(2, 2 + n)]
+        y = w.reshape(out, patch) @ patches.permute(order).reshape(patch, -1)
+        results.append(y.reshape(out, len(images), *sizes).transpose(0, 1))
+    return torch.cat(results)
 
 
 def stacked(rows: Any) -> Tensor:
@@ -331,7 +371,7 @@ def einsum(sweep: Sweep, op: Op, equation: str, operands: Sequence[Value], *path
         adjoint_left=lambda delta, rows: adjoint(delta, rows, lb, la, A),
         adjoint_right=lambda delta, rows: adjoint(delta, rows, la, lb, B),
     )
-    return product(sweep, op, h, a, b)
+    return add_up(*product(sweep, op, h, a, b))
 
 
 BILINEAR: dict[str, Callable[..., Any]] = {

@@ -36,25 +36,28 @@ def curved(derivatives: Callable[..., Derivatives]) -> Callable[..., Any]:
         if t is None:
             return None
         f1, f2, f3 = derivatives(x.now, op.out.now, *plain(args), **plain(kwargs))
+        if f2 is None:
+            return t.map(lambda rows: rows * f1)
         x1, delta = t.y1, sweep.adjoint(op.out)
-        if f2 is not None and delta is not None:
-            weighted = x1 * (delta * f2)
-            sweep.add_Hbar(t.first, t.first, gram(weighted, x1))
-            if t.second:
-                matching = pick(t.first, weighted, t.second)
-                sweep.add_D3(t.second, 3 * dots(matching, t.y2))
-        squares = x1 * x1 if sweep.order == 3 and f2 is not None else None
-        if squares is not None and f3 is not None and delta is not None:
-            sweep.add_D3(t.first, dots(squares, x1 * (delta * f3)))
+        squares = x1 * x1 if sweep.order == 3 else None
+        if delta is not None:
+            curvature = delta * f2
+            sweep.add_Hbar(t.first, t.first, gram(x1 * curvature, x1))
+            if squares is not None:  # <x1, delta f3 x1^2 + 3 delta f2 x2>
+                cubic = torch.zeros_like(x1) if f3 is None else squares * (delta * f3)
+                if t.second == t.first[: len(t.second)]:
+                    cubic[: len(t.second)].addcmul_(t.y2, curvature, value=3)
+                else:
+                    sweep.add_D3(t.second, 3 * dots(pick(t.first, x1, t.second), t.y2 * curvature))
+                sweep.add_D3(t.first, dots(x1, cubic))
         if not op.wanted:
             return None
         if squares is None:
             return t.map(lambda rows: rows * f1)
-        assert f2 is not None
         moved = t.rows * f1
         k = len(t.first)
-        if t.second == t.first[: len(t.second)]:  # in place: the second derivatives come first
-            squares.mul_(f2)
+        if t.second == t.first[: len(t.second)]:
+            squares *= f2
             squares[: len(t.second)] += moved[k:]
             return join((t.first, moved[:k]), (t.first, squares))
         second = add_rows([(t.first, squares * f2), (t.second, moved[k:])])
@@ -124,7 +127,7 @@ BENT: dict[str, Callable[..., Tensor]] = {
 
 def _tanh(x: Tensor, y: Tensor) -> Derivatives:
     f1 = 1 - y * y
-    return f1, -2 * y * f1, f1 * (6 * y * y - 2)
+    return f1, -2 * y * f1, f1 * (4 - 6 * f1)
 
 
 def _sigmoid(x: Tensor, y: Tensor) -> Derivatives:
@@ -342,7 +345,6 @@ CURVED: dict[str, Callable[..., Derivatives]] = {
     "tanh": _tanh,
     "sigmoid": _sigmoid,
     "special_expit": _sigmoid,
-    "expit": _sigmoid,
     "elu": _elu,
     "selu": _selu,
     "celu": _celu,
@@ -351,7 +353,6 @@ CURVED: dict[str, Callable[..., Derivatives]] = {
     "mish": _mish,
     "softplus": _softplus,
     "log_sigmoid": _log_sigmoid,
-    "logsigmoid": _log_sigmoid,
     "hardswish": _hardswish,
     "tanhshrink": _tanhshrink,
     "softsign": _softsign,

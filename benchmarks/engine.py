@@ -1,0 +1,280 @@
+"""Cost of a summary, in gradients of the same batch, and its peak memory.
+
+    python benchmarks/engine.py --out results            # everything, on the GPU if there is one
+    python benchmarks/engine.py --models mlp lenet --device cpu --batch 200
+
+Compares the sweep with nested differentiation, with ``torch.func`` (vmap of jvp of grad), and with S
+Hessian-vector products, which is what a library of Hessian-vector products would do for order 2.
+Writes a JSON file with the environment, prints a table, and draws the cost against S and the batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import newton_summary as ns
+from newton_summary.derivatives import BACKENDS
+from newton_summary.derivatives.probe import Probe
+from newton_summary.experiments import models
+
+
+@dataclass
+class Case:
+    """A model, a loss, how to draw a batch, and a partition."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    partition: Any
+    batch: int
+    image: tuple[int, ...] | None = None  # shape of one image
+    tokens: tuple[int, int] | None = None  # vocabulary, length
+
+    def draw(self, device: str, size: int) -> Any:
+        if self.image is not None:
+            images = torch.randn(size, *self.image, device=device)
+            return images, torch.randint(0, 10, (size,), device=device)
+        vocabulary, length = self.tokens or (0, 0)
+        return torch.randint(0, vocabulary, (size, length + 1), device=device)
+
+    @property
+    def loss_fn(self) -> Any:
+        return models.classification_loss if self.image else models.next_token_loss
+
+
+GPT_BY_ROLE = {
+    **{
+        f"block{i}.{role}": rf"^blocks\.{i}\.({pattern})"
+        for i in range(12)
+        for role, pattern in (("attention", "attn"), ("mlp", "mlp"), ("norms", "norm"))
+    },
+    "rest": ...,
+}
+CIFAR, MNIST = (3, 32, 32), (1, 32, 32)
+GPT2 = (50257, 256, 768, 12, 12)
+CASES = [
+    Case("mlp", models.mlp, "canonical", 1000, MNIST),
+    Case("lenet", models.lenet, "canonical", 1000, CIFAR),
+    Case("vgg11", models.vgg11, "canonical", 1000, CIFAR),
+    Case("bigmlp", models.big_mlp, "canonical", 1000, CIFAR),
+    Case("vbigmlp-chunks", models.vbig_mlp, "chunks-5", 1000, CIFAR),
+    Case("vbigmlp", models.vbig_mlp, "canonical", 1000, CIFAR),
+    Case("resnet18", models.resnet18, "canonical", 250, CIFAR),
+    Case("gpt2-role", lambda: models.GPT(*GPT2), GPT_BY_ROLE, 4, tokens=(50257, 256)),
+    Case("gpt2", lambda: models.GPT(*GPT2), "canonical", 4, tokens=(50257, 256)),
+    Case("mlp12", lambda: models.big_mlp(12, 256), "canonical", 200, CIFAR),
+]
+
+
+def sync(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(run: Callable[[], Any], device: str, seconds: float = 2.0) -> dict[str, float]:
+    """Return the median time in milliseconds, and the peak memory beyond what is held before."""
+    run()
+    gc.collect()
+    held = 0
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+    times: list[float] = []
+    start = time.perf_counter()
+    while len(times) < 3 or (time.perf_counter() - start < seconds and len(times) < 200):
+        t0 = time.perf_counter()
+        run()
+        sync(device)
+        times.append(1000 * (time.perf_counter() - t0))
+        if times[-1] > 1000 * seconds and len(times) >= 2:
+            break
+    peak = (torch.cuda.max_memory_allocated() - held) / 2**30 if device == "cuda" else float("nan")
+    return {"ms": statistics.median(times), "spread": max(times) - min(times), "GiB": peak}
+
+
+def torch_func_summary(case: Case, model: nn.Module, batch: Any, u: Any, part: Any, order: int) -> Any:
+    """Hbar by vmap of jvp of grad, D3 by nested jvp: what torch.func offers."""
+    params = {n: p.detach() for n, p in model.named_parameters()}
+    chunk = 4
+
+    def loss(values: dict[str, torch.Tensor]) -> torch.Tensor:
+        def call(m: nn.Module, *inputs: Any) -> Any:
+            return torch.func.functional_call(m, values, inputs)
+
+        class Bound(nn.Module):
+            def forward(self, *inputs: Any) -> Any:
+                return call(model, *inputs)
+
+        return case.loss_fn(Bound(), batch)
+
+    def along(eta: torch.Tensor) -> torch.Tensor:
+        return loss({n: p + d for (n, p), d in zip(params.items(), part.scale(u, eta).values())})
+
+    S = len(part)
+    eye, zero = torch.eye(S, device=batch_device(batch)), torch.zeros(S, device=batch_device(batch))
+
+    def row(e: torch.Tensor) -> torch.Tensor:
+        return torch.func.jvp(torch.func.grad(along), (zero,), (e,))[1]
+
+    def third(e: torch.Tensor) -> torch.Tensor:
+        f = along
+        for _ in range(3):
+            f = (lambda g: lambda x: torch.func.jvp(g, (x,), (e,))[1])(f)
+        return f(zero)
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        H = torch.func.vmap(row, chunk_size=chunk)(eye)
+        return H if order == 2 else (H, torch.func.vmap(third, chunk_size=chunk)(eye))
+
+
+def batch_device(batch: Any) -> torch.device:
+    return (batch[0] if isinstance(batch, tuple) else batch).device
+
+
+def hessian_vector_products(case: Case, model: nn.Module, batch: Any, u: Any, part: Any) -> Any:
+    """S Hessian-vector products by double backward, one for each group."""
+    params = dict(model.named_parameters())
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        loss = case.loss_fn(model, batch)
+        grads = torch.autograd.grad(loss, list(params.values()), create_graph=True)
+        rows = []
+        for s in range(len(part)):
+            U_s = part.restrict(u, s)
+            dot = sum((g * U_s[n]).sum() for n, g in zip(params, grads) if n in U_s)
+            products = torch.autograd.grad(dot, list(params.values()), retain_graph=True)
+            rows.append(part.inner(dict(zip(params, products)), u))
+    return torch.stack(rows)
+
+
+def run_case(case: Case, device: str, batch_size: int, methods: list[str], seconds: float) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    model = case.build().to(device)
+    batch = case.draw(device, batch_size)
+    part = ns.make_partition(model, case.partition)
+    leaves = list(part.params.values())
+
+    def gradient() -> Any:
+        return torch.autograd.grad(case.loss_fn(model, batch), leaves)
+
+    u = {n: g.clone() for n, g in zip(part.params, gradient())}
+    base = measure(gradient, device, seconds)
+    rows = [dict(model=case.name, S=len(part), batch=batch_size, method="gradient", order=1, gradients=1.0, **base)]
+    reference = None
+    for method in methods:
+        name, _, order_text = method.partition("-")
+        order = int(order_text or 3)
+
+        def run(name: str = name, order: int = order) -> Any:
+            if name == "torch.func":
+                return torch_func_summary(case, model, batch, u, part, order)
+            if name == "hvp":
+                return hessian_vector_products(case, model, batch, u, part)
+            return ns.summarize(
+                model, case.loss_fn, batch, partition=part, direction=u, order=order, backend=name
+            )
+
+        row = dict(model=case.name, S=len(part), batch=batch_size, method=name, order=order)
+        try:
+            result = run()
+            row.update(measure(run, device, seconds))
+            row["gradients"] = row["ms"] / base["ms"]
+            if name == "sweep" and order == 3:
+                reference = result
+            elif name == "nested" and order == 3 and reference is not None:
+                for key in ("Hbar", "D3"):
+                    a, b = getattr(result, key), getattr(reference, key)
+                    row[f"{key}_difference"] = float((a - b).abs().max() / a.abs().max())
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        rows.append(row)
+        print(table_row(row), flush=True)
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    return rows
+
+
+HEADER = f"{'model':15s} {'S':>4s} {'batch':>6s} {'method':10s} {'order':>5s} {'ms':>10s} {'gradients':>9s} {'GiB':>7s}"
+
+
+def table_row(row: dict[str, Any]) -> str:
+    start = f"{row['model']:15s} {row['S']:4d} {row['batch']:6d} {row['method']:10s} {row['order']:5d}"
+    if "error" in row:
+        return f"{start} {row['error']}"
+    end = "".join(f"  {k} {row[k]:.1e}" for k in ("Hbar_difference", "D3_difference") if k in row)
+    return f"{start} {row['ms']:10.3f} {row['gradients']:9.2f} {row['GiB']:7.3f}{end}"
+
+
+def scaling(device: str, seconds: float) -> dict[str, list[dict[str, Any]]]:
+    """Time and memory of the sweep against S (a deep MLP, cut finer and finer) and the batch."""
+    results: dict[str, list[dict[str, Any]]] = {"S": [], "batch": []}
+    width = 1024 if device == "cuda" else 128
+    for depth in (5, 10, 20, 40):
+        case = Case(f"mlp{depth}", lambda depth=depth: models.big_mlp(depth, width), "canonical", 500, CIFAR)
+        results["S"] += [dict(r, depth=depth) for r in run_case(case, device, 500, ["sweep-2", "sweep-3"], seconds)]
+    for k in (1, 2, 5, 10, 20):
+        case = Case(f"blocks-{k}", lambda: models.big_mlp(20, width), f"blocks-{k}", 500, CIFAR)
+        results["S"] += [dict(r, depth=20) for r in run_case(case, device, 500, ["sweep-2", "sweep-3"], seconds)]
+    for size in (125, 250, 500, 1000, 2000, 4000):
+        case = Case("lenet", models.lenet, "canonical", size, CIFAR)
+        results["batch"] += run_case(case, device, size, ["sweep-2", "sweep-3"], seconds)
+    return results
+
+
+def environment(device: str) -> dict[str, Any]:
+    return {
+        "date": date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor(),
+        "threads": torch.get_num_threads(),
+        "tf32": torch.backends.cuda.matmul.allow_tf32,
+        "version": ns.__version__,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=[c.name for c in CASES if c.name != "mlp12"])
+    parser.add_argument("--methods", nargs="*", default=["sweep-2", "sweep-3", "nested-2", "nested-3", "torch.func-2", "torch.func-3", "hvp-2"])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batch", type=int, help="samples in a batch, instead of each model's own")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time for each measurement")
+    parser.add_argument("--tf32", action="store_true", help="allow TF32 in matrix products")
+    parser.add_argument("--scaling", action="store_true", help="also measure against S and the batch")
+    parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
+    args = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
+    by_name = {case.name: case for case in CASES}
+    print(HEADER)
+    rows = []
+    for name in args.models:
+        rows += run_case(by_name[name], args.device, args.batch or by_name[name].batch, args.methods, args.seconds)
+    result: dict[str, Any] = {"environment": environment(args.device), "results": rows}
+    if args.scaling:
+        result["scaling"] = scaling(args.device, args.seconds)
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / "engine.json"
+    path.write_text(json.dumps(result, indent=1))
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The paper's experiments, and some of our own."""
