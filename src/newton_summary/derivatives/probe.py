@@ -13,7 +13,7 @@ Hooks on the forward pass are a part of the model and run as ever.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from newton_summary.derivatives.batches import _as_batches as _as_batches
 from newton_summary.derivatives.batches import count_samples, outside_inference_mode, take_samples
-from newton_summary.derivatives.state import ModelState
+from newton_summary.derivatives.state import ModelState, ParameterWatch
 from newton_summary.derivatives.state import RandomState as RandomState
 from newton_summary.derivatives.state import _generators as _generators
 from newton_summary.partition import Partition, unwrap
@@ -103,6 +103,7 @@ class Probe:
         """Remember everything that an evaluation may change."""
         self._start = self.random.capture()
         self._batches = _as_batches(self.data)
+        self._last_batch: Any = None
         self._model_state = ModelState(self.model)
         self._model_state.rest()
         self._contexts = ExitStack()
@@ -130,18 +131,56 @@ class Probe:
         """
         self.random.restore(self._start)
         count = 0
+        state = self._start
+        is_list = isinstance(self._batches, list)  # reading it draws no random numbers
         for number, batch in enumerate(self._batches):
             batch = outside_inference_mode(batch)
             for part in self._parts(batch):
-                state = self.random.capture()
+                if is_list and count:
+                    self.random.jump(state)
+                if count or not is_list:
+                    state = self.random.capture()
                 yield self._closure(part, number, part is not batch, state), count_samples(part)
-                # What comes next must not depend on how much this part has drawn.
-                self.random.restore(state)
-                self.random.jump()
+                if not is_list:  # the next batch must not depend on how much this one has drawn
+                    self.random.jump(state)
                 count += 1
         if count == 0:
             raise ValueError("The data is empty: it gave no batch to measure.")
         self.num_parts = count
+
+    def largest_batch(self) -> int:
+        """Return the number of samples of the batch that was measured last, or comes first."""
+        if self._last_batch is None and isinstance(self._batches, list) and self._batches:
+            return count_samples(self._batches[0])
+        return count_samples(self._last_batch)
+
+    def split_to_fit(self, fraction: float, loss: Tensor) -> int | None:
+        """Split batches so that a part takes a fraction of the last batch, where that is allowed.
+
+        It is if the mean loss of the parts is the loss of the whole: not for a batch norm in
+        training, a contrastive loss, or dropout, whose draws would change.
+
+        Returns:
+            The number of samples in a part; None if batches must stay whole.
+        """
+        batch = self._last_batch
+        size = count_samples(batch)
+        self.microbatch = max(1, int(size * fraction))
+        total = torch.zeros_like(loss, dtype=torch.float64)
+        try:
+            with torch.no_grad(), WholeBatchOnly():
+                for part in self._parts(batch):
+                    self.random.restore(self._last_state)
+                    self._model_state.restore()
+                    part_loss = self.loss_fn(self.model, part).detach().reshape(())
+                    total += part_loss * (count_samples(part) / size)
+        except CoupledSamplesError:
+            self.microbatch = None
+        else:
+            tolerance = torch.finfo(loss.dtype).eps ** 0.5
+            if not abs(float(total) - float(loss)) <= tolerance * max(abs(float(loss)), 1e-6):
+                self.microbatch = None
+        return self.microbatch
 
     def _parts(self, batch: Any) -> Iterator[Any]:
         size = count_samples(batch)
@@ -153,43 +192,28 @@ class Probe:
 
     def _closure(self, batch: Any, number: int, is_part: bool, state: RandomState.State) -> Closure:
         def closure() -> Tensor:
-            self.random.restore(state)
-            self._model_state.restore()
-            torch.clear_autocast_cache()  # of an outer autocast: it may hold moved parameters
-            with self._unchanged_parameters(number), WholeBatchOnly() if is_part else nullcontext():
-                loss = self.loss_fn(self.model, batch)
+            with torch._C.DisableTorchFunction():  # this is nothing to record for a backend
+                self.random.restore(state)
+                self._model_state.restore()
+                torch.clear_autocast_cache()  # of an outer autocast: it may hold moved parameters
+                watch = ParameterWatch(self.params, in_detail=not self._params_checked)
+            try:
+                with WholeBatchOnly() if is_part else nullcontext():
+                    loss = self.loss_fn(self.model, batch)
+            finally:
+                with torch._C.DisableTorchFunction():
+                    changed = watch.put_back()
+            self._params_checked = True
+            if changed is not None:
+                raise ValueError(
+                    f"loss_fn(model, batch) on batch {number} changed parameter {changed!r} in "
+                    f"place. A loss only reads them; what changes them belongs into the training "
+                    f"loop."
+                )
             self._check(loss, number)
             return loss
 
         return closure
-
-    @contextmanager
-    def _unchanged_parameters(self, number: int) -> Iterator[None]:
-        """Raise if a parameter is changed in place.
-
-        The first evaluation is watched with a copy of the parameters, from which they are put back.
-        Later ones are watched without: a copy would be one more model in memory.
-        """
-        values = [p.detach() for p in self.params.values()]
-        versions = [value._version for value in values]
-        copies = None if self._params_checked else [value.clone() for value in values]
-        try:
-            yield
-        finally:
-            if copies is not None:
-                changed = [not same for same in _same(values, copies)]
-                for value, old, was_changed in zip(values, copies, changed, strict=True):
-                    if was_changed:
-                        value.data.copy_(old)
-            else:  # `.data` would escape this one
-                changed = [v._version != old for v, old in zip(values, versions, strict=True)]
-        self._params_checked = True
-        if any(changed):
-            name = list(self.params)[changed.index(True)]
-            raise ValueError(
-                f"loss_fn(model, batch) on batch {number} changed parameter {name!r} in "
-                f"place. A loss only reads them; what changes them belongs into the training loop."
-            )
 
     @staticmethod
     def _check(loss: Any, number: int) -> None:
@@ -263,14 +287,3 @@ def _check_differentiable(params: Mapping[str, Tensor]) -> None:
                 f"Parameter {name!r} is complex ({p.dtype}). Measure a model of real parameters, "
                 f"for example their torch.view_as_real."
             )
-
-
-def _same(tensors: list[Tensor], others: list[Tensor]) -> list[bool]:
-    """Return for each pair whether it holds the same numbers; not-a-number equals itself."""
-    first = tensors[0].device
-    gaps = torch._foreach_norm(torch._foreach_sub(tensors, others), 1)
-    no_gap = torch.stack([(gap == 0).to(first) for gap in gaps]).tolist()  # waits for a GPU once
-    return [
-        same or bool(((a == b) | ((a != a) & (b != b))).all())
-        for same, a, b in zip(no_gap, tensors, others, strict=True)
-    ]

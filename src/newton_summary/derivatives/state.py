@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -34,6 +34,49 @@ def unmoved(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
                     tensor.copy_(value)
 
 
+class ParameterWatch:
+    """Finds out whether a loss changes a parameter in place.
+
+    Args:
+        params: The parameters by name.
+        in_detail: Compare with a copy of the parameters, from which they are put back. That is one
+            more model in memory, so it is done for the first evaluation of a loss. Otherwise
+            their version counters are compared, which a change of ``.data`` would escape.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], in_detail: bool):
+        self.names = list(params)
+        self.values = [p.detach() for p in params.values()]
+        self.versions = [value._version for value in self.values]
+        self.copies: list[Tensor] | None = None
+        if in_detail:  # with one kernel for many of them
+            self.copies = [torch.empty_like(value) for value in self.values]
+            torch._foreach_copy_(self.copies, self.values)
+
+    def put_back(self) -> str | None:
+        """Return the name of a parameter that has changed, if there is one."""
+        if self.copies is None:
+            versions = [value._version for value in self.values]
+            changed = [new != old for new, old in zip(versions, self.versions, strict=True)]
+        else:
+            changed = [not same for same in _same(self.values, self.copies)]
+            for value, old, has_changed in zip(self.values, self.copies, changed, strict=True):
+                if has_changed:
+                    value.data.copy_(old)
+        return next((n for n, yes in zip(self.names, changed, strict=True) if yes), None)
+
+
+def _same(tensors: list[Tensor], others: list[Tensor]) -> list[bool]:
+    """Return for each pair whether it holds the same numbers; not-a-number equals itself."""
+    first = tensors[0].device
+    gaps = torch._foreach_norm(torch._foreach_sub(tensors, others), 1)
+    no_gap = torch.stack([(gap == 0).to(first) for gap in gaps]).tolist()  # waits for a GPU once
+    return [
+        same or bool(((a == b) | ((a != a) & (b != b))).all())
+        for same, a, b in zip(no_gap, tensors, others, strict=True)
+    ]
+
+
 class ModelState:
     """What evaluating and differentiating a loss may change about a model.
 
@@ -61,8 +104,8 @@ class ModelState:
             p.grad = None
             if hooks:
                 p._backward_hooks = None
-        for module, hooks, pre_hooks in self.hooks:
-            if hooks or pre_hooks:
+        for module, after, before in self.hooks:
+            if after or before:
                 module._backward_hooks = OrderedDict()
                 module._backward_pre_hooks = OrderedDict()
 
@@ -88,8 +131,8 @@ class ModelState:
             p.grad = grad
             if hooks:
                 p._backward_hooks = hooks
-        for module, hooks, pre_hooks in self.hooks:
-            module._backward_hooks, module._backward_pre_hooks = hooks, pre_hooks
+        for module, after, before in self.hooks:
+            module._backward_hooks, module._backward_pre_hooks = after, before
 
 
 class RandomState:
@@ -123,8 +166,9 @@ class RandomState:
         random.setstate(python)
         np.random.set_state(numpy)
 
-    def jump(self) -> None:
-        """Go on to a state that follows from the present one, however much is drawn in between."""
+    def jump(self, state: State) -> None:
+        """Go on from a captured state to another, which does not depend on what was drawn since."""
+        self.restore(state)
         seed = int(torch.randint(2**31, ()))
         torch.default_generator.manual_seed(seed)
         for device in self.devices:
@@ -146,6 +190,8 @@ def _which(device: torch.device) -> tuple[torch.device, ...]:
 
 def _generators(data: Any) -> list[torch.Generator]:
     """Return the generators that a data loader and its samplers own."""
+    if isinstance(data, Mapping):  # one batch, whose entries may be attributes
+        return []
     batch_sampler = getattr(data, "batch_sampler", None)
     samplers = (getattr(data, "sampler", None), getattr(batch_sampler, "sampler", None))
     owners = (data, batch_sampler, *samplers)
