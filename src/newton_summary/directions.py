@@ -89,7 +89,11 @@ def _checked(direction: Mapping[str, Tensor], params: Params, model: nn.Module) 
                 f"The direction of {name!r} is {value.dtype} on {value.device}, and the parameter "
                 f"{p.dtype} on {p.device}. Convert it with .to(parameter)."
             )
-        if not bool(torch.isfinite(value).all()):
+    # One check for all, which waits for a GPU once; NaN and infinity survive in a norm.
+    norms = torch._foreach_norm([direction[name] for name in params])
+    finite = torch.isfinite(torch.stack([norm.to(norms[0]) for norm in norms])).tolist()
+    for name, is_finite in zip(params, finite, strict=True):
+        if not is_finite and not bool(torch.isfinite(direction[name]).all()):
             raise ValueError(f"The direction of {name!r} has entries that are not finite.")
     # A copy if it lies in the memory of a parameter, which may be moved while it is used.
     live = {p.untyped_storage().data_ptr() for p in params.values()}

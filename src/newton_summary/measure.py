@@ -6,7 +6,9 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +16,10 @@ from torch import Tensor, nn
 from newton_summary.derivatives import AUTO, BACKENDS
 from newton_summary.derivatives.nested import Contraction, nested_taylor_terms, nested_tensor
 from newton_summary.derivatives.probe import CannotDifferentiate, Closure, LossFn, Probe
+from newton_summary.derivatives.sweep import StackTooLarge, summarize_sweep
 from newton_summary.directions import Direction, find_direction
 from newton_summary.partition import Params, Partition, Spec, _nearest, make_partition, unwrap
 from newton_summary.summary import Summary
-
-T = TypeVar("T")
 
 
 def summarize(
@@ -31,6 +32,7 @@ def summarize(
     order: int = 3,
     backend: str = "auto",
     microbatch: int | None = None,
+    stack_limit: int | None = None,
     progress: bool | Callable[[int, int | None], None] = False,
 ) -> Summary:
     """Measure the derivatives of the loss in the step sizes of S groups.
@@ -54,6 +56,9 @@ def summarize(
             batch norm in training mode couples the samples.
         progress: True to see the batches counted on standard error, or a function that is called
             with the number of batches done and their total (None while it is not known).
+        stack_limit: Bytes that the sweep's derivatives of all groups may take at a time; half of
+            the free memory, and 4 GiB at most, if not given. Beyond it batches are split where the
+            loss is a mean over samples (that is checked), and else the groups are swept in chunks.
 
     Returns:
         The summary, with ``loss``, ``num_samples``, ``partition``, ``backend`` and ``reason``.
@@ -72,7 +77,10 @@ def summarize(
         reason = None
         for name in names:
             try:
-                summary = _mean_summary(probe, u, BACKENDS[name], order, _reporter(progress))
+                if name == "sweep":
+                    summary = _within_limit(probe, u, order, _reporter(progress), stack_limit)
+                else:
+                    summary = _mean_summary(probe, u, BACKENDS[name], order, _reporter(progress))
             except CannotDifferentiate as error:
                 if name == names[-1]:
                     raise
@@ -176,6 +184,35 @@ def find_partition(model: nn.Module, partition: Partition | Spec) -> Partition:
                 f"Make the partition again, or freeze the parameter."
             )
     return partition
+
+
+# How batches are split for a model, found once: (loss, S, order) -> (batch size, samples in a part).
+_splits: WeakKeyDictionary[nn.Module, dict[Any, tuple[int, int | None]]] = WeakKeyDictionary()
+
+
+def _within_limit(
+    probe: Probe,
+    u: Params,
+    order: int,
+    report: Callable[[int, int | None], None],
+    stack_limit: int | None,
+) -> Summary:
+    """Sweep all batches, in parts if the stack of a whole one would be too large."""
+    known = _splits.setdefault(probe.model, {})
+    key = (getattr(probe.loss_fn, "__code__", None), len(probe.partition), order, stack_limit)
+    may_split = probe.microbatch is None
+    if may_split and key in known:
+        size, part = known[key]
+        if part is None or probe.largest_batch() == size:
+            may_split, probe.microbatch = False, part
+    run = partial(summarize_sweep, stack_limit=stack_limit, may_split=may_split)
+    try:
+        return _mean_summary(probe, u, run, order, report)
+    except StackTooLarge as large:
+        part = probe.split_to_fit(large.limit / large.needed, large.loss)
+        known[key] = (probe.largest_batch(), part)
+    run = partial(summarize_sweep, stack_limit=stack_limit)
+    return _mean_summary(probe, u, run, order, report)
 
 
 def _mean_summary(

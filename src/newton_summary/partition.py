@@ -117,11 +117,12 @@ class Partition:
         result = torch.zeros(len(self), dtype=dtype, device=first.device)
         for name in a:
             label = self.labels[name]
-            product = a[name].to(dtype) * b[name].to(dtype)
             if isinstance(label, int):
                 numbers.append(label)
-                dots.append(product.sum().to(first.device))
+                dot = torch.dot(a[name].to(dtype).reshape(-1), b[name].to(dtype).reshape(-1))
+                dots.append(dot.to(first.device))
             else:
+                product = a[name].to(dtype) * b[name].to(dtype)
                 result = result.index_add(
                     0, label.flatten().to(first.device), product.flatten().to(first.device)
                 )

@@ -140,6 +140,7 @@ class Probe:
                     self.random.jump(state)
                 if count or not is_list:
                     state = self.random.capture()
+                self._last_batch, self._last_state = batch, state
                 yield self._closure(part, number, part is not batch, state), count_samples(part)
                 if not is_list:  # the next batch must not depend on how much this one has drawn
                     self.random.jump(state)

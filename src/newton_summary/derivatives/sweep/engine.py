@@ -24,6 +24,12 @@ from newton_summary.derivatives.probe import (
     check_depends,
     check_finite,
 )
+from newton_summary.derivatives.sweep.memory import (
+    StackTooLarge,
+    default_limit,
+    group_chunks,
+    stack_bytes,
+)
 from newton_summary.derivatives.sweep.rules import (
     DECOMPOSED,
     PREPARE,
@@ -47,7 +53,7 @@ class Sweep:
         u: Params,
         partition: Partition,
         order: int,
-        groups: Sequence[int] | None = None,
+        groups: Sequence[int],
     ):
         """Start from the tangents of the parameters: U^s, and nothing of second order."""
         self.tape = tape
@@ -57,7 +63,7 @@ class Sweep:
         self.tangents: dict[int, Tangent] = {}
         self._Hbar: list[tuple[Groups, Groups, Tensor]] = []
         self._D3: list[tuple[Groups, Tensor]] = []
-        chosen = None if groups is None else set(groups)
+        chosen = set(groups)
         for slot, name in tape.leaves.items():
             tangent = leaf_tangent(u[name], partition.labels[name], chosen)
             if tangent is not None:
@@ -86,13 +92,23 @@ class Sweep:
 
     # --- the sweep --------------------------------------------------------------------------------
 
-    def run(self, last_uses: list[list[int]]) -> None:
-        """Pass every operation once, in order, and forget what no later one uses."""
+    def run(self, last_uses: list[list[int]], consume: bool) -> None:
+        """Pass every operation once, in order, and forget what no later one uses.
+
+        Args:
+            last_uses: For every operation, the slots that no later one needs.
+            consume: Whether to let go of the tape on the way; it cannot be swept again then.
+        """
         for op, finished in zip(self.tape.ops, last_uses, strict=True):
             if op.passed and any(slot in self.tangents for slot in op.inputs):
                 self._pass(op)
             for slot in finished:
                 self.tangents.pop(slot, None)
+            if consume:
+                for value in op.outputs:
+                    if value is not None:
+                        self.adjoints.pop(value.slot, None)
+                op.args, op.kwargs, op.outputs, op.saved = (), {}, [], None
 
     def _pass(self, op: Op) -> None:
         result = rule_for(op)(self, op, *op.args, **op.kwargs)
@@ -110,24 +126,24 @@ class Sweep:
         pieces = [entries.reshape(-1) for *_, entries in self._Hbar]
         pieces += [entries.reshape(-1) for _, entries in self._D3]
         if pieces:
-            dtype = max((p.dtype for p in pieces), key=lambda d: torch.finfo(d).bits)
-            numbers = torch.cat([p.to(dtype) for p in pieces]).double().cpu().numpy()
+            wide = torch.float64 if any(p.dtype == torch.float64 for p in pieces) else torch.float32
+            device = pieces[0].device
+            numbers = torch.cat([p.to(device, wide) for p in pieces]).double().cpu().numpy()
             start = 0
             for rows, columns, entries in self._Hbar:
                 block = numbers[start : start + entries.numel()].reshape(len(rows), len(columns))
-                np.add.at(Hbar, np.ix_(rows, columns), block)
+                Hbar[np.ix_(rows, columns)] += block
                 start += entries.numel()
             for groups, entries in self._D3:
-                np.add.at(D3, list(groups), numbers[start : start + entries.numel()])
+                D3[list(groups)] += numbers[start : start + entries.numel()]
                 start += entries.numel()
         return Hbar, D3
 
 
-def leaf_tangent(U: Tensor, label: int | Tensor, chosen: set[int] | None) -> Tangent | None:
+def leaf_tangent(U: Tensor, label: int | Tensor, chosen: set[int]) -> Tangent | None:
     """Return the derivatives of a parameter: U^s along its own group or groups."""
-    groups = [label] if isinstance(label, int) else torch.unique(label).tolist()
-    if chosen is not None:
-        groups = [s for s in groups if s in chosen]
+    present = [label] if isinstance(label, int) else torch.unique(label).tolist()
+    groups = [s for s in present if s in chosen]
     if not groups:
         return None
     rows = U[None] if isinstance(label, int) else torch.stack([U * (label == s) for s in groups])
@@ -171,7 +187,13 @@ def backward(tape: Tape, params: Params) -> tuple[list[Tensor], dict[int, Tensor
 
 
 def summarize_sweep(
-    closure: Closure, params: Params, u: Params, partition: Partition, order: int = 3
+    closure: Closure,
+    params: Params,
+    u: Params,
+    partition: Partition,
+    order: int = 3,
+    stack_limit: int | None = None,
+    may_split: bool = False,
 ) -> Summary:
     """Compute a summary with one backward pass and one forward sweep (DESIGN, section 2).
 
@@ -184,6 +206,10 @@ def summarize_sweep(
         u: Direction, one tensor per parameter.
         partition: Assignment of the parameters to S groups.
         order: Highest derivative to compute, 1 to 3.
+        stack_limit: Bytes that the derivatives of all groups may take at a time. Beyond it groups
+            are swept in chunks. Half of the free memory, and 4 GiB at most, if not given.
+        may_split: Whether to raise :class:`StackTooLarge` instead, before any work is done: for a
+            caller that can split the batch, which costs less than chunks of groups.
 
     Returns:
         The detached summary.
@@ -191,19 +217,39 @@ def summarize_sweep(
     Raises:
         CannotDifferentiate: If the tape has a gap, or an operation has no second derivative.
     """
-    recorder = Recorder(params, frozenset(RULES), PREPARE, DECOMPOSED)
-    tape = recorder.record(closure)
-    check_finite(tape.loss)
+    tape = Recorder(params, frozenset(RULES), PREPARE, DECOMPOSED).record(closure)
     check_depends(tape.loss)
-    gradient, adjoints = backward(tape, params)
     loss = tape.loss.detach().reshape(())
+    parts = 1
+    if order > 1:
+        last_uses = mark_needed(tape)
+        limit = default_limit(loss.device) if stack_limit is None else stack_limit
+        needed = stack_bytes(tape, last_uses, partition, order, set(range(len(partition))))
+        if needed > limit:
+            check_finite(loss)
+            if may_split:
+                raise StackTooLarge(needed, limit, loss)
+            parts = min(-(-needed // limit), len(partition))
+    gradient, adjoints = backward(tape, params)
     gbar = partition.inner(dict(zip(params, gradient, strict=True)), u)
     how = {"loss": loss, "partition": partition, "backend": "sweep"}
     if order == 1:
+        check_finite(loss)
         return Summary(gbar, **how)  # type: ignore[arg-type]
-    last_uses = mark_needed(tape)
-    with torch.no_grad():
-        sweep = Sweep(tape, adjoints, u, partition, order)
-        sweep.run(last_uses)
-    Hbar, D3 = (torch.from_numpy(x).to(gbar) for x in sweep.totals())
-    return Summary(gbar, (Hbar + Hbar.T) / 2, D3 if order == 3 else None, **how)  # type: ignore[arg-type]
+    S = len(partition)
+    Hbar, D3 = np.zeros((S, S)), np.zeros(S)
+    for groups in group_chunks(S, parts):
+        with torch.no_grad():
+            sweep = Sweep(tape, adjoints, u, partition, order, groups)
+            sweep.run(last_uses, consume=parts == 1)
+            H, D = sweep.totals()
+        Hbar[np.ix_(groups, groups)] = H[np.ix_(groups, groups)]
+        D3[list(groups)] = D[list(groups)]
+    check_finite(loss)  # only now, when the GPU has been waited for anyway
+    Hbar = (Hbar + Hbar.T) / 2
+    return Summary(
+        gbar,
+        torch.from_numpy(Hbar).to(gbar),
+        torch.from_numpy(D3).to(gbar) if order == 3 else None,
+        **how,  # type: ignore[arg-type]
+    )

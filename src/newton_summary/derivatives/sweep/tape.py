@@ -120,6 +120,7 @@ class Recorder(TorchFunctionMode):
         """Run the loss and return its tape."""
         with self:
             loss = closure()
+        self.values = {}
         return Tape(self.ops, loss, self.leaves)
 
     def __torch_function__(  # noqa: D105

@@ -1,0 +1,94 @@
+"""How much memory the stack of a sweep will take, and how to keep it within a limit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from newton_summary.derivatives.sweep.rules import is_curved
+from newton_summary.derivatives.sweep.tape import Tape
+from newton_summary.partition import Partition
+
+DEFAULT_LIMIT = 4 * 2**30  # bytes; more would rarely be faster
+WORKING_COPIES = 3  # of the largest stack, while a rule computes
+
+
+class StackTooLarge(Exception):
+    """The stack of a batch would need more memory than it may take."""
+
+    def __init__(self, needed: int, limit: int, loss: torch.Tensor):
+        """Remember by how much, and the loss of the whole batch."""
+        super().__init__(
+            f"The stack needs {needed / 2**30:.2f} GiB, the limit is {limit / 2**30:.2f}."
+        )
+        self.needed, self.limit, self.loss = needed, limit, loss
+
+
+def stack_bytes(
+    tape: Tape, last_uses: list[list[int]], partition: Partition, order: int, groups: set[int]
+) -> int:
+    """Estimate the peak of all stacks that are alive at the same time.
+
+    Goes over the tape as the sweep does, with sets of groups in the place of tensors.
+    """
+    met: dict[int, set[int]] = {}
+    for slot, name in tape.leaves.items():
+        label = partition.labels[name]
+        mine = {label} if isinstance(label, int) else set(torch.unique(label).tolist())
+        met[slot] = mine & groups
+    bent: set[int] = set()  # slots with second derivatives
+    sizes: dict[int, int] = {}
+    peak = 0
+    for op, finished in zip(tape.ops, last_uses, strict=True):
+        if op.passed:
+            union = set().union(*(met.get(slot, set()) for slot in op.inputs))
+            second = order == 3 and (is_curved(op) or any(slot in bent for slot in op.inputs))
+            work = 0
+            for value in op.outputs:
+                if value is None or value.slot is None:
+                    continue
+                rows = len(union) * (2 if second else 1)
+                size = rows * value.tensor.numel() * value.tensor.element_size()
+                work = max(work, size)
+                if value.slot in tape.needed:
+                    met[value.slot], sizes[value.slot] = union, size
+                    bent.update({value.slot} if second else ())
+            peak = max(peak, sum(sizes.values()) + WORKING_COPIES * work)
+        for slot in finished:
+            sizes.pop(slot, None)
+            met.pop(slot, None)
+    return peak
+
+
+def default_limit(device: torch.device) -> int:
+    """Return half of the free memory, and 4 GiB at most."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    elif hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return DEFAULT_LIMIT
+    return min(DEFAULT_LIMIT, free // 2)
+
+
+def group_chunks(S: int, parts: int) -> Iterator[Sequence[int]]:
+    """Give sets of groups such that every pair of groups is together in one of them.
+
+    With n > 1 parts the groups are cut into 2n chunks, and every two chunks are one set: S / n
+    groups at a time, n (2n - 1) times.
+
+    >>> [list(groups) for groups in group_chunks(4, 2)]
+    [[0, 1], [0, 2], [0, 3], [1, 2], [1, 3], [2, 3]]
+    """
+    if parts <= 1:
+        yield range(S)
+        return
+    pieces = min(2 * parts, S)
+    cuts = [round(i * S / pieces) for i in range(pieces + 1)]
+    chunks = [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    for i, first in enumerate(chunks):
+        for second in chunks[i + 1 :]:
+            yield [*first, *second]
