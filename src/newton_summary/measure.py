@@ -80,6 +80,7 @@ def summarize(
                 if name == "sweep":
                     summary = _within_limit(probe, u, order, _reporter(progress), stack_limit)
                 else:
+                    probe.recorded = False
                     summary = _mean_summary(probe, u, BACKENDS[name], order, _reporter(progress))
             except CannotDifferentiate as error:
                 if name == names[-1]:
@@ -198,6 +199,7 @@ def _within_limit(
     stack_limit: int | None,
 ) -> Summary:
     """Sweep all batches, in parts if the stack of a whole one would be too large."""
+    probe.recorded = True
     known = _splits.setdefault(probe.model, {})
     key = (getattr(probe.loss_fn, "__code__", None), len(probe.partition), order, stack_limit)
     may_split = probe.microbatch is None

@@ -50,9 +50,13 @@ def jacobian(entries: Tensor, leaves: list[Tensor], last: bool) -> Tensor:
         is_grads_batched=True,
         retain_graph=True,
         create_graph=not last,
-        materialize_grads=True,
+        allow_unused=True,
     )
-    return torch.cat([row.reshape(len(entries), -1) for row in rows], 1)
+    rows = [
+        leaf.new_zeros(len(entries), leaf.numel()) if row is None else row.reshape(len(entries), -1)
+        for row, leaf in zip(rows, leaves, strict=True)
+    ]
+    return torch.cat(rows, 1)
 
 
 def summarize_dense(

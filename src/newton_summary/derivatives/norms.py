@@ -165,7 +165,7 @@ def _update_statistics(
     with torch.no_grad():
         for running, new in zip((var, mean), torch.var_mean(input, dims), strict=True):
             new = new.reshape(-1, len(running)).mean(0)  # over the samples, if not in dims
-            running.lerp_(new.to(running), momentum)
+            running.data.lerp_(new.to(running), momentum)  # counts no new version, like torch's
 
 
 def _torch_batch_norm(

@@ -96,6 +96,7 @@ class Probe:
         self.random = RandomState((p.device for p in partition.params.values()), _generators(data))
         self.num_parts: int | None = None  # known after the first pass over the data
         self._params_checked = False
+        self.recorded = False  # whether a recorder sees to it that the parameters do not change
 
     # --- leaving no trace -------------------------------------------------------------------------
 
@@ -135,6 +136,8 @@ class Probe:
         is_list = isinstance(self._batches, list)  # reading it draws no random numbers
         for number, batch in enumerate(self._batches):
             batch = outside_inference_mode(batch)
+            if not is_list:
+                self.random.forget()
             for part in self._parts(batch):
                 if is_list and count:
                     self.random.jump(state)
@@ -197,14 +200,16 @@ class Probe:
                 self.random.restore(state)
                 self._model_state.restore()
                 torch.clear_autocast_cache()  # of an outer autocast: it may hold moved parameters
-                watch = ParameterWatch(self.params, in_detail=not self._params_checked)
+                in_detail = not self._params_checked and not self.recorded
+                watch = ParameterWatch(self.params, in_detail)
+                self.random.forget()
             try:
                 with WholeBatchOnly() if is_part else nullcontext():
                     loss = self.loss_fn(self.model, batch)
             finally:
                 with torch._C.DisableTorchFunction():
                     changed = watch.put_back()
-            self._params_checked = True
+            self._params_checked = self._params_checked or in_detail
             if changed is not None:
                 raise ValueError(
                     f"loss_fn(model, batch) on batch {number} changed parameter {changed!r} in "

@@ -95,11 +95,14 @@ class ModelState:
             if buffer is not None and not buffer.is_inference()
         ]
         self.values = [tensor.detach().clone() for tensor in self.tensors]
+        self.versions = ExitStack()
         self.params = [(p, p.requires_grad, p.grad, p._backward_hooks) for p in model.parameters()]
         self.hooks = [(m, m._backward_hooks, m._backward_pre_hooks) for m in model.modules()]
 
     def rest(self) -> None:
         """Let hooks rest, and hide the gradients from a loss that calls ``backward`` itself."""
+        for tensor in self.tensors:
+            self.versions.enter_context(_unsafe_preserve_version_counter(tensor))
         for p, _, _, hooks in self.params:
             p.grad = None
             if hooks:
@@ -112,21 +115,22 @@ class ModelState:
     def restore(self) -> None:
         """Put back what an evaluation may have changed, before the next one."""
         for module, training in self.modes:
-            module.training = training
+            if module.training != training:
+                module.training = training
         for live, saved in self.buffers:
             live.clear()
             live.update(saved)
         if self.tensors:
             # Always: the fused batch norm changes its statistics without counting a new version.
-            # With .data: so that neither does this, and older graphs remain valid.
             torch._foreach_copy_([tensor.data for tensor in self.tensors], self.values)
         for p, requires_grad, _, _ in self.params:
             if p.requires_grad != requires_grad:
                 p.requires_grad_(requires_grad)
 
     def release(self) -> None:
-        """Put back everything, at the end."""
+        """Put back everything, at the end; also versions, so that older graphs remain valid."""
         self.restore()
+        self.versions.close()
         for p, _, grad, hooks in self.params:
             p.grad = grad
             if hooks:
@@ -144,19 +148,29 @@ class RandomState:
         """Look after the CPU, the given devices, and the generators of a data loader."""
         self.devices = sorted({d for d in devices if d.type not in ("cpu", "meta")}, key=str)
         self.generators = generators
+        self._known: RandomState.State | None = None  # the present state, if nobody has drawn since
 
     def capture(self) -> State:
         """Return the present state of all of them."""
-        return (
-            torch.get_rng_state(),
-            [_random_module(d).get_rng_state(*_which(d)) for d in self.devices],
-            [generator.get_state() for generator in self.generators],
-            random.getstate(),
-            np.random.get_state(),
-        )
+        if self._known is None:
+            self._known = (
+                torch.get_rng_state(),
+                [_random_module(d).get_rng_state(*_which(d)) for d in self.devices],
+                [generator.get_state() for generator in self.generators],
+                random.getstate(),
+                np.random.get_state(),
+            )
+        return self._known
+
+    def forget(self) -> None:
+        """Say that somebody else may draw from the generators now."""
+        self._known = None
 
     def restore(self, state: State) -> None:
         """Set all of them to a captured state."""
+        if state is self._known:
+            return
+        self._known = state
         cpu, devices, generators, python, numpy = state
         torch.set_rng_state(cpu)
         for device, value in zip(self.devices, devices, strict=True):
@@ -170,6 +184,7 @@ class RandomState:
         """Go on from a captured state to another, which does not depend on what was drawn since."""
         self.restore(state)
         seed = int(torch.randint(2**31, ()))
+        self.forget()
         torch.default_generator.manual_seed(seed)
         for device in self.devices:
             module = _random_module(device)

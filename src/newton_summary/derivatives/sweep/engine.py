@@ -223,8 +223,8 @@ def summarize_sweep(
     parts = 1
     if order > 1:
         last_uses = mark_needed(tape)
-        limit = default_limit(loss.device) if stack_limit is None else stack_limit
-        needed = stack_bytes(tape, last_uses, partition, order, set(range(len(partition))))
+        needed = stack_bytes(tape, last_uses, partition, order)
+        limit = default_limit(loss.device, needed) if stack_limit is None else stack_limit
         if needed > limit:
             check_finite(loss)
             if may_split:

@@ -12,6 +12,7 @@ from newton_summary.derivatives.sweep.tape import Tape
 from newton_summary.partition import Partition
 
 DEFAULT_LIMIT = 4 * 2**30  # bytes; more would rarely be faster
+SMALL = 2**28  # bytes; asking for the free memory takes longer than a small sweep
 WORKING_COPIES = 3  # of the largest stack, while a rule computes
 
 
@@ -26,44 +27,45 @@ class StackTooLarge(Exception):
         self.needed, self.limit, self.loss = needed, limit, loss
 
 
-def stack_bytes(
-    tape: Tape, last_uses: list[list[int]], partition: Partition, order: int, groups: set[int]
-) -> int:
+def stack_bytes(tape: Tape, last_uses: list[list[int]], partition: Partition, order: int) -> int:
     """Estimate the peak of all stacks that are alive at the same time.
 
     Goes over the tape as the sweep does, with sets of groups in the place of tensors.
     """
-    met: dict[int, set[int]] = {}
+    met: dict[int, frozenset[int]] = {}
     for slot, name in tape.leaves.items():
         label = partition.labels[name]
-        mine = {label} if isinstance(label, int) else set(torch.unique(label).tolist())
-        met[slot] = mine & groups
+        mine = [label] if isinstance(label, int) else torch.unique(label).tolist()
+        met[slot] = frozenset(mine)
     bent: set[int] = set()  # slots with second derivatives
     sizes: dict[int, int] = {}
-    peak = 0
+    alive = peak = 0
     for op, finished in zip(tape.ops, last_uses, strict=True):
         if op.passed:
-            union = set().union(*(met.get(slot, set()) for slot in op.inputs))
-            second = order == 3 and (is_curved(op) or any(slot in bent for slot in op.inputs))
+            union = frozenset().union(*[met[slot] for slot in op.inputs if slot in met])
+            second = order == 3 and (is_curved(op) or not bent.isdisjoint(op.inputs))
             work = 0
             for value in op.outputs:
                 if value is None or value.slot is None:
                     continue
-                rows = len(union) * (2 if second else 1)
-                size = rows * value.tensor.numel() * value.tensor.element_size()
+                size = len(union) * (2 if second else 1) * value.tensor.nbytes
                 work = max(work, size)
                 if value.slot in tape.needed:
                     met[value.slot], sizes[value.slot] = union, size
-                    bent.update({value.slot} if second else ())
-            peak = max(peak, sum(sizes.values()) + WORKING_COPIES * work)
+                    alive += size
+                    if second:
+                        bent.add(value.slot)
+            peak = max(peak, alive + WORKING_COPIES * work)
         for slot in finished:
-            sizes.pop(slot, None)
+            alive -= sizes.pop(slot, 0)
             met.pop(slot, None)
     return peak
 
 
-def default_limit(device: torch.device) -> int:
-    """Return half of the free memory, and 4 GiB at most."""
+def default_limit(device: torch.device, needed: int) -> int:
+    """Return half of the free memory, and 4 GiB at most; do not ask where little is needed."""
+    if needed <= SMALL:
+        return SMALL
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -159,6 +159,8 @@ class Recorder(TorchFunctionMode):
             self._warn_about_reading(name, args[0])
         if name == "grad.get":
             raise CannotDifferentiate("sweep: the loss reads .grad of a tensor")
+        if name == "data.get" and self._value_of(args[0]).slot in self.leaves:
+            raise CannotDifferentiate("sweep: the loss takes .data of a parameter")
         in_place = writes_in_place(func, kwargs)
         wrapped_args, wrapped_kwargs = self._wrap(args), self._wrap(kwargs)
         if in_place:
