@@ -2,6 +2,7 @@
 
 from newton_summary.learning_rates import LearningRates, learning_rates
 from newton_summary.measure import derivative_tensor, summarize, taylor_terms
+from newton_summary.optimizer import NewtonSummary
 from newton_summary.partition import Partition, make_partition
 from newton_summary.summary import Summary, SummaryWindow
 
@@ -9,6 +10,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LearningRates",
+    "NewtonSummary",
     "Partition",
     "Summary",
     "SummaryWindow",

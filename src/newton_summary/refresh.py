@@ -1,0 +1,223 @@
+"""A refresh: measure a summary on curvature data, average it, solve for the rates."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from newton_summary.averaging import Average
+from newton_summary.curvature_data import OneBatch
+from newton_summary.derivatives.probe import LossFn, NotFiniteError, Probe
+from newton_summary.learning_rates import STATUS, LearningRates
+from newton_summary.measure import summarize
+from newton_summary.motion import Motion
+from newton_summary.partition import Partition
+from newton_summary.rate_rules import RateRules
+from newton_summary.summary import Summary
+
+Scale = Callable[[Tensor], Tensor]
+
+
+class Refresh:
+    """The summaries of a training run, and the rates that follow from them.
+
+    Args:
+        model: The model.
+        partition: Its groups.
+        average: How summaries of different refreshes are averaged.
+        rules: How rates follow from the average.
+        min_decrease: The fraction of the predicted decrease that rates must achieve, if any.
+        backend: As for :func:`summarize`.
+        microbatch: As for :func:`summarize`.
+
+    Attributes:
+        solution: Rates, or step lengths if the average is normalised, none of them negative: (S,),
+            float64 on the CPU. None before the first.
+        eta: The same as rates along the direction of the last refresh.
+        last_summary: The last summary, as it was measured.
+        last_rates: The last solution with its status, negative rates included.
+        done: How many summaries were measured.
+        failed: How many refreshes gave no usable rates.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        partition: Partition,
+        average: Average,
+        rules: RateRules,
+        min_decrease: float | None,
+        backend: str,
+        microbatch: int | None,
+    ):
+        self.model, self.partition = model, partition
+        self.average, self.rules, self.min_decrease = average, rules, min_decrease
+        self.backend, self.microbatch = backend, microbatch
+        self.solution: Tensor | None = None
+        self.eta: Tensor = torch.zeros(len(partition), dtype=torch.float64)
+        self.last_summary: Summary | None = None
+        self.last_rates: LearningRates | None = None
+        self.done = self.failed = 0
+        self._peak: Tensor | None = None  # (S,) the last solution above zero of each group
+        self._told: set[str] = set()
+
+    def measure(self, motion: Motion, loss_fn: LossFn, batch: Any) -> bool:
+        """Add a summary along the present direction to the average.
+
+        Returns:
+            Whether there was one: False if the loss, or a derivative, is not finite.
+        """
+        try:
+            with torch.enable_grad(), ExitStack() as thaw:
+                for p in self.partition.params.values():
+                    if not p.requires_grad:  # frozen since: its direction is zero
+                        thaw.callback(p.requires_grad_, False)
+                        p.requires_grad_(True)
+                summary = summarize(
+                    self.model,
+                    loss_fn,
+                    OneBatch(batch),
+                    partition=self.partition,
+                    direction=motion.direction(),
+                    order=3 if self.rules.lambda_int > 0 else 2,
+                    backend=self.backend,
+                    microbatch=self.microbatch,
+                )
+            finite = _is_finite(summary)
+        except NotFiniteError:
+            finite = False
+        if not finite:
+            nan = torch.full((len(self.partition),), math.nan)
+            self._fail(LearningRates(nan, math.nan, "not-finite", self.partition.names))
+            return False
+        if self.done == 0 and not bool(summary.gbar.any() or summary.hessian().any()):
+            raise ValueError(
+                "The loss on the curvature batch does not depend on the parameters of the "
+                "partition, or the direction is zero. Is the partition one of the model that is "
+                "trained, and does loss_fn use the model that it is given?"
+            )
+        self.done += 1
+        self.last_summary = summary
+        self.average.push(summary, motion.measured_norms())
+        return True
+
+    def solve(self, motion: Motion, loss_fn: LossFn, batch: Any, scale: Scale) -> None:
+        """Set the rates from the averaged summary, or keep them if there is nothing usable.
+
+        Args:
+            motion: The present direction.
+            loss_fn: Of the last measurement, for the check of the decrease.
+            batch: Of the last measurement.
+            scale: Multiplies a solution with lr, as the next step would.
+        """
+        rates = self.rules.solve(self.average.mean())
+        usable = self.rules.usable(rates)
+        if usable:
+            solution = self.rules.follow(rates, self.solution, self._peak)
+            if self.min_decrease is not None:
+                shorter = self._shorten(solution, motion, loss_fn, batch, scale)
+                usable = shorter is not None
+                solution = solution if shorter is None else shorter
+                rates = rates if usable else replace(rates, status="no-decrease")
+        per_solution: Tensor | float = 1.0
+        if self.average.lengths:
+            norms = motion.measured_norms().cpu().double()
+            per_solution = torch.where(norms > 0, 1 / norms, 0.0)
+        rates = replace(rates, eta=rates.eta * per_solution)
+        self.last_rates = rates
+        if not rates.ok:
+            self._fail(rates, used=usable)
+        if usable:
+            peak = solution if self._peak is None else self._peak
+            self._peak = torch.where(solution > 0, solution, peak)
+            self.solution, self.eta = solution, solution * per_solution
+
+    def _shorten(
+        self, solution: Tensor, motion: Motion, loss_fn: LossFn, batch: Any, scale: Scale
+    ) -> Tensor | None:
+        """Halve the solution until the curvature batch agrees; None if it never does."""
+        summary = self.last_summary
+        assert summary is not None and self.min_decrease is not None
+
+        def loss() -> Tensor:
+            with Probe(self.model, loss_fn, OneBatch(batch), self.partition) as probe:
+                return next(closure().detach() for closure, _ in probe.closures())
+
+        for _ in range(6):
+            step = scale(solution)
+            predicted = float(summary.predicted_change(motion.rates(step)))
+            change = float(motion.try_move(step, loss) - summary.loss)
+            if predicted < 0 and change <= self.min_decrease * predicted:
+                return solution
+            solution = solution / 2
+        return None
+
+    def _fail(self, rates: LearningRates, used: bool = False) -> None:
+        self.failed += 1
+        self.last_rates = rates
+        if rates.status not in self._told:
+            self._told.add(rates.status)
+            kept = "there are none yet" if self.solution is None else "the last good ones are kept"
+            warnings.warn(
+                f"NewtonSummary: a refresh gave no usable rates, and "
+                f"{'they are taken as they are' if used else kept}. {STATUS[rates.status]} "
+                f"(Told once; opt.failed_refreshes counts them.)",
+                stacklevel=6,
+            )
+
+    # --- more groups, checkpoints -----------------------------------------------------------------
+
+    def extend(self, partition: Partition) -> None:
+        """Go on with a partition that has more groups at its end; the average starts anew."""
+        none_yet = torch.zeros(len(partition) - len(self.partition), dtype=torch.float64)
+        self.eta = torch.cat([self.eta, none_yet])
+        if self.solution is not None and self._peak is not None:
+            self.solution = torch.cat([self.solution, none_yet])
+            self._peak = torch.cat([self._peak, none_yet])
+        self.partition = partition
+        self.average.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything as plain values and tensors."""
+        rates, summary = self.last_rates, self.last_summary
+        return {
+            "done": self.done,
+            "failed": self.failed,
+            "told": sorted(self._told),
+            "solution": self.solution,
+            "eta": self.eta,
+            "peak": self._peak,
+            "average": self.average.state_dict(),
+            "last_rates": None
+            if rates is None
+            else {f.name: getattr(rates, f.name) for f in fields(rates)},
+            "last_summary": None
+            if summary is None
+            else replace(summary, partition=None).state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a saved state of the same groups."""
+        state = copy.deepcopy(dict(state))
+        self.done, self.failed, self._told = state["done"], state["failed"], set(state["told"])
+        self.solution, self.eta, self._peak = state["solution"], state["eta"], state["peak"]
+        self.average.load_state_dict(state["average"], self.partition)
+        rates, summary = state["last_rates"], state["last_summary"]
+        self.last_rates = None if rates is None else LearningRates(**rates)
+        self.last_summary = None
+        if summary is not None:
+            summary = Summary.from_state_dict(summary)
+            self.last_summary = replace(summary, partition=self.partition)
+
+
+def _is_finite(summary: Summary) -> bool:
+    parts = (summary.gbar, summary.Hbar, summary.D3)
+    return all(bool(torch.isfinite(x).all()) for x in parts if x is not None)

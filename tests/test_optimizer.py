@@ -1,0 +1,555 @@
+"""NewtonSummary is Algorithm 2 of the paper, and lives in the loops that people have."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy.optimize import brentq
+from torch import nn
+
+import newton_summary as ns
+from newton_summary import motion as motion_module
+from newton_summary.averaging import NormalizedAverage
+from newton_summary.summary import Summary
+
+SIZE = 24  # samples in a batch
+
+
+@pytest.fixture(autouse=True)
+def _seed_and_strict_warnings():
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="NewtonSummary")
+        yield
+
+
+def make_net(dtype=torch.float64):
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    return net.to(dtype)
+
+
+def loss_fn(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+def make_batches(count, seed, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for _ in range(count):
+        x = torch.randn(SIZE, 3, generator=generator, dtype=torch.float64)
+        noise = torch.randn(SIZE, generator=generator, dtype=torch.float64)
+        batches.append((x.to(dtype), (x[:, 0] * x[:, 1] + noise > 0).long()))
+    return batches
+
+
+TRAIN, CURVATURE = make_batches(7, seed=1), make_batches(5, seed=2)
+
+
+def train(model, optimizer, steps, start=0):
+    for t in range(start, start + steps):
+        optimizer.zero_grad()
+        loss_fn(model, TRAIN[t % len(TRAIN)]).backward()
+        optimizer.step()
+
+
+def flat(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def quiet(optimizer_steps):
+    """Run something that may warn about refreshes that gave nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return optimizer_steps()
+
+
+# --- Algorithm 2 ----------------------------------------------------------------------------------
+
+
+def compute_Hg(model, groups, u, batch):
+    """D^(1)(u), D^(2)(u) and the diagonal of D^(3)(u) from phi(eta) = L(theta + U I eta)."""
+    theta = {name: p.detach() for name, p in model.named_parameters()}
+
+    def phi(eta):
+        moved = {n: theta[n] + eta[s] * u[n] for s, group in enumerate(groups) for n in group}
+        return F.cross_entropy(torch.func.functional_call(model, moved, (batch[0],)), batch[1])
+
+    zero = torch.zeros(len(groups), dtype=torch.float64)
+    g, H = torch.func.grad(phi)(zero), torch.func.hessian(phi)(zero)
+    D3 = torch.func.jacfwd(torch.func.hessian(phi))(zero)
+    return g.numpy(), H.numpy(), np.einsum("iii->i", D3.numpy())
+
+
+def compute_lr(lambda_int, g, H, D3):
+    """The solution of eta = (H + lambda_int/2 ||D eta|| D^2)^-1 g with the largest ||D eta||."""
+    if lambda_int == 0:
+        return np.linalg.solve(H, g)
+    D = np.diag(np.abs(D3) ** (1 / 3))
+
+    def eta(r):
+        return np.linalg.solve(H + lambda_int / 2 * r * D @ D, g)
+
+    D_inverse = np.linalg.inv(D)
+    lowest = np.linalg.eigvalsh(D_inverse @ H @ D_inverse)[0]
+    pole = max(0.0, -2 * lowest / lambda_int)
+    low, high = pole * (1 + 1e-12) + 1e-12, 2 * pole + 1
+    while np.linalg.norm(D @ eta(high)) > high:
+        high *= 2
+    return eta(brentq(lambda r: np.linalg.norm(D @ eta(r)) - r, low, high, xtol=1e-13, rtol=1e-13))
+
+
+def algorithm2(model, groups, steps, lr, lambda_int, mu_g, mu_eta, tau, window, warmup, **options):
+    """Algorithm 2, transcribed; t counts from 0, and the warm-up's summaries come first."""
+    u, eta, summaries, drawn = None, None, [], 0
+    for t in range(steps):
+        loss = loss_fn(model, TRAIN[t % len(TRAIN)])
+        grads = dict(
+            zip(dict(model.named_parameters()), torch.autograd.grad(loss, model.parameters()))
+        )
+        u = grads if u is None else {n: mu_g * u[n] + grads[n] for n in grads}
+        if t % tau == 0:
+            for _ in range(max(1, warmup) if t == 0 else 1):
+                summaries.append(compute_Hg(model, groups, u, CURVATURE[drawn % len(CURVATURE)]))
+                drawn += 1
+            g, H, D3 = (np.mean([s[i] for s in summaries[-window:]], axis=0) for i in range(3))
+            if options.get("diagonal"):
+                H = np.diag(np.diag(H))
+            new = np.maximum(compute_lr(lambda_int, g, H, D3), 0)
+            weight = 1 - mu_eta if options.get("eta_average") else 1
+            eta = new if eta is None else mu_eta * eta + weight * new
+        with torch.no_grad():
+            for s, group in enumerate(groups):
+                for name in group:
+                    model.get_parameter(name).sub_(u[name], alpha=lr(t) * eta[s])
+    return eta
+
+
+CANONICAL = [["0.weight"], ["0.bias"], ["2.weight"], ["2.bias"]]
+BASE = {"lambda_int": 1.0, "mu_g": 0.9, "mu_eta": 0.0, "tau": 5, "window": 3, "warmup": 3}
+
+
+@pytest.mark.parametrize(
+    ("partition", "groups", "change"),
+    [
+        ("canonical", CANONICAL, {}),
+        ("trivial", [[name for (name,) in CANONICAL]], {}),
+        ("weights-biases", [["0.weight", "2.weight"], ["0.bias", "2.bias"]], {"lambda_int": 3.0}),
+        ("canonical", CANONICAL, {"mu_g": 0.0, "tau": 1, "window": 1, "warmup": 0}),
+        ("canonical", CANONICAL, {"mu_eta": 0.5, "warmup": 1}),
+        ("canonical", CANONICAL, {"mu_eta": 0.5, "eta_average": True}),
+        ("canonical", CANONICAL, {"diagonal": True, "window": 2, "tau": 7}),
+        ("canonical", CANONICAL, {"lambda_int": 0.0, "lr": 0.02}),
+    ],
+)
+def test_fifty_steps_equal_algorithm_2(partition, groups, change):
+    """App. G, in all of its options, with a learning rate that a scheduler lowers."""
+    options = BASE | {"lr": 0.1} | change
+    first_lr = options.pop("lr")
+    expected, actual = make_net(), make_net()
+    eta = algorithm2(expected, groups, 50, lambda t: first_lr * 0.5 ** (t // 20), **options)
+    part = ns.make_partition(actual, partition)
+    opt = ns.NewtonSummary.paper(
+        part,
+        lr=first_lr,
+        lambda_int=options["lambda_int"],
+        momentum=options["mu_g"],
+        eta_momentum=options["mu_eta"],
+        summary_period=options["tau"],
+        summary_window=options["window"],
+        warmup=options["warmup"],
+        diagonal=options.get("diagonal", False),
+        eta_average=options.get("eta_average", False),
+        curvature=(loss_fn, CURVATURE),
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 20, 0.5)
+
+    def run():
+        for t in range(50):
+            train(actual, opt, 1, start=t)
+            scheduler.step()
+
+    quiet(run)
+    torch.testing.assert_close(flat(actual), flat(expected), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(opt.eta, torch.from_numpy(eta), rtol=1e-6, atol=1e-8)
+    assert (flat(actual) - flat(make_net())).norm() > 0.05  # and it has moved
+
+
+# --- limiting cases and invariance ----------------------------------------------------------------
+
+
+class Quadratic(nn.Module):
+    """L = 1/2 theta.H theta - b.theta, with theta in two tensors."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        A = torch.randn(6, 6, generator=generator, dtype=torch.float64)
+        self.H = A @ A.T + 0.5 * torch.eye(6)
+        self.b = torch.randn(6, generator=generator, dtype=torch.float64)
+        self.first = nn.Parameter(torch.randn(2, 2, generator=generator, dtype=torch.float64))
+        self.second = nn.Parameter(torch.randn(2, generator=generator, dtype=torch.float64))
+
+    def theta(self):
+        return torch.cat([self.first.reshape(-1), self.second])
+
+    def forward(self):
+        theta = self.theta()
+        return 0.5 * theta @ self.H @ theta - self.b @ theta
+
+
+def quadratic_loss(model, batch):
+    return model()
+
+
+def step_quadratic(model, opt, steps=1):
+    for _ in range(steps):
+        opt.zero_grad()
+        model().backward()
+        opt.step()
+
+
+MODES = {"paper": {"averaging": "window", "keep_last_good": False}, "default": {}}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_group_without_momentum_is_cauchys_method(mode):
+    """App. C: eta = g.g / g.H g, at every step."""
+    model, expected = Quadratic(), Quadratic().theta().detach()
+    opt = ns.NewtonSummary(
+        ns.make_partition(model, "trivial"),
+        lr=1.0,
+        lambda_int=0.0,
+        momentum=0.0,
+        summary_period=1,
+        summary_window=1,
+        summary_decay=0.0,
+        warmup=0,
+        curvature=(quadratic_loss, [None]),
+        **MODES[mode],
+    )
+    for _ in range(20):
+        g = model.H @ expected - model.b
+        expected = expected - (g @ g) / (g @ model.H @ g) * g
+        step_quadratic(model, opt)
+        torch.testing.assert_close(model.theta().detach(), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("lambda_int", [0.0, 1.0])  # a quadratic has no cubic term
+def test_one_group_per_number_is_newtons_method(mode, warmup, lambda_int):
+    """On a convex quadratic it ends in one step (App. C)."""
+    model = Quadratic()
+    optimum = torch.linalg.solve(model.H, model.b)
+    top = torch.linalg.eigh(model.H)[1][:, -1]
+    error = top * torch.tensor([1.0, 1.1, 0.9, 1.2, 0.8, 1.0], dtype=torch.float64)
+    rates = error / (model.H @ error)
+    assert rates.min() > 0 and rates.max() > 1.2 * rates.min()  # none is cut, and they differ
+    with torch.no_grad():
+        model.first.copy_((optimum + error)[:4].view(2, 2))
+        model.second.copy_((optimum + error)[4:])
+    opt = ns.NewtonSummary(
+        ns.make_partition(model, "discrete"),
+        lr=1.0,
+        lambda_int=lambda_int,
+        warmup=warmup,
+        curvature=(quadratic_loss, [None]),
+        **MODES[mode],
+    )
+    step_quadratic(model, opt)
+    torch.testing.assert_close(model.theta().detach(), optimum, rtol=1e-9, atol=1e-10)
+    assert len(opt.param_groups) == 1
+    torch.testing.assert_close(opt.param_groups[0]["eta"], rates, rtol=1e-8, atol=0)
+
+
+class Rescaled(nn.Module):
+    """A network whose parameters are alpha_s times what it is given: theta = alpha theta~."""
+
+    def __init__(self, net, alphas):
+        super().__init__()
+        self.net = [net]  # not a submodule: its parameters are given at each call
+        self.alphas = dict(zip(dict(net.named_parameters()), alphas))
+        self.own = nn.ParameterList(
+            [p.detach() / a for p, a in zip(net.parameters(), self.alphas.values())]
+        )
+
+    def theta(self):
+        return {n: a * p for (n, a), p in zip(self.alphas.items(), self.own)}
+
+    def forward(self, x):
+        return torch.func.functional_call(self.net[0], self.theta(), (x,))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "options", [{}, {"eta_momentum": 0.5}, {"ridge": 0.1, "max_growth": 1.5, "negative": "drop"}]
+)
+def test_trajectory_is_invariant_under_rescaling_groups(mode, options):
+    """App. E: the trajectory is the same if each group is measured in its own units."""
+    final = []
+    for alphas in ((1.0, 1.0, 1.0, 1.0), (100.0, 0.03, 1e-3, 7.0)):
+        model = Rescaled(make_net(), alphas)
+        part = ns.make_partition(model, "canonical")
+        opt = ns.NewtonSummary(
+            part, lr=0.1, summary_period=5, curvature=(loss_fn, CURVATURE), **MODES[mode], **options
+        )
+        quiet(lambda model=model, opt=opt: train(model, opt, 30))
+        final.append(torch.cat([p.detach().reshape(-1) for p in model.theta().values()]))
+    torch.testing.assert_close(final[1], final[0], rtol=1e-7, atol=1e-9)
+    assert (final[0] - flat(make_net())).norm() > 0.05
+
+
+def test_a_cap_on_eta_is_not_invariant():
+    """The test above can fail: a cap depends on units, as its documentation says."""
+    final = []
+    for alphas in ((1.0, 1.0, 1.0, 1.0), (100.0, 0.03, 1e-3, 7.0)):
+        model = Rescaled(make_net(), alphas)
+        part = ns.make_partition(model)
+        opt = ns.NewtonSummary(part, max_eta=0.1, curvature=(loss_fn, CURVATURE))
+        quiet(lambda model=model, opt=opt: train(model, opt, 5))
+        final.append(torch.cat([p.detach().reshape(-1) for p in model.theta().values()]))
+    assert not torch.allclose(final[1], final[0], rtol=1e-3)
+
+
+def test_normalized_averages_are_those_of_the_definition():
+    """Exponential weights, corrected for the start at zero, of derivatives by length."""
+    average = NormalizedAverage(decay=0.9, absolute=True)
+    generator = torch.Generator().manual_seed(0)
+    draws = []
+    for _ in range(4):
+        g, H, D3 = (torch.randn(*size, generator=generator) for size in ((3,), (3, 3), (3,)))
+        n = torch.rand(3, generator=generator) + 0.5
+        average.push(Summary(gbar=g, Hbar=H + H.T, D3=D3), n)
+        draws.append((g / n, (H + H.T) / n / n[:, None], D3.abs() / n**3))
+    weights = torch.tensor([0.9**3, 0.9**2, 0.9, 1.0])
+    mean = average.mean()
+    for i, value in enumerate((mean.gbar, mean.Hbar, mean.D3)):
+        stacked = torch.stack([draw[i] for draw in draws])
+        expected = torch.tensordot(weights, stacked, 1) / weights.sum()
+        torch.testing.assert_close(value, expected.double(), rtol=1e-5, atol=1e-6)
+
+
+def test_normalized_mode_keeps_step_lengths_between_refreshes():
+    model = make_net()
+    part = ns.make_partition(model)
+    opt = ns.NewtonSummary(part, lr=0.2, summary_period=4, curvature=(loss_fn, CURVATURE))
+    lengths = []
+    for t in range(4):
+        before = {n: p.detach().clone() for n, p in part.params.items()}
+        quiet(lambda t=t: train(model, opt, 1, start=t))
+        lengths.append([float((part.params[n].detach() - before[n]).norm()) for n in part.names])
+    assert max(lengths[0]) > 0
+    for later in lengths[1:]:
+        assert later == pytest.approx(lengths[0], rel=1e-9)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("partition", ["canonical", "weights-biases", "trivial"])
+def test_host_arithmetic_equals_that_of_devices(mode, partition, monkeypatch):
+    """The shortcut for the CPU gives what the operations for accelerators give."""
+    final = []
+    for suits in (True, False):
+        monkeypatch.setattr(motion_module.HostMotion, "suits", staticmethod(lambda _, s=suits: s))
+        model = make_net()
+        part = ns.make_partition(model, partition)
+        opt = ns.NewtonSummary(part, lr=0.1, curvature=(loss_fn, CURVATURE), **MODES[mode])
+        quiet(lambda model=model, opt=opt: train(model, opt, 25))
+        assert isinstance(opt._motion, motion_module.HostMotion) == suits
+        final.append(flat(model))
+    torch.testing.assert_close(final[0], final[1], rtol=1e-9, atol=1e-12)
+
+
+def test_divided_tensors_move_as_the_partition_says():
+    """Rows of a weight in different groups: theta - lr U I eta, entry by entry."""
+    model = make_net()
+    part = ns.make_partition(
+        model, {"top": [("0.weight", slice(0, 2))], "low": [("0.weight", slice(2, 5))], "rest": ...}
+    )
+    opt = ns.NewtonSummary(part, lr=0.5, curvature=(loss_fn, CURVATURE))
+    before = {n: p.detach().clone() for n, p in part.params.items()}
+    quiet(lambda: train(model, opt, 1))
+    u = {n: p.grad for n, p in part.params.items()}
+    step = part.scale(u, opt.eta)
+    for name, p in part.params.items():
+        torch.testing.assert_close(p.detach(), before[name] - 0.5 * step[name], rtol=1e-9, atol=0)
+    assert opt.eta.max() > 0
+
+
+# --- any optimizer as direction -------------------------------------------------------------------
+
+DIRECTIONS = {
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Adam": lambda ps: torch.optim.Adam(ps, lr=0.01),
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=0.01, weight_decay=0.1),
+    "RMSprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01),
+    "Muon": lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=0.1),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", DIRECTIONS)
+def test_the_step_of_any_optimizer_is_the_direction(kind, mode):
+    """A twin that is shown the same parameters and gradients makes the step u."""
+    model, shadow = make_net(torch.float32), make_net(torch.float32)
+    batches = make_batches(5, seed=2, dtype=torch.float32)
+    given, twin = (DIRECTIONS[kind](list(m.parameters())) for m in (model, shadow))
+    part = ns.make_partition(model)
+    opt = ns.NewtonSummary(
+        part, lr=0.3, direction=given, curvature=(loss_fn, batches), **MODES[mode]
+    )
+    held = {id(p) for group in given.param_groups for p in group["params"]}
+    for t in range(12):
+        batch = batches[t % 5]
+        opt.zero_grad()
+        loss_fn(model, batch).backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        for p, q in zip(shadow.parameters(), model.parameters()):
+            p.data.copy_(q.data)
+            p.grad = q.grad.clone()
+        twin.step()
+        grads = [p.grad for p in model.parameters()]
+        quiet(opt.step)
+        assert all(p.grad is g for p, g in zip(model.parameters(), grads))
+        u = opt._motion.direction()
+        for (name, p), q, old in zip(model.named_parameters(), shadow.parameters(), before):
+            if id(p) in held:
+                torch.testing.assert_close(u[name], old - q.detach(), rtol=0, atol=0)
+            moved = (old - p.detach()).reshape(-1)
+            if t == 0 and moved.norm() > 0:  # along u, by lr * eta
+                expected = 0.3 * opt.eta[part.names.index(name)].float() * u[name].reshape(-1)
+                torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-6)
+    assert (flat(model) - flat(make_net(torch.float32))).norm() > 0.01
+    for mine, other in zip(given.state.values(), twin.state.values(), strict=True):
+        for key, value in other.items():
+            torch.testing.assert_close(mine[key], value, rtol=0, atol=0)
+    saved = opt.state_dict()["newton_summary"]["direction"]
+    assert saved["state"].keys() == given.state_dict()["state"].keys()
+
+
+def test_parameters_that_the_direction_does_not_hold_have_the_heavy_ball():
+    """Muon takes matrices only; the biases move along mu u + g."""
+    model = make_net(torch.float32)
+    batches = make_batches(3, seed=2, dtype=torch.float32)
+    opt = ns.NewtonSummary(
+        ns.make_partition(model),
+        direction=DIRECTIONS["Muon"](list(model.parameters())),
+        curvature=(loss_fn, batches),
+    )
+    grads = []
+    for batch in batches:
+        opt.zero_grad()
+        loss_fn(model, batch).backward()
+        grads.append(model[0].bias.grad.clone())
+        quiet(opt.step)
+    expected = 0.81 * grads[0] + 0.9 * grads[1] + grads[2]
+    torch.testing.assert_close(opt._motion.direction()["0.bias"], expected)
+
+
+def test_a_direction_of_another_model_is_refused():
+    other = torch.optim.Adam(make_net().parameters())
+    with pytest.raises(ValueError, match="another model"):
+        ns.NewtonSummary(ns.make_partition(make_net()), direction=other)
+
+
+# --- schedulers, logs -----------------------------------------------------------------------------
+
+
+def make_optimizer(model, **options):
+    part = ns.make_partition(model, options.pop("partition", "canonical"))
+    return ns.NewtonSummary(part, **{"curvature": (loss_fn, CURVATURE)} | options)
+
+
+def test_reduce_on_plateau_scales_the_step():
+    """The paper's scheduler acts on lambda_t."""
+    model = make_net()
+    opt = make_optimizer(model, lr=0.3, summary_period=100)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=2, factor=0.5)
+    quiet(lambda: train(model, opt, 1))
+    for _ in range(4):
+        plateau.step(1.0)
+    assert [group["lr"] for group in opt.param_groups] == [0.15] * 4
+    start = flat(model)
+    quiet(lambda: train(model, opt, 1, start=1))
+    half = (flat(model) - start).norm()
+    again = make_net()
+    other = make_optimizer(again, lr=0.3, summary_period=100)
+    quiet(lambda: train(again, other, 1))
+    start = flat(again)
+    quiet(lambda: train(again, other, 1, start=1))
+    assert half > 0
+    assert (flat(again) - start).norm() == pytest.approx(2 * float(half), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.3, total_steps=20),
+        lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, 20),
+        lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda t: 1 / (1 + t)),
+        lambda opt: torch.optim.lr_scheduler.SequentialLR(
+            opt,
+            [
+                torch.optim.lr_scheduler.LinearLR(opt, 0.1, total_iters=5),
+                torch.optim.lr_scheduler.ExponentialLR(opt, 0.9),
+            ],
+            milestones=[5],
+        ),
+    ],
+)
+def test_torch_schedulers_work(make):
+    model = make_net()
+    opt = make_optimizer(model, lr=0.1)
+    scheduler = make(opt)
+
+    def run():
+        for t in range(15):
+            train(model, opt, 1, start=t)
+            scheduler.step()
+
+    quiet(run)
+    assert torch.isfinite(flat(model)).all()
+    assert opt.param_groups[0]["lr"] == pytest.approx(scheduler.get_last_lr()[0])
+
+
+def test_each_group_has_its_lr_its_name_and_its_eta():
+    model = make_net()
+    opt = make_optimizer(model, lr=0.3)
+    assert [group["name"] for group in opt.param_groups] == list(opt.partition.names)
+    opt.param_groups[0]["lr"] = 0.0
+    opt.param_groups[2]["lr"] = torch.tensor(0.1)
+    before = {n: p.detach().clone() for n, p in opt.partition.params.items()}
+    quiet(lambda: train(model, opt, 1))
+    assert torch.equal(before["0.weight"], model[0].weight.detach())
+    eta = [group["eta"] for group in opt.param_groups]
+    assert all(isinstance(x, float) for x in eta) and eta == opt.eta.tolist()
+    assert eta == pytest.approx(opt.last_rates.eta.clamp_min(0).tolist())
+    for group, lr in zip(opt.param_groups[1:], (0.3, 0.1, 0.3)):
+        (p,) = group["params"]
+        expected = before[group["name"]] - lr * group["eta"] * p.grad
+        torch.testing.assert_close(p.detach(), expected, rtol=1e-7, atol=1e-9)
+    assert opt.last_summary.num_samples == SIZE and opt.last_summary.partition is opt.partition
+    assert opt.refreshes == 3 and opt.failed_refreshes == 0
+
+
+def test_refreshes_come_every_period_and_draw_independent_batches():
+    model = make_net()
+    seen = []
+
+    def counting(model, batch):
+        seen.append(batch[0])
+        return loss_fn(model, batch)
+
+    opt = make_optimizer(model, summary_period=4, warmup=2, curvature=(counting, CURVATURE))
+    due = []
+    for t in range(9):
+        due.append(opt.refresh_due)
+        quiet(lambda t=t: train(model, opt, 1, start=t))
+    assert due == [t % 4 == 0 for t in range(9)]
+    unique = list({id(x): x for x in seen}.values())
+    assert len(unique) == 4 and all(x is c[0] for x, c in zip(unique, CURVATURE))
