@@ -117,15 +117,14 @@ class Partition:
         result = torch.zeros(len(self), dtype=dtype, device=first.device)
         for name in a:
             label = self.labels[name]
+            value = a[name].to_dense() if a[name].is_sparse else a[name]  # of an embedding
+            left, right = value.to(dtype).reshape(-1), b[name].to(dtype).reshape(-1)
             if isinstance(label, int):
                 numbers.append(label)
-                dot = torch.dot(a[name].to(dtype).reshape(-1), b[name].to(dtype).reshape(-1))
-                dots.append(dot.to(first.device))
+                dots.append(torch.dot(left, right).to(first.device))
             else:
-                product = a[name].to(dtype) * b[name].to(dtype)
-                result = result.index_add(
-                    0, label.flatten().to(first.device), product.flatten().to(first.device)
-                )
+                product = (left * right).to(first.device)
+                result = result.index_add(0, label.flatten().to(first.device), product)
         if dots:
             where = torch.tensor(numbers, device=first.device)
             result = result.index_add(0, where, torch.stack(dots))
@@ -689,7 +688,7 @@ def _describe(members: Sequence[Member], group: str, most: int = 3) -> str:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.4)
+    near = difflib.get_close_matches(str(name), list(known), n=3, cutoff=0.4)
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
