@@ -5,6 +5,7 @@ from newton_summary.measure import derivative_tensor, summarize, taylor_terms
 from newton_summary.optimizer import NewtonSummary
 from newton_summary.partition import Partition, make_partition
 from newton_summary.summary import Summary, SummaryWindow
+from newton_summary.verification import Verification, verify
 
 __version__ = "0.1.0"
 
@@ -14,10 +15,12 @@ __all__ = [
     "Partition",
     "Summary",
     "SummaryWindow",
+    "Verification",
     "__version__",
     "derivative_tensor",
     "learning_rates",
     "make_partition",
     "summarize",
     "taylor_terms",
+    "verify",
 ]

@@ -34,6 +34,7 @@ def summarize(
     microbatch: int | None = None,
     stack_limit: int | None = None,
     progress: bool | Callable[[int, int | None], None] = False,
+    stderr: bool = False,
 ) -> Summary:
     """Measure the derivatives of the loss in the step sizes of S groups.
 
@@ -56,9 +57,14 @@ def summarize(
             batch norm in training mode couples the samples.
         progress: True to see the batches counted on standard error, or a function that is called
             with the number of batches done and their total (None while it is not known).
-        stack_limit: Bytes that the sweep's derivatives of all groups may take at a time; half of
-            the free memory, and 4 GiB at most, if not given. Beyond it batches are split where the
-            loss is a mean over samples (that is checked), and else the groups are swept in chunks.
+        stack_limit: Bytes that the sweep's derivatives of all groups may take at a time. Beyond it
+            batches are split where the loss is a mean over samples (that is checked), and else the
+            groups are swept in chunks. If not given, batches are split beyond 4 GiB, groups are
+            swept in chunks beyond half of the free memory.
+        stderr: Also give the standard errors over batches (or over the parts that these are split
+            into), ``gbar_stderr`` and ``Hbar_stderr``, and keep the batches' summaries in
+            ``parts``, from which :func:`learning_rates` tells the errors of the rates. They hold
+            for the direction as it is: that it is itself made from data is not counted.
 
     Returns:
         The summary, with ``loss``, ``num_samples``, ``partition``, ``backend`` and ``reason``.
@@ -88,7 +94,8 @@ def summarize(
                 reason = str(error)
                 warnings.warn(f"Falling back from {name!r}: {reason}", stacklevel=2)
             else:
-                return replace(summary, reason=reason)
+                parts, summary = summary.parts, replace(summary, reason=reason, parts=())
+                return summary.with_stderr(parts) if stderr else summary
     raise AssertionError("unreachable")
 
 
@@ -237,7 +244,8 @@ def _mean_summary(
         report(done, total)
     if total is None:
         report(done, done)
-    return Summary.mean(summaries, sizes)
+    mean = summaries[0] if len(summaries) == 1 else Summary.mean(summaries, sizes)
+    return replace(mean, parts=tuple(summaries))
 
 
 def _mean_tensor(probe: Probe, compute: Callable[[Closure], Tensor]) -> Tensor:

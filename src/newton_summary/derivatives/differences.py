@@ -35,7 +35,12 @@ def step_sizes(params: Params, u: Params, partition: Partition) -> Tensor:
 
 
 def summarize_differences(
-    closure: Closure, params: Params, u: Params, partition: Partition, order: int = 3
+    closure: Closure,
+    params: Params,
+    u: Params,
+    partition: Partition,
+    order: int = 3,
+    step_factor: float = 1.0,
 ) -> Summary:
     """Approximate a summary by 2S + 1 gradients, each at slightly moved parameters.
 
@@ -58,7 +63,7 @@ def summarize_differences(
     if order == 1:
         return Summary(gbar, **how)  # type: ignore[arg-type]
     S = len(partition)
-    steps = step_sizes(params, u, partition)
+    steps = step_sizes(params, u, partition) * step_factor
     Hbar = torch.zeros(S, S, dtype=result_dtype(params), device=gbar.device)
     D3 = torch.zeros_like(gbar)
     for t in range(S):

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from newton_summary.derivatives.probe import (
-    CannotDifferentiate,
     Closure,
     check_depends,
     check_finite,
@@ -30,6 +29,7 @@ from newton_summary.derivatives.sweep.memory import (
     group_chunks,
     stack_bytes,
 )
+from newton_summary.derivatives.sweep.recorder import Recorder
 from newton_summary.derivatives.sweep.rules import (
     DECOMPOSED,
     PREPARE,
@@ -38,9 +38,11 @@ from newton_summary.derivatives.sweep.rules import (
     rule_for,
 )
 from newton_summary.derivatives.sweep.tangent import Groups, Tangent
-from newton_summary.derivatives.sweep.tape import Op, Recorder, Tape, Value
-from newton_summary.partition import Params, Partition, result_dtype
+from newton_summary.derivatives.sweep.tape import Op, Tape, Value
+from newton_summary.partition import Params, Partition
 from newton_summary.summary import Summary
+
+KNOWN = frozenset(RULES)
 
 
 class Sweep:
@@ -132,7 +134,7 @@ class Sweep:
             start = 0
             for rows, columns, entries in self._Hbar:
                 block = numbers[start : start + entries.numel()].reshape(len(rows), len(columns))
-                Hbar[np.ix_(rows, columns)] += block
+                Hbar[np.array(rows)[:, None], columns] += block
                 start += entries.numel()
             for groups, entries in self._D3:
                 D3[list(groups)] += numbers[start : start + entries.numel()]
@@ -180,7 +182,10 @@ def backward(tape: Tape, params: Params) -> tuple[list[Tensor], dict[int, Tensor
         torch.zeros_like(p) if grad is None else grad.detach()
         for p, grad in zip(leaves, grads, strict=False)
     ]
-    adjoints = {value.slot: grad for value, grad in zip(curved, grads[len(leaves) :], strict=True)}
+    adjoints = {
+        value.slot: value.own_adjoint(grad)
+        for value, grad in zip(curved, grads[len(leaves) :], strict=True)
+    }
     for value in curved:
         value.edge = None
     return gradient, adjoints  # type: ignore[return-value]
@@ -207,7 +212,8 @@ def summarize_sweep(
         partition: Assignment of the parameters to S groups.
         order: Highest derivative to compute, 1 to 3.
         stack_limit: Bytes that the derivatives of all groups may take at a time. Beyond it groups
-            are swept in chunks. Half of the free memory, and 4 GiB at most, if not given.
+            are swept in chunks. Half of the free memory if not given; 4 GiB at most if the caller
+            can split the batch.
         may_split: Whether to raise :class:`StackTooLarge` instead, before any work is done: for a
             caller that can split the batch, which costs less than chunks of groups.
 
@@ -217,14 +223,16 @@ def summarize_sweep(
     Raises:
         CannotDifferentiate: If the tape has a gap, or an operation has no second derivative.
     """
-    tape = Recorder(params, frozenset(RULES), PREPARE, DECOMPOSED).record(closure)
-    check_depends(tape.loss)
+    tape = Recorder(params, KNOWN, PREPARE, DECOMPOSED).record(closure)
+    check_depends(tape.loss, params)
     loss = tape.loss.detach().reshape(())
     parts = 1
     if order > 1:
         last_uses = mark_needed(tape)
         needed = stack_bytes(tape, last_uses, partition, order)
-        limit = default_limit(loss.device, needed) if stack_limit is None else stack_limit
+        limit = stack_limit
+        if limit is None:
+            limit = default_limit(loss.device, needed, may_split)
         if needed > limit:
             check_finite(loss)
             if may_split:

@@ -11,8 +11,8 @@ from newton_summary.derivatives.sweep.rules import is_curved
 from newton_summary.derivatives.sweep.tape import Tape
 from newton_summary.partition import Partition
 
-DEFAULT_LIMIT = 4 * 2**30  # bytes; more would rarely be faster
-SMALL = 2**28  # bytes; asking for the free memory takes longer than a small sweep
+SPLIT_LIMIT = 4 * 2**30  # bytes; a larger stack would rarely be faster
+SMALL = 2**28  # bytes
 WORKING_COPIES = 3  # of the largest stack, while a rule computes
 
 
@@ -62,8 +62,11 @@ def stack_bytes(tape: Tape, last_uses: list[list[int]], partition: Partition, or
     return peak
 
 
-def default_limit(device: torch.device, needed: int) -> int:
-    """Return half of the free memory, and 4 GiB at most; do not ask where little is needed."""
+def default_limit(device: torch.device, needed: int, may_split: bool) -> int:
+    """Return half of the free memory, and 4 GiB at most if the batch can be split.
+
+    Does not ask for the free memory where little is needed: that takes longer than a small sweep.
+    """
     if needed <= SMALL:
         return SMALL
     if device.type == "cuda":
@@ -72,8 +75,8 @@ def default_limit(device: torch.device, needed: int) -> int:
     elif hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
-        return DEFAULT_LIMIT
-    return min(DEFAULT_LIMIT, free // 2)
+        return SPLIT_LIMIT
+    return min(SPLIT_LIMIT, free // 2) if may_split else free // 2
 
 
 def group_chunks(S: int, parts: int) -> Iterator[Sequence[int]]:

@@ -43,6 +43,11 @@ class Tangent:
         return self if self.rows.dtype == dtype else self.map(lambda rows: rows.to(dtype))
 
 
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a tensor if need be; asking first is faster than a conversion that does nothing."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
 def join(first: tuple[Groups, Tensor], second: tuple[Groups, Tensor] | None) -> Tangent:
     """Make a tangent from its first and second derivatives."""
     if second is None or not second[0]:

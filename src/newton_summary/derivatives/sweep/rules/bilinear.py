@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from newton_summary.derivatives.norms import accumulation_dtype
-from newton_summary.derivatives.sweep.tangent import Groups, Tangent, add_up, lift
+from newton_summary.derivatives.sweep.tangent import Groups, Tangent, add_up, cast, lift
 from newton_summary.derivatives.sweep.tape import Op, Value
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def gram(X: Tensor, Y: Tensor) -> Tensor:
     """Return the inner products of all rows of X with all rows of Y."""
     if X.dtype in (torch.bfloat16, torch.float16):
         X, Y = X.float(), Y.float()
-    Y = Y.to(X.dtype)
+    Y = cast(Y, X.dtype)
     k, m = len(X), len(Y)
     samples = X.shape[1] if X.dim() > 2 else 1
     if X.is_cuda and samples > 1 and X[0, 0].numel() >= 256:
@@ -80,7 +80,7 @@ def product(sweep: Sweep, op: Op, h: Product, a: Value, b: Value) -> tuple[Terms
     if A is not None and B is not None:
         delta = sweep.adjoint(op.out)
         if delta is not None:
-            delta = delta.to(dtype)
+            delta = cast(delta, dtype)
             if len(B.rows) <= len(A.rows):
                 contribute(sweep, A, B, h.adjoint_left(delta, B.rows))
             else:
@@ -127,7 +127,7 @@ def plus_bias(
     if t is not None and op.wanted:
         shape = op.out.tensor.shape
         trailing = len(shape) - 1 - channel_dim % len(shape)
-        rows = t.rows.to(op.out.tensor.dtype)
+        rows = cast(t.rows, op.out.tensor.dtype)
         rows = rows.reshape(len(rows), *(1,) * (channel_dim % len(shape)), -1, *(1,) * trailing)
         rows = rows.expand(len(rows), *shape)
         k = len(t.first)
@@ -147,7 +147,7 @@ def linear(sweep: Sweep, op: Op, x: Value, weight: Value, bias: Any = None) -> A
     """``x W^T + b``, the batch of x flattened to one dimension."""
     dtype = op.out.tensor.dtype
     out_shape = op.out.tensor.shape
-    X, W = x.now.to(dtype), weight.now.to(dtype)
+    X, W = cast(x.now, dtype), cast(weight.now, dtype)
     flat = X.reshape(-1, X.shape[-1])
 
     def adjoint_right(delta: Tensor, rows: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def linear(sweep: Sweep, op: Op, x: Value, weight: Value, bias: Any = None) -> A
 def matmul(sweep: Sweep, op: Op, a: Value, b: Value) -> Any:
     """Matrix product with broadcasting over batches; vectors count as matrices."""
     dtype = op.out.tensor.dtype
-    A, B = a.now.to(dtype), b.now.to(dtype)
+    A, B = cast(a.now, dtype), cast(b.now, dtype)
     A_vector, B_vector = A.dim() == 1, B.dim() == 1
     out_shape = op.out.tensor.shape
 
@@ -221,7 +221,7 @@ def multiply(sweep: Sweep, op: Op, a: Any, b: Any) -> Any:
         t = sweep.tangent(value)
         return None if t is None else t.map(lambda rows: rows * factor)
     dtype, ndim = op.out.tensor.dtype, op.out.tensor.dim()
-    A, B = a.now.to(dtype), b.now.to(dtype)
+    A, B = cast(a.now, dtype), cast(b.now, dtype)
     h = Product(
         left=lambda rows: lift(rows, ndim) * B,
         right=lambda rows: lift(rows, ndim) * A,
@@ -263,7 +263,7 @@ def convolution(transposed: bool, n: int) -> Callable[..., Any]:
         given = {**dict(zip(names, rest, strict=False)), **kwargs}
         groups = given.get("groups", 1)
         dtype = op.out.tensor.dtype
-        X, W = input.now.to(dtype), weight.now.to(dtype)
+        X, W = cast(input.now, dtype), cast(weight.now, dtype)
         settings = (
             per_dimension(stride, n),
             per_dimension(padding, n),

@@ -44,7 +44,7 @@ class Local:
         self.sweep, self.op, self.args, self.kwargs = sweep, op, args, kwargs
         moving = {v.slot: v for v in find_values((args, kwargs)) if sweep.tangent(v) is not None}
         self.slots = list(moving)
-        self.x = [value.now for value in moving.values()]
+        self.x = [value.now.detach() for value in moving.values()]
         tangents = [sweep.tangents[slot] for slot in self.slots if slot is not None]
         self.first = union(*(t.first for t in tangents))
         self.x1 = [spread(t.first, t.y1, self.first) for t in tangents]
@@ -55,13 +55,12 @@ class Local:
 
     def call(self, x: list[Tensor]) -> list[Tensor]:
         """Evaluate the operation, with the same random numbers as when it was recorded."""
-        if self.op.saved is not None:
-            self.op.saved.restore()
         given = dict(zip(self.slots, x, strict=True))
         # In place operations get a tensor of their own to write to.
         args = fill(self.args, {slot: t.clone() for slot, t in given.items()}, keep_constants=True)
         kwargs = fill(self.kwargs, given, keep_constants=True)
-        result = self.op.func(*args, **kwargs)
+        with self.op.saved.again():
+            result = self.op.func(*args, **kwargs)
         result = args[0] if result is None else result
         results = list(result) if isinstance(result, tuple | list) else [result]
         return [r for r, value in zip(results, self.op.outputs, strict=True) if value is not None]

@@ -339,29 +339,139 @@ WITHOUT_CONSTANT: dict[str, Callable[..., Any]] = {
     "index_fill": _index_fill,
 }
 
-PER_ROW = """
-    pad constant_pad_nd where masked_fill masked_scatter scatter scatter_add index_add index_copy
-    index_fill index_put lerp_constant gather take take_along_dim index_select masked_select
-    cumsum flip fliplr flipud roll rot90 tril triu diagonal diag diag_embed diagflat trace
-    repeat tile repeat_interleave narrow narrow_copy select select_copy slice unfold im2col col2im
-    split chunk unbind tensor_split split_with_sizes unsafe_split unsafe_chunk
-    unsafe_split_with_sizes hsplit vsplit dsplit
-    movedim moveaxis swapaxes swapdims pixel_shuffle pixel_unshuffle channel_shuffle nansum
-    avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
-    upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
-    _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
-    upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
-    hstack vstack dstack column_stack block_diag vander_constant real conj resolve_conj
-    resolve_neg diff unfold_backward as_strided adjoint select_scatter slice_scatter
-    diagonal_scatter atleast_1d atleast_2d atleast_3d combinations meshgrid broadcast_tensors
-""".split()
+PER_ROW = [
+    "pad",
+    "constant_pad_nd",
+    "where",
+    "masked_fill",
+    "masked_scatter",
+    "scatter",
+    "scatter_add",
+    "index_add",
+    "index_copy",
+    "index_fill",
+    "index_put",
+    "lerp_constant",
+    "gather",
+    "take",
+    "take_along_dim",
+    "index_select",
+    "masked_select",
+    "cumsum",
+    "flip",
+    "fliplr",
+    "flipud",
+    "roll",
+    "rot90",
+    "tril",
+    "triu",
+    "diagonal",
+    "diag",
+    "diag_embed",
+    "diagflat",
+    "trace",
+    "repeat",
+    "tile",
+    "repeat_interleave",
+    "narrow",
+    "narrow_copy",
+    "select",
+    "select_copy",
+    "slice",
+    "unfold",
+    "im2col",
+    "col2im",
+    "split",
+    "chunk",
+    "unbind",
+    "tensor_split",
+    "split_with_sizes",
+    "unsafe_split",
+    "unsafe_chunk",
+    "unsafe_split_with_sizes",
+    "hsplit",
+    "vsplit",
+    "dsplit",
+    "movedim",
+    "moveaxis",
+    "swapaxes",
+    "swapdims",
+    "pixel_shuffle",
+    "pixel_unshuffle",
+    "channel_shuffle",
+    "nansum",
+    "avg_pool1d",
+    "avg_pool2d",
+    "avg_pool3d",
+    "adaptive_avg_pool1d",
+    "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d",
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_nearest3d",
+    "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d",
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "upsample_bicubic2d",
+    "upsample_trilinear3d",
+    "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
+    "hstack",
+    "vstack",
+    "dstack",
+    "column_stack",
+    "block_diag",
+    "vander_constant",
+    "real",
+    "conj",
+    "resolve_conj",
+    "resolve_neg",
+    "diff",
+    "unfold_backward",
+    "as_strided",
+    "adjoint",
+    "select_scatter",
+    "slice_scatter",
+    "diagonal_scatter",
+    "atleast_1d",
+    "atleast_2d",
+    "atleast_3d",
+    "combinations",
+    "meshgrid",
+    "broadcast_tensors",
+]
 
-FIRST_ARGUMENT_PER_ROW = "nll_loss_nd nll_loss nll_loss2d nested_constant".split()
+FIRST_ARGUMENT_PER_ROW = ["nll_loss_nd", "nll_loss", "nll_loss2d", "nested_constant"]
 
-SAME_ORDER = """
-    view reshape flatten unflatten squeeze unsqueeze view_as reshape_as ravel contiguous clone to
-    float double half bfloat16 type type_as cuda cpu alias positive _to_copy requires_grad detach_alias
-""".split()
+SAME_ORDER = [
+    "view",
+    "reshape",
+    "flatten",
+    "unflatten",
+    "squeeze",
+    "unsqueeze",
+    "view_as",
+    "reshape_as",
+    "ravel",
+    "contiguous",
+    "clone",
+    "to",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "type",
+    "type_as",
+    "cuda",
+    "cpu",
+    "alias",
+    "positive",
+    "_to_copy",
+    "requires_grad",
+    "detach_alias",
+]
 
 LINEAR: dict[str, Rule] = {
     **dict.fromkeys(SAME_ORDER, same_order),

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from newton_summary.derivatives.sweep.tangent import Tangent
 from newton_summary.derivatives.sweep.tape import Op, Value
 
 if TYPE_CHECKING:
@@ -106,7 +104,21 @@ def share(rows: Tensor, x: Tensor, y: Tensor, dims: Any) -> Tensor:
     return (rows * mask).sum([d + 1 for d in chosen_dims]).reshape(shape)
 
 
-EXTREMA = "max min amax amin median nanmedian sort msort topk kthvalue mode cummax cummin".split()
+EXTREMA = [
+    "max",
+    "min",
+    "amax",
+    "amin",
+    "median",
+    "nanmedian",
+    "sort",
+    "msort",
+    "topk",
+    "kthvalue",
+    "mode",
+    "cummax",
+    "cummin",
+]
 
 PREPARE: dict[str, Callable[..., tuple[Any, Any]]] = {
     **{

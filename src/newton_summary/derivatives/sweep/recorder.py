@@ -1,0 +1,414 @@
+"""Record a loss while the user's own code runs.
+
+A :class:`Recorder` sees every call of a torch function. Calls that a rule exists for are run and
+noted on the tape; functions that torch writes in Python are gone into, so that their elementary
+calls are noted instead; calls that do not touch the parameters are left alone.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.hooks import RemovableHandle
+
+from newton_summary.derivatives.norms import ELEMENTARY
+from newton_summary.derivatives.probe import CannotDifferentiate, Closure
+from newton_summary.derivatives.sweep.calls import (
+    GRADIENT_HOOKS,
+    PASS,
+    POSITIONAL,
+    READS_OUT,
+    canonical_name,
+    without_override_check,
+    writes_in_place,
+    written_tensors,
+)
+from newton_summary.derivatives.sweep.tape import (
+    Op,
+    Tape,
+    Value,
+    changed_in_place,
+    find_tensors,
+    find_values,
+    version_of,
+)
+from newton_summary.partition import Params
+
+
+class Recorder(TorchFunctionMode):
+    """Record what the loss does to the parameters.
+
+    Args:
+        params: The parameters, leaves of the tape.
+        known: Names of the operations that rules exist for.
+        prepare: For some operations, how to run them so that the rule gets what it needs: a
+            function that takes (func, args, kwargs) and returns (result, saved).
+        decomposed: For some operations, a function of the same arguments that is run instead.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        known: frozenset[str],
+        prepare: Mapping[str, Callable[..., tuple[Any, Any]]],
+        decomposed: Mapping[str, Callable[..., Any]],
+    ):
+        super().__init__()
+        self.known, self.prepare, self.decomposed = known, prepare, decomposed
+        self.ops: list[Op] = []
+        self.values: dict[int, Value] = {}  # by the identity of the tensor
+        self.sharing: dict[int, list[Value]] = {}  # by the identity of the owner of the memory
+        self.loose: list[tuple[Tensor, int]] = []  # what .data gave, and its version
+        self.entered: list[Any] = []  # Python functions of torch that are being gone through
+        self.leaves: dict[int, str] = {}
+        self.slots = 0
+        for name, p in params.items():
+            self.leaves[self.slots] = name
+            self._new_value(p, None)
+
+    def record(self, closure: Closure) -> Tape:
+        """Run the loss and return its tape."""
+        with self, plain_checkpoints():
+            loss = closure()
+        for tensor, version in self.loose:
+            if tensor._version != version:
+                raise changed_in_place(tensor)
+        if loss.requires_grad and self._value_of(loss).slot is None:
+            loss = loss.detach()  # it leads to other leaves than the parameters
+        self.values, self.sharing = {}, {}
+        return Tape(self.ops, loss, self.leaves)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types_: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = canonical_name(func)
+        if name in PASS:
+            return func(*args, **kwargs)
+        if name.endswith((".get", ".set")) or name in GRADIENT_HOOKS:
+            return self._access(name, func, args, kwargs)
+        if not torch.is_grad_enabled():
+            return self._run_unrecorded(func, args, kwargs)
+        if func in ELEMENTARY:
+            with self:
+                return ELEMENTARY[func](*args, **kwargs)
+        if isinstance(func, types.FunctionType):
+            inside = without_override_check(func)
+            if inside is not None and func not in self.entered:
+                self.entered.append(func)
+                try:
+                    with self:
+                        return inside(*args, **kwargs)
+                finally:
+                    self.entered.pop()
+        if not any(t.requires_grad for t in find_tensors((args, kwargs))):
+            return self._run_unrecorded(func, args, kwargs)
+        for keyword in POSITIONAL:
+            if keyword in kwargs:
+                kwargs = dict(kwargs)
+                args = (*args, kwargs.pop(keyword))
+        if name in self.decomposed:
+            with self:
+                result = self._run_decomposed(name, func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return self._run(name, func, args, kwargs)
+
+    # --- ways to run a call -----------------------------------------------------------------------
+
+    def _run(
+        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a call, and note it if its result depends on the parameters."""
+        if name in READS_OUT:
+            self._warn_about_reading(name, args[0])
+        in_place = writes_in_place(func, kwargs)
+        op = Op(name, func, self._wrap(args), self._wrap(kwargs), [])
+        op.inputs = [v.slot for v in find_values((op.args, op.kwargs)) if v.slot is not None]
+        owner = self._before_writing(args[0]) if in_place else None
+        if name in self.prepare:
+            result, op.saved = self.prepare[name](func, args, kwargs)
+        elif name in self.known:
+            result = func(*args, **kwargs)
+        else:
+            op.saved = Circumstances(args)
+            result = apart(func(*args, **kwargs))
+        if in_place:
+            result = args[0] if result is None else result
+        results = list(result) if isinstance(result, tuple | list) else [result]
+        op.outputs = [self._note(tensor, op, in_place) for tensor in results]
+        if op.inputs and any(output is not None for output in op.outputs):
+            self.ops.append(op)
+            if owner is not None:
+                self._write_to_owner(owner, args[0])
+        return result
+
+    def _run_decomposed(
+        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run several elementary operations in the place of one."""
+        if any(t.is_complex() for t in find_tensors((args, kwargs))):
+            return NotImplemented
+        if not writes_in_place(func, kwargs):
+            return self.decomposed[name](*args, **kwargs)
+        result = self.decomposed[name](args[0].clone(), *args[1:], **kwargs)
+        return result if result is NotImplemented else args[0].copy_(result)
+
+    def _run_unrecorded(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a call whose result does not depend on the parameters.
+
+        What it writes into a tensor that does changes the number and not its derivatives: autograd
+        does not see it.
+        """
+        written = written_tensors(func, args, kwargs)
+        old = {id(owner): owner for owner in map(owner_of, written) if id(owner) in self.values}
+        values = [self._value_of(owner) for owner in old.values()]
+        for tensor in written:
+            self._before_writing(tensor)
+        result = func(*args, **kwargs)
+        for owner, value in zip(old.values(), values, strict=True):
+            if value.slot is not None:
+                new = [self._new_value(owner, None)]
+                self.ops.append(Op("clone", torch.clone, (value,), {}, new, None, [value.slot]))
+        return result
+
+    def _access(
+        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Pass on what is no operation: attributes, and hooks on gradients."""
+        if not args[0].requires_grad:
+            return func(*args, **kwargs)
+        if name in GRADIENT_HOOKS:  # they rest during a measurement: see probe.py
+            return RemovableHandle(OrderedDict())
+        if name == "grad.get":
+            raise CannotDifferentiate("sweep: the loss reads .grad of a tensor")
+        if name == "data.set" and id(args[0]) in self.values:
+            raise changed_in_place(args[0])
+        result = func(*args, **kwargs)
+        if name == "data.get":
+            self.loose.append((result, result._version))
+        return result
+
+    # --- tensors and their values -----------------------------------------------------------------
+
+    def _new_value(self, tensor: Tensor, edge: Any) -> Value:
+        """Give a slot to a tensor that depends on the parameters."""
+        value = Value(tensor, self.slots, edge)
+        self.slots += 1
+        self.values[id(tensor)] = value
+        self.sharing.setdefault(id(owner_of(tensor)), []).append(value)
+        return value
+
+    def _constant(self, tensor: Tensor) -> Value:
+        value = Value(tensor, None)
+        self.sharing.setdefault(id(owner_of(tensor)), []).append(value)
+        return value
+
+    def _note(self, tensor: Any, op: Op, in_place: bool) -> Value | None:
+        """Give a slot to a result that depends on the parameters."""
+        if not isinstance(tensor, Tensor) or not tensor.requires_grad:
+            return None
+        if id(tensor) in self.values and not in_place:
+            return None  # the operation returned its argument, as contiguous() may
+        if not op.inputs:
+            self.values[id(tensor)] = self._constant(tensor)  # of other leaves than the parameters
+            return None
+        return self._new_value(tensor, torch.autograd.graph.get_gradient_edge(tensor))
+
+    def _value_of(self, tensor: Tensor) -> Value:
+        """Return the present value of a tensor."""
+        if type(tensor) not in (Tensor, Parameter):
+            check_subclass(type(tensor))
+        if not tensor.requires_grad:
+            return self._constant(tensor)
+        value = self.values.get(id(tensor))
+        if value is not None:
+            if tensor._version != value.version:
+                raise changed_in_place(tensor)
+            return value
+        if tensor.grad_fn is None:
+            return self._constant(tensor)
+        owner = owner_of(tensor)
+        if id(owner) in self.values and tensor.grad_fn.name() == "AsStridedBackward0":
+            return self._read_from_owner(self._value_of(owner), tensor)
+        raise CannotDifferentiate(
+            f"sweep: {tensor.grad_fn.name()} made a tensor of shape {tuple(tensor.shape)} in a "
+            f"way that cannot be recorded, such as a custom autograd function, a compiled "
+            f"module or torch.autograd.grad"
+        )
+
+    def _wrap(self, tree: Any) -> Any:
+        """Replace every tensor by its value."""
+        if isinstance(tree, Tensor):
+            return self._value_of(tree)
+        if isinstance(tree, tuple) and type(tree) is tuple:
+            return tuple(self._wrap(x) for x in tree)
+        if isinstance(tree, list):
+            return [self._wrap(x) for x in tree]
+        if isinstance(tree, dict):
+            return {key: self._wrap(x) for key, x in tree.items()}
+        return tree
+
+    # --- writing in place -------------------------------------------------------------------------
+
+    def _before_writing(self, tensor: Any) -> Value | None:
+        """Keep what a tensor and its views are now, for the operations that have used them.
+
+        Returns:
+            The value of the tensor that owns the memory, if it is another one.
+        """
+        if not isinstance(tensor, Tensor):
+            raise CannotDifferentiate("sweep: an operation changes several tensors in place")
+        owner = owner_of(tensor)
+        value = self.values.get(id(owner))
+        if value is not None and value.slot in self.leaves:
+            raise ValueError(
+                f"The loss changes parameter {self.leaves[value.slot]!r} in place. A loss "
+                f"only reads the parameters."
+            )
+        owner_value = None if owner is tensor else self._value_of(owner)
+        sharing = self.sharing.pop(id(owner), [])
+        if sharing:
+            copy = owner.detach().clone()
+            for some in sharing:
+                self.values.pop(id(some.tensor), None)
+                if version_of(some.tensor) == some.version:
+                    some.tensor = view_like(some.tensor, owner, copy)
+                    some.version = some.tensor._version
+        return owner_value
+
+    def _write_to_owner(self, old: Value, view: Tensor) -> None:
+        """After a view was written to, note what this makes of the tensor that owns the memory."""
+        owner, written = owner_of(view), self.values[id(view)]
+        positions = positions_in(owner, view)
+        new = self._new_value(owner, torch.autograd.graph.get_gradient_edge(owner))
+        # Autograd sees the view as a part of the new owner: there its adjoint has to be looked for.
+        written.edge, written.part = new.edge, positions
+        op = Op("write_view", write_view, (old, written), {}, [new], positions)
+        op.inputs = [v.slot for v in (old, written) if v.slot is not None]
+        self.ops.append(op)
+
+    def _read_from_owner(self, owner: Value, view: Tensor) -> Value:
+        """Note what a view has become after the tensor that owns the memory was written to."""
+        new = self._new_value(view, torch.autograd.graph.get_gradient_edge(view))
+        assert owner.slot is not None
+        positions = positions_in(owner.tensor, view)
+        op = Op("read_view", read_view, (owner,), {}, [new], positions, [owner.slot])
+        self.ops.append(op)
+        return new
+
+    def _warn_about_reading(self, name: str, tensor: Tensor) -> None:
+        warnings.warn(
+            f"loss_fn calls .{name.strip('_')}() on a tensor that depends on the parameters. If "
+            f"the number goes into the loss, no derivative sees that way. Use the tensor itself, "
+            f"or .detach() to say that this is meant.",
+            stacklevel=4,
+        )
+
+
+def owner_of(tensor: Tensor) -> Tensor:
+    """Return the tensor whose memory this one is a view of, or itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def view_like(view: Tensor, owner: Tensor, copy: Tensor) -> Tensor:
+    """Return the part of a copy of the owner that a view is of the owner."""
+    if view is owner:
+        return copy
+    if view.dtype != owner.dtype or copy.stride() != owner.stride():
+        raise changed_in_place(owner)
+    start = view.storage_offset() - owner.storage_offset()
+    return copy.as_strided(view.shape, view.stride(), start)
+
+
+def positions_in(owner: Tensor, view: Tensor) -> Tensor:
+    """Return where each entry of a view stands among the flattened entries of the owner."""
+    numbers = torch.arange(owner.numel(), device=owner.device).reshape(owner.shape)
+    strided = torch.empty_strided(
+        owner.shape, owner.stride(), dtype=torch.int64, device=owner.device
+    )
+    return view_like(view, owner, strided.copy_(numbers)).contiguous()
+
+
+def read_view(*args: Any) -> Any:
+    """Stand for the reading of a view, which is no call of torch."""
+
+
+def write_view(*args: Any) -> Any:
+    """Stand for what writing to a view does to the tensor that owns the memory."""
+
+
+def apart(result: Any) -> Any:
+    """Give several results of one operation edges of their own in autograd's graph.
+
+    One of them may have been computed from another, as the states of an LSTM are: its adjoint at
+    the edge inside of the operation would contain what goes through the other.
+    """
+    if not isinstance(result, tuple | list) or sum(is_tracked(r) for r in result) < 2:
+        return result
+    return type(result)([r.view_as(r) if is_tracked(r) else r for r in result])
+
+
+def is_tracked(result: Any) -> bool:
+    """Whether a result is a tensor with a history."""
+    return isinstance(result, Tensor) and result.grad_fn is not None
+
+
+def check_subclass(kind: type) -> None:
+    """Raise if a kind of tensor has operations of its own."""
+    functions = (Tensor.__torch_function__, Parameter.__torch_function__)
+    dispatches = (Tensor.__torch_dispatch__, Parameter.__torch_dispatch__)
+    if kind.__torch_function__ not in functions or kind.__torch_dispatch__ not in dispatches:  # type: ignore[attr-defined]
+        raise CannotDifferentiate(
+            f"sweep: tensors of class {kind.__name__} have operations of their own"
+        )
+
+
+@contextmanager
+def plain_checkpoints() -> Iterator[None]:
+    """Let re-entrant checkpoints run as plain calls: inside them nothing could be recorded."""
+    CheckpointFunction.apply = staticmethod(lambda run, preserve_random_state, *args: run(*args))
+    try:
+        yield
+    finally:
+        del CheckpointFunction.apply
+
+
+class Circumstances:
+    """What an operation depends on besides its arguments, so that it can be run again alike."""
+
+    def __init__(self, args: Any):
+        """Remember the random state, and how autocast is set, on CPU and the arguments' device."""
+        device = next((t.device for t in find_tensors(args) if t.device.type != "cpu"), None)
+        self.cpu = torch.get_rng_state()
+        self.device = device
+        self.module = None if device is None else torch.get_device_module(device)
+        self.random = None if self.module is None else self.module.get_rng_state(device)
+        kinds = ["cpu"] if device is None else ["cpu", device.type]
+        self.autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in kinds
+        ]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Be in these circumstances."""
+        torch.set_rng_state(self.cpu)
+        if self.module is not None:
+            self.module.set_rng_state(self.random, self.device)
+        with ExitStack() as stack:
+            for kind, dtype, enabled in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+            yield
