@@ -75,6 +75,7 @@ class LearningRates:
     lambda_int: float = 1.0
     diagonal: bool = False
     model_change: float = math.nan  # -eta.gbar + 1/2 eta.Hbar eta, with all of Hbar
+    eta_stderr: Tensor | None = None  # (S,)  over batches, if the summary was measured with stderr
 
     @property
     def ok(self) -> bool:
@@ -85,10 +86,13 @@ class LearningRates:
         """Return a table of the groups with their rates, and the status in words."""
         rates = self.eta.detach().double().cpu().tolist()
         names = self.names or tuple(str(s) for s in range(len(rates)))
-        rows = [("group", "learning rate"), *((n, f"{r:+.4e}") for n, r in zip(names, rates))]
+        rows = [["group", "learning rate"], *([n, f"{r:+.4e}"] for n, r in zip(names, rates))]
+        if self.eta_stderr is not None:
+            errors = self.eta_stderr.detach().double().cpu().tolist()
+            rows = [[*row, cell] for row, cell in zip(rows, ["±", *(f"{e:.1e}" for e in errors)])]
         how = f"lambda_int = {self.lambda_int:g}" + (", diagonal of Hbar" if self.diagonal else "")
         return (
-            f"{text_table(rows, right=[1])}\n"
+            f"{text_table(rows, right=[1, 2])}\n"
             f"{how}, radius {self.radius:.4g}, predicted change of the loss "
             f"{self.model_change:+.4g}\n{self.status}: {STATUS[self.status]}"
         )
@@ -107,6 +111,10 @@ def learning_rates(
         summary: gbar (S,), Hbar (S, S), of which the symmetric part counts, and D3 (S,).
         lambda_int: Strength of the cubic term. 0 gives Newton's step, and needs no D3.
         diagonal: Set the off-diagonal of Hbar to zero first (App. K).
+
+    Returns:
+        The rates. ``eta_stderr`` is there if the summary has ``parts`` (measured with
+        ``stderr=True``): the jackknife over batches, one more solution for each.
 
     Raises:
         ValueError: If Hbar is missing, or D3 where it is needed, if shapes do not fit, or if
@@ -136,7 +144,23 @@ def learning_rates(
         lambda_int=lambda_int,
         diagonal=diagonal,
         model_change=change,
+        eta_stderr=_jackknife(summary, lambda_int, diagonal),
     )
+
+
+def _jackknife(summary: Summary, lambda_int: float, diagonal: bool) -> Tensor | None:
+    """Return the standard error of the rates, from leaving out one batch at a time, (S,)."""
+    parts = getattr(summary, "parts", ())
+    if len(parts) < 2:
+        return None
+    etas = []
+    for i in range(len(parts)):
+        rest = [*parts[:i], *parts[i + 1 :]]
+        mean = type(summary).mean(rest, [part.num_samples or 1 for part in rest])
+        etas.append(learning_rates(mean, lambda_int, diagonal=diagonal).eta)
+    left_out = torch.stack(etas)
+    gaps = left_out - left_out.mean(0)
+    return ((len(parts) - 1) / len(parts) * gaps.square().sum(0)).sqrt()
 
 
 def _checked(summary: Summary, lambda_int: float) -> tuple[Array, Array, Array | None]:

@@ -35,11 +35,12 @@ class NewtonSummary(Optimizer):
 
     Curvature is measured on data of its own. Either give it here,
 
+    >>> import newton_summary as ns
     >>> net = nn.Linear(3, 1)
     >>> x, y = torch.randn(64, 3), torch.randn(64, 1)
     >>> def loss_fn(model, batch):
     ...     return (model(batch[0]) - batch[1]).square().mean()
-    >>> opt = NewtonSummary(make_partition(net), curvature=(loss_fn, [(x, y)]))
+    >>> opt = ns.NewtonSummary(ns.make_partition(net), curvature=(loss_fn, [(x, y)]))
     >>> loss_fn(net, (x, y)).backward()
     >>> _ = opt.step()
 

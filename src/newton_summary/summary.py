@@ -39,6 +39,9 @@ class Summary:
     backend: str = "given"  # who computed it; "given" if made by hand
     reason: str | None = None  # why this backend and not the default one
     approximate: bool = False  # true for central differences
+    gbar_stderr: Tensor | None = None  # (S,)    standard error of gbar over batches, if wanted
+    Hbar_stderr: Tensor | None = None  # (S, S)  the same of Hbar
+    parts: tuple[Summary, ...] = ()  # the batches' own summaries, if errors are wanted
 
     def __post_init__(self) -> None:
         """Check types and shapes."""
@@ -122,12 +125,35 @@ class Summary:
             loss=average("loss"),
             num_samples=sum(summary.num_samples for summary in summaries),
             approximate=any(summary.approximate for summary in summaries),
+            gbar_stderr=None,
+            Hbar_stderr=None,
+            parts=(),
+        )
+
+    def with_stderr(self, parts: Sequence[Summary]) -> Summary:
+        """Return this mean of batches with the standard errors of gbar and Hbar over them.
+
+        With B batches of n_b samples, N in all, the square of the error of a mean is
+        B/(B-1) sum_b (n_b/N)^2 (x_b - mean)^2. One batch alone tells no error.
+        """
+        count, total = len(parts), sum(part.num_samples for part in parts)
+
+        def error(name: str) -> Tensor | None:
+            mean = getattr(self, name)
+            if count < 2 or mean is None:
+                return None
+            gaps = (part.num_samples / total * (getattr(part, name) - mean) for part in parts)
+            return (count / (count - 1) * torch.stack(list(gaps)).square().sum(0)).sqrt()
+
+        return replace(
+            self, gbar_stderr=error("gbar"), Hbar_stderr=error("Hbar"), parts=tuple(parts)
         )
 
     def to(self, *args: Any, **kwargs: Any) -> Summary:
         """Convert dtype and device, as ``Tensor.to`` does."""
         changed = {n: getattr(self, n).to(*args, **kwargs) for n in self._tensor_fields()}
-        return replace(self, **changed)
+        parts = tuple(part.to(*args, **kwargs) for part in self.parts)
+        return replace(self, **changed, parts=parts)
 
     def _tensor_fields(self) -> list[str]:
         return [f.name for f in fields(self) if isinstance(getattr(self, f.name), Tensor)]
@@ -220,16 +246,23 @@ class Summary:
         """Return a table of the groups with the diagonal of every order."""
         header = ["group", "gbar"]
         columns = [self.gbar]
+        if self.gbar_stderr is not None:
+            header.append("±")
+            columns.append(self.gbar_stderr)
         if self.Hbar is not None:
             header.append("Hbar_ss")
             columns.append(self.Hbar.diagonal())
+        if self.Hbar_stderr is not None:
+            header.append("±")
+            columns.append(self.Hbar_stderr.diagonal())
         if self.D3 is not None:
             header.append("D3_sss")
             columns.append(self.D3)
         numbers = torch.stack([c.detach().double().cpu() for c in columns], 1).tolist()
         rows = [header]
         for name, values in zip(self.names, numbers, strict=True):
-            rows.append([name, *(f"{value:+.3e}" for value in values)])
+            signs = ("" if title == "±" else "+" for title in header[1:])
+            rows.append([name, *(f"{v:{sign}.3e}" for v, sign in zip(values, signs))])
         how = f"backend {self.backend}" + (", approximate" if self.approximate else "")
         title = f"Summary of {len(self)} groups, order {self.order}, {how}"
         if self.num_samples:
@@ -245,6 +278,7 @@ class Summary:
         state = {f.name: getattr(self, f.name) for f in fields(self)}
         if self.partition is not None:
             state["partition"] = self.partition.state_dict()
+        state["parts"] = [replace(part, partition=None).state_dict() for part in self.parts]
         return state
 
     @classmethod
@@ -253,6 +287,8 @@ class Summary:
         state = dict(state)
         if state.get("partition") is not None:
             state["partition"] = Partition.from_state_dict(state["partition"])
+        parts = (cls.from_state_dict(part) for part in state.get("parts", ()))
+        state["parts"] = tuple(replace(p, partition=state.get("partition")) for p in parts)
         return cls(**state)
 
     def save(self, path: str | Path) -> None:
