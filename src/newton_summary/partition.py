@@ -11,6 +11,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from types import EllipsisType
 from typing import Any
 
@@ -194,10 +195,13 @@ class Partition:
     def __str__(self) -> str:
         """Return a table: number, name, role, entries and parameters of each group."""
         rows = [("", "group", "role", "entries", "parameters")]
+        aliases = {} if self.model is None else _aliases(self.model)
         for s, (name, role, size) in enumerate(
             zip(self.names, self.roles, self.sizes, strict=True)
         ):
-            rows.append((str(s), name, role, f"{size:,}", _describe(self.members[s], name)))
+            rows.append(
+                (str(s), name, role, f"{size:,}", _describe(self.members[s], name, aliases))
+            )
         return f"{self!r}\n{text_table(shorten(rows), right=(0, 3))}"
 
 
@@ -280,33 +284,44 @@ def find_layers(model: nn.Module) -> list[Layer]:
 
     A layer is a module that owns trainable parameters directly, so the weight and the bias of a
     module stay together; of parameter lists, those at the same place. A norm layer belongs to the
-    layer before it (to the one after it where there is none before), so that convolution and batch
-    norm count as one, as a reader would. An embedding is a layer, and so are the bare parameters of
+    layer before it, so that convolution and batch norm count as one, as a reader would; to the one
+    after it where that is nearer in the tree of modules (a transformer's block that begins with a
+    norm), or where there is none before. An embedding is a layer, and so are the bare parameters of
     a module. A tied parameter belongs to the module that comes first.
     """
     modules = dict(model.named_modules())
     by_owner: dict[str, list[str]] = {}
     for name in trainable(model):
         by_owner.setdefault(_owner(name, modules), []).append(name)
-    layers: list[list[str]] = []
-    leading_norms: list[str] = []
-    for owner, names in by_owner.items():
-        if not _is_norm(modules.get(owner)):
-            layers.append([*leading_norms, *names])
-            leading_norms = []
-        elif layers:
-            layers[-1].extend(names)
-        else:
-            leading_norms.extend(names)
-    if leading_norms:  # a model of norms alone
-        layers = [names for owner, names in by_owner.items()]
+    owners = list(by_owner)
+    others = [i for i, owner in enumerate(owners) if not _is_norm(modules.get(owner))]
+    layers: dict[int, list[str]] = {}
+    for i, owner in enumerate(owners):
+        layer = i
+        if i not in others and others:
+            before = max((j for j in others if j < i), default=None)
+            after = min((j for j in others if j > i), default=None)
+            layer = _nearer(owners, i, before, after)
+        layers.setdefault(layer, []).extend(by_owner[owner])
     return [
         Layer(
             weights=tuple(n for n in names if role(n) == "weight"),
             biases=tuple(n for n in names if role(n) == "bias"),
         )
-        for names in layers
+        for _, names in sorted(layers.items())
     ]
+
+
+def _nearer(owners: Sequence[str], norm: int, before: int | None, after: int | None) -> int:
+    """Return which neighbour shares more of the module path with a norm; in doubt the former."""
+
+    def shared(layer: int) -> int:
+        pairs = zip(owners[norm].split("."), owners[layer].split("."))
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    if before is None or after is None:
+        return next(layer for layer in (before, after) if layer is not None)
+    return after if shared(after) > shared(before) else before
 
 
 def _owner(name: str, modules: Mapping[str, nn.Module]) -> str:
@@ -677,14 +692,18 @@ def _common_role(members: Sequence[Member]) -> str:
     return roles.pop() if len(roles) == 1 else "mixed"
 
 
-def _describe(members: Sequence[Member], group: str, most: int = 3) -> str:
+def _describe(members: Sequence[Member], group: str, aliases: Mapping[str, str]) -> str:
+    """Tell the parameters of a group: each of a few, the first and the last of many."""
+    if len(members) > 2:
+        return f"{len(members)} tensors: {members[0].name} ... {members[-1].name}"
     parts = []
-    for member in members[:most]:
+    for member in members:
         name = "" if member.name == group else f"{member.name} "
         part = "" if member.whole else f"{member.count:,} of "
-        parts.append(f"{name}{part}{member.shape}")
-    more = f", and {len(members) - most} more" if len(members) > most else ""
-    return ", ".join(parts) + more
+        tied = [other for other, n in aliases.items() if n == member.name and other != n]
+        also = f" = {', '.join(tied)}" if tied else ""
+        parts.append(f"{name}{part}{member.shape}{also}")
+    return ", ".join(parts)
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
