@@ -1,5 +1,6 @@
 """Exact higher-order information about the training of a network, seen through groups of layers."""
 
+from newton_summary.advice import Advice, suggest_lrs
 from newton_summary.learning_rates import LearningRates, learning_rates
 from newton_summary.measure import derivative_tensor, summarize, taylor_terms
 from newton_summary.optimizer import NewtonSummary
@@ -10,6 +11,7 @@ from newton_summary.verification import Verification, verify
 __version__ = "0.1.0"
 
 __all__ = [
+    "Advice",
     "LearningRates",
     "NewtonSummary",
     "Partition",
@@ -20,6 +22,7 @@ __all__ = [
     "derivative_tensor",
     "learning_rates",
     "make_partition",
+    "suggest_lrs",
     "summarize",
     "taylor_terms",
     "verify",
