@@ -54,6 +54,7 @@ def test_a_curvature_closure_does_what_curvature_data_does(mode):
 
     quiet(run)
     assert torch.equal(flat(one), flat(other))
+    assert with_closure.last_summary.reason is None  # the checks of the closure disturb no backend
     assert all((loss is not None) == due for due, loss in returned)
     assert [due for due, _ in returned] == [t % 3 == 0 for t in range(12)]
 
@@ -476,6 +477,8 @@ def test_momentum_growth_and_cap():
     assert follow(eta_momentum=0.5) == [1.05, 4.0, 0.25]
     assert follow(eta_momentum=0.5, eta_average=True) == [0.55, 3.0, 0.25]
     assert follow(max_growth=2.0) == [0.2, 2.0, 0.0]
+    first = RateRules(max_growth=2.0).follow(rates, last, torch.zeros_like(peak))
+    assert first.tolist() == [1.0, 2.0, 0.0]  # a group that has not moved yet has no limit
     assert follow(max_eta=1.5) == [1.0, 1.5, 0.0]
 
 

@@ -8,17 +8,27 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from newton_summary.averaging import make_average
-from newton_summary.curvature_data import CurvatureData
 from newton_summary.derivatives import BACKENDS
 from newton_summary.derivatives.probe import LossFn
 from newton_summary.learning_rates import LearningRates
 from newton_summary.motion import Motion, make_motion
+from newton_summary.optimizer_input import (
+    as_loss_fn,
+    check_curvature,
+    check_direction,
+    check_number,
+    check_partition,
+    check_whole,
+    extended,
+    holds_all,
+    is_divided,
+)
 from newton_summary.partition import Partition
-from newton_summary.rate_rules import RateRules, check_number
+from newton_summary.rate_rules import RateRules
 from newton_summary.refresh import Refresh
 from newton_summary.summary import Summary
 
@@ -135,7 +145,7 @@ class NewtonSummary(Optimizer):
         backend: str = "auto",
         microbatch: int | None = None,
     ):
-        model = _check_partition(partition)
+        model = check_partition(partition)
         check_number(0 <= float(lr) < math.inf, "lr", lr, "0 or more, finite")
         check_number(0 <= momentum < 1, "momentum", momentum, "0 or more, below 1")
         check_number(0 <= summary_decay < 1, "summary_decay", summary_decay, "0 or more, below 1")
@@ -145,20 +155,16 @@ class NewtonSummary(Optimizer):
         )
         if backend != "auto" and backend not in BACKENDS:
             raise ValueError(f"Unknown backend {backend!r}: write 'auto' or one of {[*BACKENDS]}.")
-        for name, value, least in (
-            ("summary_period", summary_period, 1),
-            ("summary_window", summary_window, 1),
-            ("warmup", warmup, 0),
-        ):
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            check_number(whole and value >= least, name, value, f"whole and at least {least}")
+        check_whole("summary_period", summary_period, least=1)
+        check_whole("summary_window", summary_window, least=1)
+        check_whole("warmup", warmup, least=0)
         if direction is not None:
-            _check_direction(direction, partition)
+            check_direction(direction, partition)
         self.model = model
         self.partition = partition
         self.direction = direction
         self.summary_period, self.warmup = summary_period, warmup
-        self._loss_fn, self._data = _check_curvature(curvature)
+        self._loss_fn, self._data = check_curvature(curvature)
         self._refresh = Refresh(
             model,
             partition,
@@ -187,7 +193,7 @@ class NewtonSummary(Optimizer):
         self._made = False  # until then, add_param_group is called by torch
 
         options = {"lr": lr, "momentum": momentum}
-        if _is_divided(partition):
+        if is_divided(partition):
             everything = list(partition.params.values())
             groups = [
                 {"params": everything, "name": "all groups", "eta": self._refresh.eta, **options}
@@ -292,7 +298,7 @@ class NewtonSummary(Optimizer):
                 "curvature=(loss_fn, loader) to NewtonSummary, or call step(closure) with a "
                 "closure that returns the loss of a curvature batch, whenever opt.refresh_due."
             )
-        return _as_loss_fn(closure, self.partition), None
+        return as_loss_fn(closure, self.partition), None
 
     def _scaled(self, motion: Motion, solution: Tensor) -> Tensor:
         """Return lr * solution of every group, (S,), on the device."""
@@ -356,7 +362,7 @@ class NewtonSummary(Optimizer):
 
     def _show(self, eta: Tensor) -> None:
         """Write the rates where loggers look for them."""
-        if _is_divided(self.partition):
+        if is_divided(self.partition):
             self.param_groups[0]["eta"] = eta
             return
         for group, value in zip(self.param_groups, eta.tolist(), strict=True):
@@ -388,9 +394,9 @@ class NewtonSummary(Optimizer):
         given = param_group["params"]
         params = [given] if isinstance(given, Tensor) else list(given)
         name = param_group.get("name", f"group{len(self.partition)}")
-        partition = _extended(self.partition, self.model, params, name)
-        held_all = self.direction is not None and _holds_all(self.direction, self.partition)
-        if _is_divided(partition):
+        partition = extended(self.partition, self.model, params, name)
+        held_all = self.direction is not None and holds_all(self.direction, self.partition)
+        if is_divided(partition):
             self.param_groups[0]["params"].extend(params)
         else:
             super().add_param_group({"eta": 0.0, **param_group, "params": params, "name": name})
@@ -468,89 +474,3 @@ class NewtonSummary(Optimizer):
         """Return what a copy needs: buffers are made anew, a scheduler's wrapper stays behind."""
         state = {k: v for k, v in self.__dict__.items() if k != "step"}
         return state | {"_motion": None, "_factors": None}
-
-
-def _check_partition(partition: Partition) -> nn.Module:
-    if not isinstance(partition, Partition):
-        raise TypeError(
-            f"The partition is of type {type(partition).__name__}: make one with "
-            f"make_partition(model, 'canonical')."
-        )
-    if partition.model is None:
-        raise ValueError(
-            "The partition was read from a file and has no model: make one with "
-            "make_partition(model, ...)."
-        )
-    return partition.model
-
-
-def _check_direction(direction: Optimizer, partition: Partition) -> None:
-    if not isinstance(direction, Optimizer):
-        raise TypeError(f"direction={direction!r}: give a torch optimizer, or None.")
-    known = {id(p) for p in partition.params.values()}
-    for group in direction.param_groups:
-        for p in group["params"]:
-            if id(p) not in known and p.requires_grad:
-                raise ValueError(
-                    f"The optimizer given as direction holds a parameter of shape "
-                    f"{tuple(p.shape)} that is not in the partition: it belongs to another model."
-                )
-
-
-def _check_curvature(curvature: Any) -> tuple[LossFn | None, CurvatureData | None]:
-    if curvature is None:
-        return None, None
-    if not (isinstance(curvature, tuple) and len(curvature) == 2 and callable(curvature[0])):
-        raise TypeError(
-            "curvature is a pair (loss_fn, loader), with loss_fn(model, batch) -> mean loss."
-        )
-    return curvature[0], CurvatureData(curvature[1])
-
-
-def _as_loss_fn(closure: Closure, partition: Partition) -> LossFn:
-    """Return the closure as a function of model and batch that checks what comes back."""
-    asked = (
-        "A closure of step() returns the loss of a curvature batch as a tensor, without backward()"
-    )
-
-    def grads() -> list[Tensor | None]:
-        with torch._C.DisableTorchFunction():  # or the sweep thinks that the loss reads them
-            return [p.grad for p in partition.params.values()]
-
-    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-        before = grads()
-        loss = closure()
-        if any(new is not old for new, old in zip(grads(), before)):
-            raise ValueError(f"The closure called backward() or zero_grad(). {asked}.")
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"The closure returned {type(loss).__name__}. {asked}.")
-        if not loss.requires_grad:
-            raise ValueError(f"The closure returned a loss that is detached. {asked}.")
-        return loss
-
-    return loss_fn
-
-
-def _is_divided(partition: Partition) -> bool:
-    return any(isinstance(label, Tensor) for label in partition.labels.values())
-
-
-def _holds_all(optimizer: Optimizer, partition: Partition) -> bool:
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return all(id(p) in held for p in partition.params.values())
-
-
-def _extended(partition: Partition, model: nn.Module, params: list[Tensor], name: str) -> Partition:
-    """Return the partition with one more group."""
-    names = {id(p): n for n, p in model.named_parameters()}
-    for p in params:
-        if id(p) not in names:
-            raise ValueError(
-                f"The new group {name!r} holds a tensor of shape {tuple(p.shape)} that is no "
-                f"parameter of the model. Register it in the model first."
-            )
-        if names[id(p)] in partition.params:
-            raise ValueError(f"Parameter {names[id(p)]!r} is in the partition already.")
-    added = {names[id(p)]: p for p in params}
-    labels = {**partition.labels, **dict.fromkeys(added, len(partition))}
-    return Partition([*partition.names, name], {**partition.params, **added}, labels, model)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from newton_summary.learning_rates import LearningRates, learning_rates
+from newton_summary.optimizer_input import check_number
 from newton_summary.summary import Summary
 
 
@@ -110,9 +111,3 @@ def _part(summary: Summary, kept: Tensor) -> Summary:
         Hbar=summary.hessian()[kept][:, kept],
         D3=None if summary.D3 is None else summary.D3[kept],
     )
-
-
-def check_number(condition: bool, name: str, value: object, allowed: str) -> None:
-    """Raise an error that says what a value may be, unless the condition holds."""
-    if not condition:
-        raise ValueError(f"{name}={value!r}: write a number that is {allowed}.")
