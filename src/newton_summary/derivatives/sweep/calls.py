@@ -4,58 +4,42 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 
 from newton_summary.derivatives.sweep.tape import find_tensors
 
+
+def names(text: str) -> list[str]:
+    """Return the words of a text."""
+    return text.split()
+
+
 PYTHON_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 # Calls that answer questions about a tensor, or that only move a result out of torch.
 PASS = frozenset(
-    [
-        "dim",
-        "size",
-        "numel",
-        "element_size",
-        "stride",
-        "storage_offset",
-        "is_contiguous",
-        "is_floating_point",
-        "is_complex",
-        "get_device",
-        "ndimension",
-        "nelement",
-        "data_ptr",
-        "untyped_storage",
-        "storage",
-        "_set_grad_enabled",
-        "__len__",
-        "__hash__",
-        "__repr__",
-        "__format__",
-        "retain_grad",
-        "requires_grad",
-        "is_same_size",
-        "is_inference",
-        "_is_view",
-        "is_set_to",
-        "is_pinned",
-        "__dlpack__",
-        "__dlpack_device__",
-    ]
+    names("""
+    dim size numel element_size stride storage_offset is_contiguous is_floating_point is_complex
+    get_device ndimension nelement data_ptr untyped_storage storage _set_grad_enabled __len__
+    __hash__ __repr__ __format__ retain_grad requires_grad is_same_size is_inference _is_view
+    is_set_to is_pinned __dlpack__ __dlpack_device__
+""")
 )
 READS_OUT = frozenset(["item", "tolist", "__float__", "__int__", "numpy", "__array__"])
 GRADIENT_HOOKS = frozenset(["register_hook", "register_post_accumulate_grad_hook"])
-# Arguments that some people write as keywords, in their order.
-POSITIONAL = ("input", "self", "tensors", "other")
+# Arguments that may also be written as keywords, in the order in which they stand.
+POSITIONAL = names("""
+    condition input self tensors other mat1 mat2 vec vec1 vec2 batch1 batch2 tensor tensor1 tensor2
+""")
 
 _names: dict[Any, str] = {}
 
 
 def canonical_name(func: Callable[..., Any]) -> str:
-    """Return one name for all spellings of an operation: ``add`` for ``+``, ``add_`` and ``add``."""
+    """Return one name for all spellings of an operation: ``add`` for ``+`` and ``add_``."""
     try:
         return _names[func]
     except (KeyError, TypeError):
@@ -73,10 +57,8 @@ def canonical_name(func: Callable[..., Any]) -> str:
         name = name[:-1]
     elif name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"):
         name = {"itruediv": "div"}.get(name[2:-2], name[3:-2])
-    try:
+    with suppress(TypeError):
         _names[func] = name
-    except TypeError:
-        pass
     return name
 
 

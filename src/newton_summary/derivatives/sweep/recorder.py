@@ -40,6 +40,7 @@ from newton_summary.derivatives.sweep.tape import (
     changed_in_place,
     find_tensors,
     find_values,
+    positions_in,
     version_of,
 )
 from newton_summary.partition import Params
@@ -71,6 +72,7 @@ class Recorder(TorchFunctionMode):
         self.loose: list[tuple[Tensor, int]] = []  # what .data gave, and its version
         self.entered: list[Any] = []  # Python functions of torch that are being gone through
         self.leaves: dict[int, str] = {}
+        self.memory = {p.untyped_storage().data_ptr(): n for n, p in params.items() if p.numel()}
         self.slots = 0
         for name, p in params.items():
             self.leaves[self.slots] = name
@@ -148,6 +150,7 @@ class Recorder(TorchFunctionMode):
         results = list(result) if isinstance(result, tuple | list) else [result]
         op.outputs = [self._note(tensor, op, in_place) for tensor in results]
         if op.inputs and any(output is not None for output in op.outputs):
+            op.complex = any(t.is_complex() for t in find_tensors((args, results)))
             self.ops.append(op)
             if owner is not None:
                 self._write_to_owner(owner, args[0])
@@ -272,10 +275,10 @@ class Recorder(TorchFunctionMode):
         if not isinstance(tensor, Tensor):
             raise CannotDifferentiate("sweep: an operation changes several tensors in place")
         owner = owner_of(tensor)
-        value = self.values.get(id(owner))
-        if value is not None and value.slot in self.leaves:
+        parameter = self.memory.get(owner.untyped_storage().data_ptr())  # also if by way of .data
+        if parameter is not None:
             raise ValueError(
-                f"The loss changes parameter {self.leaves[value.slot]!r} in place. A loss "
+                f"The loss changes parameter {parameter!r} in place. A loss "
                 f"only reads the parameters."
             )
         owner_value = None if owner is tensor else self._value_of(owner)
@@ -296,7 +299,7 @@ class Recorder(TorchFunctionMode):
         new = self._new_value(owner, torch.autograd.graph.get_gradient_edge(owner))
         # Autograd sees the view as a part of the new owner: there its adjoint has to be looked for.
         written.edge, written.part = new.edge, positions
-        op = Op("write_view", write_view, (old, written), {}, [new], positions)
+        op = Op("write_view", positions_in, (old, written), {}, [new], positions)
         op.inputs = [v.slot for v in (old, written) if v.slot is not None]
         self.ops.append(op)
 
@@ -305,7 +308,7 @@ class Recorder(TorchFunctionMode):
         new = self._new_value(view, torch.autograd.graph.get_gradient_edge(view))
         assert owner.slot is not None
         positions = positions_in(owner.tensor, view)
-        op = Op("read_view", read_view, (owner,), {}, [new], positions, [owner.slot])
+        op = Op("read_view", positions_in, (owner,), {}, [new], positions, [owner.slot])
         self.ops.append(op)
         return new
 
@@ -331,23 +334,6 @@ def view_like(view: Tensor, owner: Tensor, copy: Tensor) -> Tensor:
         raise changed_in_place(owner)
     start = view.storage_offset() - owner.storage_offset()
     return copy.as_strided(view.shape, view.stride(), start)
-
-
-def positions_in(owner: Tensor, view: Tensor) -> Tensor:
-    """Return where each entry of a view stands among the flattened entries of the owner."""
-    numbers = torch.arange(owner.numel(), device=owner.device).reshape(owner.shape)
-    strided = torch.empty_strided(
-        owner.shape, owner.stride(), dtype=torch.int64, device=owner.device
-    )
-    return view_like(view, owner, strided.copy_(numbers)).contiguous()
-
-
-def read_view(*args: Any) -> Any:
-    """Stand for the reading of a view, which is no call of torch."""
-
-
-def write_view(*args: Any) -> Any:
-    """Stand for what writing to a view does to the tensor that owns the memory."""
 
 
 def apart(result: Any) -> Any:

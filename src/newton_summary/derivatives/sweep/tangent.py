@@ -113,20 +113,55 @@ def add_rows(terms: Sequence[tuple[Groups, Tensor]]) -> tuple[Groups, Tensor]:
     return groups, total
 
 
-def add_up(
-    first: Sequence[tuple[Groups, Tensor]], second: Sequence[tuple[Groups, Tensor]]
-) -> Tangent | None:
-    """Make a tangent from terms of y1 and terms of y2; in the common case this is one copy."""
+# Rows of some groups: a tensor, or a function that writes them to a tensor it is given.
+Term = tuple[Groups, Tensor | Callable[[Tensor], object]]
+
+
+def add_up(first: Sequence[Term], second: Sequence[Term], y: Tensor) -> Tangent | None:
+    """Make the tangent of ``y`` from terms of y1 and terms of y2.
+
+    Where no two terms share a group, as in a network whose parameters are met one after the other,
+    every row is written once.
+    """
     first = [term for term in first if term[0]]
     second = [term for term in second if term[0]]
     if not first:
         return None
     groups1, groups2 = union(*(g for g, _ in first)), union(*(g for g, _ in second))
-    disjoint = sum(len(g) for g, _ in first) == len(groups1)
-    if disjoint and sum(len(g) for g, _ in second) == len(groups2):
-        rows = [rows for _, rows in (*first, *second)]
-        return Tangent(groups1, groups2, rows[0] if len(rows) == 1 else torch.cat(rows))
-    return join(add_rows(first), add_rows(second) if second else None)
+    if sum(len(g) for g, _ in (*first, *second)) > len(groups1) + len(groups2):
+        terms1, terms2 = ([(g, written(g, x, y)) for g, x in some] for some in (first, second))
+        return join(add_rows(terms1), add_rows(terms2) if terms2 else None)
+    parts = [x for _, x in (*first, *second)]
+    if len(parts) == 1 and isinstance(parts[0], Tensor):
+        return Tangent(groups1, groups2, parts[0])
+    rows = y.new_empty((len(groups1) + len(groups2), *y.shape))
+    start = 0
+    for groups, part in (*first, *second):
+        target = rows[start : start + len(groups)]
+        target.copy_(part) if isinstance(part, Tensor) else part(target)
+        start += len(groups)
+    return Tangent(groups1, groups2, rows)
+
+
+def written(groups: Groups, rows: Tensor | Callable[[Tensor], object], y: Tensor) -> Tensor:
+    """Return the rows of a term as a tensor."""
+    if isinstance(rows, Tensor):
+        return rows
+    result = y.new_empty((len(groups), *y.shape))
+    rows(result)
+    return result
+
+
+def matching(first: Groups, second: Groups) -> list[tuple[slice, slice]]:
+    """Return where the groups of ``second`` stand in ``first``, as pairs of slices.
+
+    >>> matching((3, 5, 7), (3, 5))
+    [(slice(0, 2, None), slice(0, 2, None))]
+    """
+    if second == first[: len(second)]:
+        return [(slice(0, len(second)), slice(0, len(second)))] if second else []
+    places = [first.index(s) for s in second]
+    return [(slice(i, i + 1), slice(j, j + 1)) for j, i in enumerate(places)]
 
 
 def add_tangents(tangents: Sequence[Tangent]) -> Tangent:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from newton_summary.derivatives.probe import CannotDifferentiate
@@ -49,10 +50,27 @@ def version_of(tensor: Tensor) -> int:
 def changed_in_place(tensor: Tensor) -> CannotDifferentiate:
     """Return the error for a change that the recorder has not seen."""
     return CannotDifferentiate(
-        f"sweep: a tensor of shape {tuple(tensor.shape)} that depends on the parameters, or is used "
-        f"together with them, is changed in place in a way that cannot be recorded (under "
-        f"torch.no_grad, or through .detach() or .data)"
+        f"sweep: a tensor of shape {tuple(tensor.shape)} that the loss depends on is changed in "
+        f"place in a way that cannot be recorded, such as through .detach() or .data"
     )
+
+
+def positions_in(owner: Tensor, view: Tensor) -> Tensor:
+    """Return where each entry of a view stands among the flattened entries of the owner."""
+    if view.dtype != owner.dtype:
+        raise changed_in_place(owner)
+    span = 1 + sum((n - 1) * step for n, step in zip(owner.shape, owner.stride(), strict=True))
+    memory = torch.full((span,), -1, device=owner.device)
+    numbers = torch.arange(owner.numel(), device=owner.device).reshape(owner.shape)
+    memory.as_strided(owner.shape, owner.stride()).copy_(numbers)
+    start = view.storage_offset() - owner.storage_offset()
+    try:
+        positions = memory.as_strided(view.shape, view.stride(), start).contiguous()
+    except RuntimeError:
+        positions = numbers - 1
+    if bool((positions < 0).any()):
+        raise CannotDifferentiate("sweep: as_strided reaches beyond the tensor that it is taken of")
+    return positions
 
 
 @dataclass(eq=False)
@@ -68,6 +86,7 @@ class Op:
     inputs: list[int] = field(default_factory=list)  # slots that the operation depends on
     wanted: bool = True  # whether a later operation needs the derivatives of the outputs
     passed: bool = True  # whether the sweep has anything to do here
+    complex: bool = False  # whether a tensor among arguments and results is complex
 
     @property
     def out(self) -> Value:

@@ -20,7 +20,7 @@ from newton_summary.derivatives.sweep.rules import elementwise
 from newton_summary.derivatives.sweep.rules.bilinear import BILINEAR
 from newton_summary.derivatives.sweep.rules.decomposed import DECOMPOSED
 from newton_summary.derivatives.sweep.rules.generic import generic
-from newton_summary.derivatives.sweep.rules.linear import LINEAR
+from newton_summary.derivatives.sweep.rules.linear import LINEAR, zero
 from newton_summary.derivatives.sweep.rules.normalize import NORMALIZE
 from newton_summary.derivatives.sweep.rules.selection import PREPARE, SELECTION
 from newton_summary.derivatives.sweep.tape import Op
@@ -29,6 +29,7 @@ STRAIGHT: dict[str, Callable[..., Any]] = {
     **LINEAR,
     **SELECTION,
     **{name: elementwise.bent(slope) for name, slope in elementwise.BENT.items()},
+    **dict.fromkeys(elementwise.FLAT, zero),
 }
 RULES: dict[str, Callable[..., Any]] = {
     **STRAIGHT,
@@ -40,11 +41,15 @@ RULES: dict[str, Callable[..., Any]] = {
 
 def rule_for(op: Op) -> Callable[..., Any]:
     """Return the rule that an operation is passed with."""
+    if op.complex:  # only what is linear holds for complex numbers as well
+        return LINEAR.get(op.name, generic)
     return RULES.get(op.name, generic)
 
 
 def is_curved(op: Op) -> bool:
     """Whether an operation can contribute to Hbar and D3."""
+    if op.complex:
+        return op.name not in LINEAR
     if op.name in BILINEAR:
         return len(set(op.inputs)) > 1 or len(op.inputs) > 1
     return op.name not in STRAIGHT

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from newton_summary.derivatives.norms import accumulation_dtype
-from newton_summary.derivatives.sweep.tangent import Groups, Tangent, add_up, cast, lift
+from newton_summary.derivatives.sweep.tangent import Groups, Tangent, Term, add_up, cast, lift
 from newton_summary.derivatives.sweep.tape import Op, Value
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Product:
     pair: Callable[[Tensor, Tensor], Tensor]  # rows of a, rows of b -> h(row, row)
     adjoint_left: Callable[[Tensor, Tensor], Tensor]  # delta, rows of b -> rows like a
     adjoint_right: Callable[[Tensor, Tensor], Tensor]  # delta, rows of a -> rows like b
+    left_into: Callable[[Tensor, Tensor], object] | None = None  # rows of a, where to write h(row, b)
 
 
 def gram(X: Tensor, Y: Tensor) -> Tensor:
@@ -55,8 +57,12 @@ def gram(X: Tensor, Y: Tensor) -> Tensor:
 
 def dots(X: Tensor, Y: Tensor) -> Tensor:
     """Return the inner product of each row of X with the same row of Y."""
-    product = X * Y
-    return product.reshape(len(product), -1).sum(1, dtype=accumulation_dtype(product))
+    return sums(X * Y)
+
+
+def sums(X: Tensor) -> Tensor:
+    """Return the sum of each row."""
+    return X.reshape(len(X), -1).sum(1, dtype=accumulation_dtype(X))
 
 
 def pick(groups: Groups, rows: Tensor, wanted: Groups) -> Tensor:
@@ -69,10 +75,7 @@ def pick(groups: Groups, rows: Tensor, wanted: Groups) -> Tensor:
     return rows[positions]
 
 
-Terms = list[tuple[Groups, Tensor]]  # stacks of rows, to be added up group by group
-
-
-def product(sweep: Sweep, op: Op, h: Product, a: Value, b: Value) -> tuple[Terms, Terms]:
+def product(sweep: Sweep, op: Op, h: Product, a: Value, b: Value) -> tuple[list[Term], list[Term]]:
     """Pass a bilinear operation: its contributions, and the terms of y1 and y2 of its result."""
     A, B = sweep.tangent(a), sweep.tangent(b)
     dtype = op.out.tensor.dtype
@@ -85,15 +88,21 @@ def product(sweep: Sweep, op: Op, h: Product, a: Value, b: Value) -> tuple[Terms
                 contribute(sweep, A, B, h.adjoint_left(delta, B.rows))
             else:
                 contribute(sweep, B, A, h.adjoint_right(delta, A.rows))
-    first: Terms = []
-    second: Terms = []
+    first: list[Term] = []
+    second: list[Term] = []
     if not op.wanted:
         return first, second
-    for tangent, linear_map in ((A, h.left), (B, h.right)):
-        if tangent is not None:
-            moved = tangent.map(linear_map)
-            first.append((moved.first, moved.y1))
-            second.append((moved.second, moved.y2))
+    if A is not None and h.left_into is not None:
+        first.append((A.first, partial(h.left_into, A.y1)))
+        second.append((A.second, partial(h.left_into, A.y2)))
+    elif A is not None:
+        moved = A.map(h.left)
+        first.append((A.first, moved.y1))
+        second.append((A.second, moved.y2))
+    if B is not None:
+        moved = B.map(h.right)
+        first.append((B.first, moved.y1))
+        second.append((B.second, moved.y2))
     if A is not None and B is not None and sweep.order == 3:
         shared = tuple(s for s in A.first if s in B.first)
         if shared:
@@ -119,7 +128,7 @@ def contribute(sweep: Sweep, A: Tangent, B: Tangent, G: Tensor) -> None:
 
 
 def plus_bias(
-    sweep: Sweep, op: Op, terms: tuple[Terms, Terms], bias: Any, channel_dim: int
+    sweep: Sweep, op: Op, terms: tuple[list[Term], list[Term]], bias: Any, channel_dim: int
 ) -> Tangent | None:
     """Add the derivatives of a bias, which lies along one dimension of the result."""
     first, second = terms
@@ -132,7 +141,7 @@ def plus_bias(
         rows = rows.expand(len(rows), *shape)
         k = len(t.first)
         first, second = [*first, (t.first, rows[:k])], [*second, (t.second, rows[k:])]
-    return add_up(first, second)
+    return add_up(first, second, op.out.tensor)
 
 
 # --- matrix products -----------------------------------------------------------------------------
@@ -164,6 +173,9 @@ def linear(sweep: Sweep, op: Op, x: Value, weight: Value, bias: Any = None) -> A
             lambda w: delta.reshape(-1, delta.shape[-1]) @ w, rows
         ).reshape(len(rows), *X.shape),
         adjoint_right=adjoint_right,
+        left_into=lambda rows, out: torch.mm(
+            rows.reshape(-1, X.shape[-1]), W.T, out=out.view(-1, len(W))
+        ),
     )
     return plus_bias(sweep, op, product(sweep, op, h, x, weight), bias, -1)
 
@@ -200,7 +212,7 @@ def matmul(sweep: Sweep, op: Op, a: Value, b: Value) -> Any:
             torch.matmul(as_left(rows).mT, as_result(delta)), B.shape
         ),
     )
-    return add_up(*product(sweep, op, h, a, b))
+    return add_up(*product(sweep, op, h, a, b), op.out.tensor)
 
 
 def unbroadcast(rows: Tensor, shape: Sequence[int]) -> Tensor:
@@ -229,13 +241,13 @@ def multiply(sweep: Sweep, op: Op, a: Any, b: Any) -> Any:
         adjoint_left=lambda delta, rows: unbroadcast(lift(rows, ndim) * delta, A.shape),
         adjoint_right=lambda delta, rows: unbroadcast(lift(rows, ndim) * delta, B.shape),
     )
-    return add_up(*product(sweep, op, h, a, b))
+    return add_up(*product(sweep, op, h, a, b), op.out.tensor)
 
 
 def divide(sweep: Sweep, op: Op, a: Value, b: Any, **kwargs: Any) -> Any:
     """``a / b`` where b does not depend on the parameters."""
     t = sweep.tangent(a)
-    if t is None:
+    if t is None or kwargs.get("rounding_mode") is not None:
         return None
     ndim = op.out.tensor.dim()
     divisor = b.now if isinstance(b, Value) else b
@@ -376,12 +388,12 @@ def einsum(sweep: Sweep, op: Op, equation: str, operands: Sequence[Value], *path
         adjoint_left=lambda delta, rows: adjoint(delta, rows, lb, la, A),
         adjoint_right=lambda delta, rows: adjoint(delta, rows, la, lb, B),
     )
-    return add_up(*product(sweep, op, h, a, b))
+    return add_up(*product(sweep, op, h, a, b), op.out.tensor)
 
 
 BILINEAR: dict[str, Callable[..., Any]] = {
     "linear": linear,
-    **dict.fromkeys(["matmul", "mm", "bmm", "mv", "dot", "inner_vectors", "__matmul__"], matmul),
+    **dict.fromkeys(["matmul", "mm", "bmm", "mv", "dot", "vdot", "linalg_matmul"], matmul),
     **dict.fromkeys(["mul", "multiply"], multiply),
     **dict.fromkeys(["div", "divide", "true_divide"], divide),
     **{f"conv{n}d": convolution(False, n) for n in (1, 2, 3)},

@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from newton_summary.derivatives.sweep.rules.bilinear import dots, gram, pick
-from newton_summary.derivatives.sweep.tangent import Tangent, add_rows, join
+from newton_summary.derivatives.sweep.rules.bilinear import gram, sums
+from newton_summary.derivatives.sweep.calls import names
+from newton_summary.derivatives.sweep.tangent import Tangent, matching, lift
 from newton_summary.derivatives.sweep.tape import Op, Value, plain
 
 if TYPE_CHECKING:
@@ -32,45 +33,53 @@ def curved(derivatives: Callable[..., Derivatives]) -> Callable[..., Any]:
     """Return the rule for a function given its derivatives, as a function of (x, y, *arguments)."""
 
     def rule(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Tangent | None:
-        t = sweep.tangent(x)
+        t = broadcast(sweep.tangent(x), op)
         if t is None:
             return None
         f1, f2, f3 = derivatives(x.now, op.out.now, *plain(args), **plain(kwargs))
         if f2 is None:
             return t.map(lambda rows: rows * f1)
-        x1, delta = t.y1, sweep.adjoint(op.out)
-        squares = x1 * x1 if sweep.order == 3 else None
+        x1, delta, k = t.y1, sweep.adjoint(op.out), len(t.first)
+        third = sweep.order == 3
+        result = x1.new_empty((2 * k, *x1.shape[1:])) if third else None
+        squares = None if result is None else torch.mul(x1, x1, out=result[k:])
+        same_groups = matching(t.first, t.second)
         if delta is not None:
             curvature = delta * f2
-            sweep.add_Hbar(t.first, t.first, gram(x1 * curvature, x1))
+            work = x1 * curvature
+            sweep.add_Hbar(t.first, t.first, gram(work, x1))
             if squares is not None:  # <x1, delta f3 x1^2 + 3 delta f2 x2>
-                cubic = torch.zeros_like(x1) if f3 is None else squares * (delta * f3)
-                if t.second == t.first[: len(t.second)]:
-                    cubic[: len(t.second)].addcmul_(t.y2, curvature, value=3)
-                else:
-                    sweep.add_D3(t.second, 3 * dots(pick(t.first, x1, t.second), t.y2 * curvature))
-                sweep.add_D3(t.first, dots(x1, cubic))
+                work = work.zero_() if f3 is None else torch.mul(squares, delta * f3, out=work)
+                for mine, theirs in same_groups:
+                    work[mine].addcmul_(t.y2[theirs], curvature, value=3)
+                work.mul_(x1)
+                sweep.add_D3(t.first, sums(work))
         if not op.wanted:
             return None
-        if squares is None:
+        if result is None or squares is None:
             return t.map(lambda rows: rows * f1)
-        moved = t.rows * f1
-        k = len(t.first)
-        if t.second == t.first[: len(t.second)]:
-            squares *= f2
-            squares[: len(t.second)] += moved[k:]
-            return join((t.first, moved[:k]), (t.first, squares))
-        second = add_rows([(t.first, squares * f2), (t.second, moved[k:])])
-        return join((t.first, moved[:k]), second)
+        torch.mul(x1, f1, out=result[:k])
+        squares.mul_(f2)
+        for mine, theirs in same_groups:
+            squares[mine].addcmul_(t.y2[theirs], f1)
+        return Tangent(t.first, t.first, result)
 
     return rule
+
+
+def broadcast(t: Tangent | None, op: Op) -> Tangent | None:
+    """Spread the derivatives of x out to the shape of y: another argument may have been larger."""
+    shape = op.out.tensor.shape
+    if t is None or t.rows.shape[1:] == shape:
+        return t
+    return t.map(lambda rows: lift(rows, len(shape)).expand(len(rows), *shape))
 
 
 def bent(slope: Callable[..., Tensor]) -> Callable[..., Any]:
     """Return the rule for a function made of straight pieces, given its slope."""
 
     def rule(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Tangent | None:
-        t = sweep.tangent(x)
+        t = broadcast(sweep.tangent(x), op)
         if t is None:
             return None
         f1 = slope(x.now, op.out.now, *plain(args), **plain(kwargs))
@@ -95,6 +104,10 @@ def _leaky_slope(x: Tensor, y: Tensor, negative_slope: float = 0.01, inplace: An
     return torch.where(x > 0, 1.0, negative_slope).to(x.dtype)
 
 
+def _random_slope(x: Tensor, y: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return torch.where(x < 0, y / torch.where(x < 0, x, 1.0), 1.0)
+
+
 def _hard_slope(low: float, high: float, slope: float) -> Callable[..., Tensor]:
     return lambda x, y, *args, **kwargs: ((x > low) & (x < high)).to(x.dtype) * slope
 
@@ -103,6 +116,8 @@ BENT: dict[str, Callable[..., Tensor]] = {
     "relu": lambda x, y, inplace=None: (x > 0).to(x.dtype),
     "relu6": _hard_slope(0, 6, 1),
     "leaky_relu": _leaky_slope,
+    "rrelu": _random_slope,
+    "frac": lambda x, y: torch.ones_like(x),
     "hardtanh": lambda x, y, min_val=-1.0, max_val=1.0, inplace=None: (
         (x > min_val) & (x < max_val)
     ).to(x.dtype),
@@ -122,12 +137,16 @@ BENT: dict[str, Callable[..., Tensor]] = {
 }
 
 
+# Level pieces: no derivatives at all.
+FLAT = names("sign sgn floor ceil round trunc fix special_round")
+
+
 # --- smooth functions ----------------------------------------------------------------------------
 
 
 def _tanh(x: Tensor, y: Tensor) -> Derivatives:
     f1 = 1 - y * y
-    return f1, -2 * y * f1, f1 * (4 - 6 * f1)
+    return f1, (y * f1).mul_(-2), torch.addcmul(4 * f1, f1, f1, value=-6)
 
 
 def _sigmoid(x: Tensor, y: Tensor) -> Derivatives:
@@ -358,11 +377,14 @@ CURVED: dict[str, Callable[..., Derivatives]] = {
     "softsign": _softsign,
     "exp": _exp,
     "exp2": _exp2,
+    "special_exp2": _exp2,
     "expm1": lambda x, y: _exp(x, y + 1),
+    "special_expm1": lambda x, y: _exp(x, y + 1),
     "log": _log(math.e),
     "log2": _log(2.0),
     "log10": _log(10.0),
     "log1p": _log1p,
+    "special_log1p": _log1p,
     "sqrt": _sqrt,
     "rsqrt": _rsqrt,
     "reciprocal": _reciprocal,
@@ -386,6 +408,9 @@ CURVED: dict[str, Callable[..., Derivatives]] = {
     "atanh": _rational(-1),
     "arctanh": _rational(-1),
     "erf": _erf(1),
+    "special_erf": _erf(1),
     "erfc": _erf(-1),
+    "special_erfc": _erf(-1),
     "logit": _logit,
+    "special_logit": _logit,
 }

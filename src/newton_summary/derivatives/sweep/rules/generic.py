@@ -1,12 +1,14 @@
 """Any other operation: its own derivatives, by differentiating that one operation repeatedly.
 
-Along group s the inputs move as x(t) = x + t x1_s + t^2/2 x2_s. For any cotangent v, the derivatives
-of S(t) = <v, h(x(t))> at 0 are linear in v: by v they give y1_s and y2_s, and at v = delta the third
-is this operation's share of D3_s. The share of Hbar is the Hessian of <delta, h(x)> along x1_s, x1_t.
+Along group s the inputs move as x(t) = x + t x1_s + t^2/2 x2_s. For any cotangent v, the
+derivatives of S(t) = <v, h(x(t))> at 0 are linear in v: by v they give y1_s and y2_s, and at v =
+delta the third is this operation's share of D3_s. The share of Hbar is the Hessian of <delta, h(x)>
+along x1_s, x1_t. A complex number counts as two real ones.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,7 +61,8 @@ class Local:
         # In place operations get a tensor of their own to write to.
         args = fill(self.args, {slot: t.clone() for slot, t in given.items()}, keep_constants=True)
         kwargs = fill(self.kwargs, given, keep_constants=True)
-        with self.op.saved.again():
+        circumstances = self.op.saved
+        with circumstances.again() if hasattr(circumstances, "again") else nullcontext():
             result = self.op.func(*args, **kwargs)
         result = args[0] if result is None else result
         results = list(result) if isinstance(result, tuple | list) else [result]
@@ -97,14 +100,15 @@ class Local:
         self, i: int, delta: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
         """Differentiate along the line of the i-th group."""
-        t = torch.zeros((), dtype=self.x[0].dtype, device=self.x[0].device, requires_grad=True)
+        dtype, device = self.x[0].real.dtype, self.x[0].device
+        t = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
         moved = [
             x + t * x1[i] + 0.5 * t * t * x2[i]
             for x, x1, x2 in zip(self.x, self.x1, self.x2, strict=True)
         ]
         y = self.call(moved)
         v = [d.detach().clone().requires_grad_() for d in delta]
-        term = torch.stack([(a * b).sum() for a, b in zip(v, y, strict=True)]).sum()
+        term = inner(v, y)
         results: list[list[Tensor]] = []
         orders = 2 if self.sweep.order == 3 else 1
         for _ in range(orders):
@@ -115,20 +119,23 @@ class Local:
 
     def _add_Hbar(self, delta: list[Tensor]) -> None:
         x = [value.detach().clone().requires_grad_() for value in self.x]
-        scalar = torch.stack(
-            [(d * y).sum() for d, y in zip(delta, self.call(x), strict=True)]
-        ).sum()
-        grads = _derivative(scalar, x, create_graph=True)
+        grads = _derivative(inner(delta, self.call(x)), x, create_graph=True)
         rows = []
         for i in range(len(self.first)):
-            slope = torch.stack(
-                [(g * x1[i]).sum() for g, x1 in zip(grads, self.x1, strict=True)]
-            ).sum()
+            slope = inner(grads, [x1[i] for x1 in self.x1])
             products = _derivative(slope, x, create_graph=False)
-            rows.append(
-                sum(gram(p.detach()[None], x1) for p, x1 in zip(products, self.x1, strict=True))
-            )
+            rows.append(sum(gram(_real(p[None]), _real(x1)) for p, x1 in zip(products, self.x1)))
         self.sweep.add_Hbar(self.first, self.first, torch.cat(rows))  # type: ignore[arg-type]
+
+
+def inner(a: list[Tensor], b: list[Tensor]) -> Tensor:
+    """Return the inner product of several tensors with as many others, a real number."""
+    products = [(_real(x) * _real(y)).sum() for x, y in zip(a, b, strict=True)]
+    return torch.stack(products).sum()
+
+
+def _real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x) if x.is_complex() else x
 
 
 def _derivative(scalar: Tensor, inputs: list[Tensor], create_graph: bool) -> list[Tensor]:

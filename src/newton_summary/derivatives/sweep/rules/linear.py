@@ -1,4 +1,4 @@
-"""Operations that are linear in the values that depend on the parameters: no curvature of their own.
+"""Operations that are linear in the values that depend on the parameters: without curvature.
 
 Their rule is to apply the operation to every row of the stack. Common ones do so directly, with the
 dimensions shifted by one; the others through ``torch.vmap``.
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from newton_summary.derivatives.probe import CannotDifferentiate
+from newton_summary.derivatives.sweep.calls import names
 from newton_summary.derivatives.sweep.tangent import Tangent, add_tangents, align, lift
 from newton_summary.derivatives.sweep.tape import Op, Value, find_values, plain
 
@@ -57,13 +59,13 @@ def transpose(sweep: Sweep, op: Op, x: Value, dim0: int, dim1: int) -> Tangent |
 
 
 def matrix_transpose(sweep: Sweep, op: Op, x: Value) -> Tangent | None:
-    """``x.T``, ``x.mT``, ``x.t()``."""
+    """``x.T``, ``x.mT``, ``x.H``, ``x.mH``, ``x.t()``."""
     t = only(sweep, x)
     if t is None or t.rows.dim() < 3:
         return t
     if op.name == "T" and t.rows.dim() > 3:
         return t.map(lambda rows: rows.permute(0, *range(rows.dim() - 1, 0, -1)))
-    return t.map(lambda rows: rows.transpose(-1, -2))
+    return t.map(lambda rows: rows.mH if op.name in ("H", "mH") else rows.mT)
 
 
 def permute(sweep: Sweep, op: Op, x: Value, *dims: Any) -> Tangent | None:
@@ -129,13 +131,43 @@ def full_index(index: Any, ndim: int) -> tuple[Any, ...]:
     return (*parts[:where], *rest, *parts[where + 1 :])
 
 
+def read_view(sweep: Sweep, op: Op, owner: Value, *args: Any, **kwargs: Any) -> Tangent | None:
+    """Entries of a tensor by their positions in it: a view, as it is after the owner changed."""
+    t = only(sweep, owner)
+    return None if t is None else t.map(lambda rows: rows.flatten(1)[:, op.saved])
+
+
+def write_view(sweep: Sweep, op: Op, owner: Value, view: Value) -> Tangent | None:
+    """Entries of a tensor replaced at their positions: what writing to a view does to its owner."""
+    present = [t for t in (sweep.tangent(owner), sweep.tangent(view)) if t is not None]
+    if not present:
+        return None
+    zeros = [Tangent((), (), v.tensor.new_zeros((0, *v.tensor.shape))) for v in (owner, view)]
+    first, second, (old, new) = align(
+        [sweep.tangent(owner) or zeros[0], sweep.tangent(view) or zeros[1]]
+    )
+    rows = old.flatten(1).index_copy(1, op.saved.flatten(), new.flatten(1))
+    return Tangent(first, second, rows.reshape(old.shape))
+
+
 def embedding(
-    sweep: Sweep, op: Op, weight: Value, indices: Value, padding_idx: int = -1, *args: Any
+    sweep: Sweep,
+    op: Op,
+    weight: Value,
+    indices: Value,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
 ) -> Tangent | None:
     """Rows of a table, by index; the padding row never moves."""
     t = only(sweep, weight)
     if t is None:
         return None
+    if scale_grad_by_freq:
+        raise CannotDifferentiate(
+            "sweep: with scale_grad_by_freq=True the gradient of an embedding is not the "
+            "derivative of the loss"
+        )
     chosen = indices.now
     rows = t.rows[:, chosen]
     if padding_idx is not None and padding_idx >= 0:
@@ -173,6 +205,15 @@ def combine(sweep: Sweep, op: Op, terms: list[tuple[Any, Any]]) -> Tangent | Non
             rows = rows if isinstance(factor, int) and factor == 1 else rows * factor
             tangents.append(Tangent(t.first, t.second, rows))
     return add_tangents(tangents) if tangents else None
+
+
+def copy(sweep: Sweep, op: Op, x: Value, source: Any, *args: Any, **kwargs: Any) -> Any:
+    """``x.copy_(source)`` and ``x.fill_(source)``: nothing of x is left."""
+    return combine(sweep, op, [(source, 1)])
+
+
+def zero(sweep: Sweep, op: Op, *args: Any, **kwargs: Any) -> None:
+    """``x.zero_()``, and functions made of level pieces: no derivatives at all."""
 
 
 def neg(sweep: Sweep, op: Op, x: Value) -> Tangent | None:
@@ -282,8 +323,9 @@ def fill(tree: Any, given: dict[int | None, Tensor], keep_constants: bool) -> An
     if isinstance(tree, Value):
         if tree.slot in given:
             return given[tree.slot].to(tree.tensor.dtype)
-        keep = keep_constants or not tree.tensor.dtype.is_floating_point
-        return tree.now if keep else torch.zeros_like(tree.tensor)
+        number = tree.tensor.dtype.is_floating_point or tree.tensor.is_complex()
+        keep = keep_constants or not number
+        return tree.now.detach() if keep else torch.zeros_like(tree.tensor)
     if isinstance(tree, tuple | list):
         return type(tree)(fill(x, given, keep_constants) for x in tree)
     if isinstance(tree, dict):
@@ -307,6 +349,8 @@ def _masked_fill(x: Tensor, mask: Tensor, value: Any) -> Tensor:
 
 
 def _where(condition: Tensor, a: Any, b: Any) -> Tensor:
+    if condition.dtype != torch.bool:  # x.where(condition, y)
+        condition, a = a, condition
     zero = torch.zeros((), device=condition.device)
     return torch.where(
         condition, a if isinstance(a, Tensor) else zero, b if isinstance(b, Tensor) else zero
@@ -339,139 +383,35 @@ WITHOUT_CONSTANT: dict[str, Callable[..., Any]] = {
     "index_fill": _index_fill,
 }
 
-PER_ROW = [
-    "pad",
-    "constant_pad_nd",
-    "where",
-    "masked_fill",
-    "masked_scatter",
-    "scatter",
-    "scatter_add",
-    "index_add",
-    "index_copy",
-    "index_fill",
-    "index_put",
-    "lerp_constant",
-    "gather",
-    "take",
-    "take_along_dim",
-    "index_select",
-    "masked_select",
-    "cumsum",
-    "flip",
-    "fliplr",
-    "flipud",
-    "roll",
-    "rot90",
-    "tril",
-    "triu",
-    "diagonal",
-    "diag",
-    "diag_embed",
-    "diagflat",
-    "trace",
-    "repeat",
-    "tile",
-    "repeat_interleave",
-    "narrow",
-    "narrow_copy",
-    "select",
-    "select_copy",
-    "slice",
-    "unfold",
-    "im2col",
-    "col2im",
-    "split",
-    "chunk",
-    "unbind",
-    "tensor_split",
-    "split_with_sizes",
-    "unsafe_split",
-    "unsafe_chunk",
-    "unsafe_split_with_sizes",
-    "hsplit",
-    "vsplit",
-    "dsplit",
-    "movedim",
-    "moveaxis",
-    "swapaxes",
-    "swapdims",
-    "pixel_shuffle",
-    "pixel_unshuffle",
-    "channel_shuffle",
-    "nansum",
-    "avg_pool1d",
-    "avg_pool2d",
-    "avg_pool3d",
-    "adaptive_avg_pool1d",
-    "adaptive_avg_pool2d",
-    "adaptive_avg_pool3d",
-    "upsample_nearest1d",
-    "upsample_nearest2d",
-    "upsample_nearest3d",
-    "_upsample_nearest_exact1d",
-    "_upsample_nearest_exact2d",
-    "_upsample_nearest_exact3d",
-    "upsample_linear1d",
-    "upsample_bilinear2d",
-    "upsample_bicubic2d",
-    "upsample_trilinear3d",
-    "_upsample_bilinear2d_aa",
-    "_upsample_bicubic2d_aa",
-    "hstack",
-    "vstack",
-    "dstack",
-    "column_stack",
-    "block_diag",
-    "vander_constant",
-    "real",
-    "conj",
-    "resolve_conj",
-    "resolve_neg",
-    "diff",
-    "unfold_backward",
-    "as_strided",
-    "adjoint",
-    "select_scatter",
-    "slice_scatter",
-    "diagonal_scatter",
-    "atleast_1d",
-    "atleast_2d",
-    "atleast_3d",
-    "combinations",
-    "meshgrid",
-    "broadcast_tensors",
-]
+PER_ROW = names("""
+    pad constant_pad_nd where masked_fill masked_scatter scatter scatter_add index_add index_copy
+    index_fill index_put put gather take take_along_dim index_select masked_select select_scatter
+    slice_scatter diagonal_scatter
+    cumsum diff flip fliplr flipud roll rot90 tril triu trace
+    diagonal linalg_diagonal diag diag_embed diagflat
+    repeat tile repeat_interleave narrow narrow_copy select select_copy unfold im2col col2im
+    split chunk unbind tensor_split split_with_sizes unsafe_split unsafe_chunk
+    unsafe_split_with_sizes hsplit vsplit dsplit
+    movedim moveaxis swapaxes swapdims adjoint
+    pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle
+    avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+    max_unpool2d max_unpool3d
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
+    _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
+    upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
+    hstack vstack row_stack dstack column_stack block_diag atleast_1d atleast_2d atleast_3d
+    combinations cartesian_prod meshgrid broadcast_tensors
+    real imag conj conj_physical resolve_conj resolve_neg complex view_as_real view_as_complex
+    fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_rfft fft_rfft2 fft_rfftn fft_irfft
+    fft_irfft2 fft_irfftn fft_hfft fft_ihfft fft_fftshift fft_ifftshift
+""")
 
-FIRST_ARGUMENT_PER_ROW = ["nll_loss_nd", "nll_loss", "nll_loss2d", "nested_constant"]
+FIRST_ARGUMENT_PER_ROW = names("nll_loss_nd nll_loss")
 
-SAME_ORDER = [
-    "view",
-    "reshape",
-    "flatten",
-    "unflatten",
-    "squeeze",
-    "unsqueeze",
-    "view_as",
-    "reshape_as",
-    "ravel",
-    "contiguous",
-    "clone",
-    "to",
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "type",
-    "type_as",
-    "cuda",
-    "cpu",
-    "alias",
-    "positive",
-    "_to_copy",
-    "requires_grad",
-    "detach_alias",
-]
+SAME_ORDER = names("""
+    view reshape flatten unflatten squeeze unsqueeze view_as reshape_as ravel contiguous clone to
+    float double half bfloat16 type type_as cuda cpu positive
+""")
 
 LINEAR: dict[str, Rule] = {
     **dict.fromkeys(SAME_ORDER, same_order),
@@ -479,10 +419,14 @@ LINEAR: dict[str, Rule] = {
     **dict.fromkeys(FIRST_ARGUMENT_PER_ROW, first_argument_per_row),
     **dict.fromkeys(["expand", "expand_as", "broadcast_to"], expand),
     "transpose": transpose,
-    **dict.fromkeys(["T", "mT", "t"], matrix_transpose),
+    **dict.fromkeys(["T", "mT", "H", "mH", "t"], matrix_transpose),
     "permute": permute,
     "__getitem__": getitem,
     "__setitem__": setitem,
+    **dict.fromkeys(["read_view", "as_strided"], read_view),
+    "write_view": write_view,
+    **dict.fromkeys(["copy", "fill"], copy),
+    "zero": zero,
     "embedding": embedding,
     "add": add,
     "sub": sub,

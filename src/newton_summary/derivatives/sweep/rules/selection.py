@@ -5,13 +5,15 @@ The choice is made while recording, and kept for the sweep.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from newton_summary.derivatives.sweep.tape import Op, Value
+from newton_summary.derivatives.sweep.calls import names
+from newton_summary.derivatives.sweep.tape import Op, Value, positions_in
 
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
@@ -20,14 +22,16 @@ if TYPE_CHECKING:
 # --- max-pooling ---------------------------------------------------------------------------------
 
 
-def pooling_with_indices(pool: Callable[..., Any]) -> Callable[..., tuple[Any, Tensor]]:
+def with_indices(name: str) -> Callable[..., tuple[Any, Any]]:
     """Return how to run a max-pooling so that it tells which entries it chose."""
+    pool = getattr(F, f"{name}_with_indices")
 
-    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
-        settings = dict(kwargs)
-        wanted = settings.pop("return_indices", False)
-        values, indices = pool(*args, **settings)
-        return ((values, indices) if wanted else values), indices
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if not isinstance(func, types.FunctionType) and not name.startswith("max"):
+            return keep_result(func, args, kwargs)
+        settings = {key: value for key, value in kwargs.items() if key != "return_indices"}
+        result = pool(*args, **settings)
+        return result[0], result
 
     return run
 
@@ -39,7 +43,7 @@ def pooled(n: int) -> Callable[..., Any]:
         t = sweep.tangent(x)
         if t is None:
             return None
-        indices = op.saved.flatten(-n)
+        indices = op.saved[1].flatten(-n)
         shape = op.out.tensor.shape
 
         def choose(rows: Tensor) -> Tensor:
@@ -104,44 +108,28 @@ def share(rows: Tensor, x: Tensor, y: Tensor, dims: Any) -> Tensor:
     return (rows * mask).sum([d + 1 for d in chosen_dims]).reshape(shape)
 
 
-EXTREMA = [
-    "max",
-    "min",
-    "amax",
-    "amin",
-    "median",
-    "nanmedian",
-    "sort",
-    "msort",
-    "topk",
-    "kthvalue",
-    "mode",
-    "cummax",
-    "cummin",
-]
+def strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
+    """Run ``as_strided`` and keep which entries it takes."""
+    result = func(*args, **kwargs)
+    return result, positions_in(args[0], result)
+
+
+EXTREMA = names("max min amax amin median nanmedian sort topk kthvalue mode cummax cummin")
+POOLING: dict[str, int] = {  # over how many dimensions
+    **{f"max_pool{n}d": n for n in (1, 2, 3)},
+    **{f"adaptive_max_pool{n}d": n for n in (1, 2, 3)},
+    **{f"fractional_max_pool{n}d": n for n in (2, 3)},
+}
 
 PREPARE: dict[str, Callable[..., tuple[Any, Any]]] = {
-    **{
-        f"max_pool{n}d": pooling_with_indices(getattr(F, f"max_pool{n}d_with_indices"))
-        for n in (1, 2, 3)
-    },
-    **{
-        f"adaptive_max_pool{n}d": pooling_with_indices(
-            getattr(F, f"adaptive_max_pool{n}d_with_indices")
-        )
-        for n in (1, 2, 3)
-    },
-    **{
-        f"fractional_max_pool{n}d": pooling_with_indices(
-            getattr(F, f"fractional_max_pool{n}d_with_indices")
-        )
-        for n in (2, 3)
-    },
-    **dict.fromkeys([name for name in EXTREMA if name != "msort"], keep_result),
+    **dict.fromkeys(EXTREMA, keep_result),
+    **{name: with_indices(name) for name in POOLING},
+    **{f"{name}_with_indices": keep_result for name in POOLING},
+    "as_strided": strided,
 }
 
 SELECTION: dict[str, Callable[..., Any]] = {
-    **{f"{kind}max_pool{n}d": pooled(n) for kind in ("", "adaptive_") for n in (1, 2, 3)},
-    **{f"fractional_max_pool{n}d": pooled(n) for n in (2, 3)},
-    **dict.fromkeys([name for name in EXTREMA if name != "msort"], extremum),
+    **{name: pooled(n) for name, n in POOLING.items()},
+    **{f"{name}_with_indices": pooled(n) for name, n in POOLING.items()},
+    **dict.fromkeys(EXTREMA, extremum),
 }

@@ -1,0 +1,124 @@
+"""Arithmetic of two or three tensors, entry by entry."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def div(a: Any, b: Any, *, rounding_mode: str | None = None, out: None = None) -> Any:
+    """``a / b``: a times the reciprocal of b, where b depends on the parameters."""
+    if rounding_mode is not None or not isinstance(b, Tensor) or not b.requires_grad:
+        return NotImplemented
+    return a * torch.reciprocal(b)
+
+
+def rdiv(b: Tensor, a: Any) -> Tensor:
+    """``a / b``, reflected."""
+    return a * torch.reciprocal(b)
+
+
+def power(base: Any, exponent: Any) -> Any:
+    """``base ** exponent``: a power, an exponential, or both."""
+    if not isinstance(exponent, Tensor) or not exponent.requires_grad:
+        return NotImplemented  # recorded as "pow"
+    base = base if isinstance(base, Tensor) else torch.as_tensor(base, device=exponent.device)
+    return torch.exp(exponent * torch.log(base.to(exponent.dtype)))
+
+
+def float_power(base: Any, exponent: Any) -> Tensor:
+    """``base ** exponent`` in float64."""
+    base, exponent = (x.double() if isinstance(x, Tensor) else x for x in (base, exponent))
+    return torch.pow(base, exponent)
+
+
+def xlogy(x: Any, y: Any) -> Tensor:
+    """``x log(y)``, and 0 where x = 0 and the logarithm is not defined."""
+    x, y = (torch.as_tensor(v) for v in (x, y))
+    return x * torch.log(torch.where((x == 0) & (y <= 0), 1.0, y))
+
+
+def lerp(input: Tensor, end: Tensor, weight: Any) -> Tensor:
+    """``input + weight (end - input)``."""
+    return input + (end - input) * weight
+
+
+def addcmul(input: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
+    """``input + value a b``."""
+    return torch.add(input, a * b, alpha=value)
+
+
+def addcdiv(input: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
+    """``input + value a / b``."""
+    return torch.add(input, a * torch.reciprocal(b), alpha=value)
+
+
+def maximum(a: Tensor, b: Tensor) -> Tensor:
+    """The larger of two; equal ones share, as in autograd."""
+    return _choose(a, b, a > b)
+
+
+def minimum(a: Tensor, b: Tensor) -> Tensor:
+    """The smaller of two."""
+    return _choose(a, b, a < b)
+
+
+def _choose(a: Tensor, b: Tensor, first: Tensor) -> Tensor:
+    mask = first.to(a.dtype) + 0.5 * (a == b).to(a.dtype)
+    return a * mask + b * (1 - mask)
+
+
+def of_two(choose: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+    """Return how to record ``torch.max(a, b)``, which is also called max."""
+
+    def run(a: Tensor, b: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return choose(a, b) if isinstance(b, Tensor) else NotImplemented
+
+    return run
+
+
+def clamp(x: Tensor, min: Any = None, max: Any = None) -> Any:
+    """Clamp between limits that depend on the parameters themselves."""
+    if not any(isinstance(limit, Tensor) and limit.requires_grad for limit in (min, max)):
+        return NotImplemented
+    x = x if min is None else torch.maximum(x, torch.as_tensor(min, dtype=x.dtype))
+    return x if max is None else torch.minimum(x, torch.as_tensor(max, dtype=x.dtype))
+
+
+def clamp_max(x: Tensor, max: Any) -> Any:
+    """``torch.clamp_max``."""
+    return clamp(x, None, max)
+
+
+def logaddexp(a: Tensor, b: Tensor) -> Tensor:
+    """``log(exp(a) + exp(b))``."""
+    return torch.logsumexp(torch.stack(torch.broadcast_tensors(a, b)), 0)
+
+
+def logaddexp2(a: Tensor, b: Tensor) -> Tensor:
+    """``log2(2^a + 2^b)``."""
+    return logaddexp(a * math.log(2), b * math.log(2)) / math.log(2)
+
+
+ARITHMETIC: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(["div", "divide", "true_divide"], div),
+    "__rdiv__": rdiv,
+    "pow": power,
+    "float_power": float_power,
+    **dict.fromkeys(["xlogy", "special_xlogy"], xlogy),
+    "lerp": lerp,
+    "addcmul": addcmul,
+    "addcdiv": addcdiv,
+    **dict.fromkeys(["maximum", "fmax"], maximum),
+    **dict.fromkeys(["minimum", "fmin"], minimum),
+    "max": of_two(torch.maximum),
+    "min": of_two(torch.minimum),
+    **dict.fromkeys(["clamp", "clip", "clamp_min"], clamp),
+    "clamp_max": clamp_max,
+    "logaddexp": logaddexp,
+    "logaddexp2": logaddexp2,
+}

@@ -1,0 +1,182 @@
+"""Convolutions with special padding, dropout, gates, attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import _VF as VF
+from torch import Tensor
+
+from newton_summary.derivatives.sweep.rules.decomposed.reductions import root
+
+
+def dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """Multiply by a mask, drawn as torch draws it."""
+    if not train or p == 0:
+        return x
+    ones = torch.ones_like(x.detach())
+    mask = torch.native_dropout(ones, p, True)[0] if x.is_cuda else torch.dropout(ones, p, True)
+    return x * mask
+
+
+def feature_dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """Drop whole channels."""
+    if not train or p == 0:
+        return x
+    return x * torch.feature_dropout(torch.ones_like(x.detach()), p, True)
+
+
+def convolution(n: int) -> Callable[..., Any]:
+    """Return how to record a convolution with padding by name, or without a batch."""
+
+    def conv(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Any:
+        func = getattr(torch, f"conv{n}d")
+        if input.dim() == n + 1:
+            return func(input[None], weight, bias, stride, padding, dilation, groups)[0]
+        if not isinstance(padding, str):
+            return NotImplemented
+        if padding == "valid":
+            return func(input, weight, bias, stride, 0, dilation, groups)
+        dilations = [dilation] * n if isinstance(dilation, int) else dilation
+        pads: list[int] = []
+        for size, d in zip(reversed(weight.shape[2:]), reversed(list(dilations)), strict=True):
+            total = d * (size - 1)
+            pads += [total // 2, total - total // 2]
+        return func(torch.constant_pad_nd(input, pads), weight, bias, stride, 0, dilation, groups)
+
+    return conv
+
+
+def conv_transpose(n: int) -> Callable[..., Any]:
+    """Return how to record a transposed convolution without a batch."""
+
+    def conv(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if input.dim() == n + 1:
+            return getattr(torch, f"conv_transpose{n}d")(input[None], *args, **kwargs)[0]
+        return NotImplemented
+
+    return conv
+
+
+def embedding_bag(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    """Sums (mode 0), means (1) or maxima (2) of rows of a table, bag by bag."""
+    if scale_grad_by_freq:
+        return NotImplemented
+    with torch.no_grad():
+        _, bags, _, chosen = results = torch.embedding_bag(
+            weight, indices, offsets, False, mode, sparse, None, include_last_offset, padding_idx
+        )
+    count = len(offsets) - include_last_offset
+    if mode == 2:
+        none = (chosen < 0) if chosen.dim() == 2 else torch.zeros_like(chosen, dtype=torch.bool)
+        y = weight.gather(0, chosen.clamp_min(0)).masked_fill(none, 0)
+        return y, *results[1:]
+    places = torch.arange(len(indices), device=indices.device)
+    bags = torch.searchsorted(offsets[:count].contiguous(), places, right=True) - 1
+    counted = torch.ones(len(indices), dtype=weight.dtype, device=weight.device)
+    if padding_idx is not None:
+        counted = (indices != padding_idx).to(weight.dtype)
+    scale = counted if per_sample_weights is None else per_sample_weights * counted
+    rows = torch.embedding(weight, indices) * scale[:, None]
+    y = rows.new_zeros(count, weight.shape[1]).index_add(0, bags, rows)
+    if mode == 1:
+        sizes = counted.new_zeros(count).index_add(0, bags, counted)
+        y = y / sizes.clamp_min(1)[:, None]
+    return y, *results[1:]
+
+
+def prelu(x: Tensor, weight: Tensor) -> Tensor:
+    """``max(0, x) + w min(0, x)``."""
+    if weight.numel() > 1:
+        weight = weight.reshape((1, -1) + (1,) * (x.dim() - 2) if x.dim() > 1 else (-1,))
+    return torch.relu(x) - weight * torch.relu(-x)
+
+
+def glu(x: Tensor, dim: int = -1) -> Tensor:
+    """``a sigmoid(b)``."""
+    a, b = x.chunk(2, dim)
+    return a * torch.sigmoid(b)
+
+
+def bilinear(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``a W b``."""
+    y = VF.einsum("...i,oij,...j->...o", [a, weight, b])
+    return y if bias is None else y + bias
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention with the matrix of weights written out."""
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = torch.matmul(query * factor, key.transpose(-2, -1))
+    if is_causal:
+        L, T = scores.shape[-2:]
+        attn_mask = torch.ones(L, T, dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, -math.inf)
+        else:
+            scores = scores + attn_mask
+    weights = torch.softmax(scores, -1)
+    return torch.matmul(dropout(weights, dropout_p, dropout_p > 0), value)
+
+
+def cosine_similarity(a: Tensor, b: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    """``a.b / (|a| |b|)``, each length at least eps."""
+    lengths = [root((x * x).sum(dim, keepdim=True)).clamp_min(eps) for x in (a, b)]
+    return (a * torch.reciprocal(lengths[0]) * (b * torch.reciprocal(lengths[1]))).sum(dim)
+
+
+def pairwise_distance(
+    a: Tensor, b: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
+) -> Tensor:
+    """The norm of ``a - b + eps``."""
+    return torch.linalg.vector_norm(a - b + eps, p, -1, keepdim)
+
+
+LAYERS: dict[str, Callable[..., Any]] = {
+    "dropout": dropout,
+    "feature_dropout": feature_dropout,
+    **{f"conv{n}d": convolution(n) for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": conv_transpose(n) for n in (1, 2, 3)},
+    "embedding_bag": embedding_bag,
+    **dict.fromkeys(["prelu", "_prelu_kernel"], prelu),
+    "glu": glu,
+    "bilinear": bilinear,
+    "scaled_dot_product_attention": scaled_dot_product_attention,
+    "cosine_similarity": cosine_similarity,
+    "pairwise_distance": pairwise_distance,
+}

@@ -1,0 +1,293 @@
+"""The losses of torch.nn.functional."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from newton_summary.derivatives.sweep.rules.decomposed.layers import pairwise_distance
+
+MEAN, SUM = 1, 2  # how torch numbers reductions
+
+
+def reduced(losses: Tensor, reduction: int) -> Tensor:
+    """Apply a reduction by its number."""
+    if reduction == MEAN:
+        return losses.mean()
+    return losses.sum() if reduction == SUM else losses
+
+
+def mse_loss(x: Tensor, y: Tensor, reduction: int = MEAN) -> Tensor:
+    """Squared error."""
+    return reduced(torch.square(x - y), reduction)
+
+
+def l1_loss(x: Tensor, y: Tensor, reduction: int = MEAN) -> Tensor:
+    """Absolute error."""
+    return reduced(torch.abs(x - y), reduction)
+
+
+def huber_loss(x: Tensor, y: Tensor, reduction: int = MEAN, delta: float = 1.0) -> Tensor:
+    """Quadratic near zero, linear beyond ``delta``."""
+    error = x - y
+    near = (error.detach().abs() <= delta).to(error.dtype)
+    losses = near * 0.5 * torch.square(error) + (1 - near) * delta * (error.abs() - 0.5 * delta)
+    return reduced(losses, reduction)
+
+
+def smooth_l1_loss(x: Tensor, y: Tensor, reduction: int = MEAN, beta: float = 1.0) -> Tensor:
+    """Huber's loss over beta."""
+    if beta == 0:
+        return l1_loss(x, y, reduction)
+    return huber_loss(x, y, reduction, beta) / beta
+
+
+def cross_entropy_loss(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Log-softmax, then the negative log-likelihood."""
+    classes = 0 if x.dim() == 1 else 1
+    logs = torch.log_softmax(x, classes)
+    if target.dtype.is_floating_point:
+        return _soft_cross_entropy(logs, target, weight, reduction, label_smoothing, classes)
+    nll = torch._C._nn.nll_loss_nd(logs, target, weight, reduction, ignore_index)
+    if label_smoothing == 0:
+        return nll
+    valid = (target != ignore_index).to(x.dtype)
+    n = x.shape[classes]
+    weighted = logs if weight is None else logs * _class_shape(weight, logs, classes)
+    smooth = -weighted.sum(classes) * valid
+    if reduction == MEAN:
+        if weight is None:
+            denominator = valid.sum()
+        else:
+            denominator = (weight[target.clamp_min(0)] * valid).sum()
+        smooth = smooth.sum() / denominator
+    else:
+        smooth = reduced(smooth, reduction)
+    return (1 - label_smoothing) * nll + label_smoothing / n * smooth
+
+
+def _class_shape(weight: Tensor, logs: Tensor, classes: int) -> Tensor:
+    return weight.reshape((1,) * classes + (-1,) + (1,) * (logs.dim() - 1 - classes))
+
+
+def _soft_cross_entropy(
+    logs: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    label_smoothing: float,
+    classes: int,
+) -> Tensor:
+    if label_smoothing:
+        target = target * (1 - label_smoothing) + label_smoothing / logs.shape[classes]
+    if weight is not None:
+        target = target * _class_shape(weight, logs, classes)
+    losses = -(logs * target).sum(classes)
+    if reduction == MEAN:
+        return losses.sum() / (losses.numel())
+    return reduced(losses, reduction)
+
+
+def binary_cross_entropy(
+    x: Tensor, y: Tensor, weight: Tensor | None = None, reduction: int = MEAN
+) -> Tensor:
+    """``-y log x - (1 - y) log(1 - x)``, the logarithms at least -100."""
+    losses = -(y * torch.log(x).clamp_min(-100) + (1 - y) * torch.log1p(-x).clamp_min(-100))
+    return reduced(losses if weight is None else losses * weight, reduction)
+
+
+def binary_cross_entropy_with_logits(
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor | None = None,
+    pos_weight: Tensor | None = None,
+    reduction: int = MEAN,
+) -> Tensor:
+    """``y softplus(-x) + (1 - y) softplus(x)``, the first term times ``pos_weight``."""
+    positive = -torch._C._nn.log_sigmoid(x)
+    scale = y if pos_weight is None else y * pos_weight
+    losses = scale * positive + (1 - y) * (x + positive)
+    return reduced(losses if weight is None else losses * weight, reduction)
+
+
+def kl_div(x: Tensor, y: Tensor, reduction: int = MEAN, *, log_target: bool = False) -> Tensor:
+    """``y (log y - x)``."""
+    losses = y.exp() * (y - x) if log_target else torch.xlogy(y, y) - y * x
+    return reduced(losses, reduction)
+
+
+def poisson_nll_loss(
+    x: Tensor, y: Tensor, log_input: bool, full: bool, eps: float, reduction: int
+) -> Tensor:
+    """Negative log-likelihood of a Poisson distribution."""
+    losses = torch.exp(x) - y * x if log_input else x - y * torch.log(x + eps)
+    if full:
+        stirling = y * torch.log(y) - y + 0.5 * torch.log(2 * math.pi * y)
+        losses = losses + stirling.masked_fill(y <= 1, 0)
+    return reduced(losses, reduction)
+
+
+def multi_margin_loss(
+    x: Tensor,
+    y: Tensor,
+    p: float = 1,
+    margin: float = 1.0,
+    weight: Tensor | None = None,
+    reduction: int = MEAN,
+) -> Tensor:
+    """``max(0, margin - x_y + x_i)^p`` over the other classes i, divided by their number."""
+    scores, labels = (x[None], y.reshape(1)) if x.dim() < 2 else (x, y)
+    gaps = torch.relu(margin - scores.gather(1, labels[:, None]) + scores)
+    others = torch.ones_like(scores.detach()).scatter(1, labels[:, None], 0.0)
+    if weight is not None:
+        others = others * weight[labels, None]
+    losses = (torch.pow(gaps, p) * others).sum(1) / scores.shape[1]
+    return reduced(losses.reshape(y.shape), reduction)
+
+
+def multilabel_margin_loss(x: Tensor, y: Tensor, reduction: int = MEAN) -> Tensor:
+    """``max(0, 1 - x_j + x_i)`` over classes j that are labels and i that are not."""
+    scores, labels = (x[None], y[None]) if x.dim() < 2 else (x, y)
+    listed = (labels >= 0).to(torch.int64).cumprod(1)  # a negative label ends the list
+    classes = labels.clamp_min(0)
+    is_label = torch.zeros_like(labels).scatter_add(1, classes, listed) > 0
+    pairs = (listed[:, :, None] * ~is_label[:, None, :]).to(x.dtype)
+    gaps = torch.relu(1 - scores.gather(1, classes)[:, :, None] + scores[:, None, :])
+    losses = (gaps * pairs).sum((1, 2)) / scores.shape[1]
+    return reduced(losses.reshape(x.shape[:-1]), reduction)
+
+
+def ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: int = MEAN,
+    zero_infinity: bool = False,
+) -> Tensor:
+    """Connectionist temporal classification, by the recursion over the time steps.
+
+    alpha[n, l] is the logarithm of the probability of all beginnings of paths that end in the l-th
+    of (blank, first label, blank, second label, ..., blank).
+    """
+    logs = log_probs[:, None] if log_probs.dim() == 2 else log_probs
+    device = logs.device
+    steps, counts = (
+        torch.as_tensor(x, device=device).reshape(-1) for x in (input_lengths, target_lengths)
+    )
+    labels = _padded(targets, counts, len(steps))
+    path = torch.full((len(steps), 2 * labels.shape[1] + 1), blank, device=device)
+    path[:, 1::2] = labels
+    emitted = logs.gather(2, path.expand(len(logs), *path.shape))
+    skips = torch.zeros_like(path, dtype=torch.bool)  # from one label to the next, if they differ
+    skips[:, 2:] = (path[:, 2:] != blank) & (path[:, 2:] != path[:, :-2])
+    never = -1e30  # the logarithm of 0, such that differences of it are numbers
+    begins = torch.arange(path.shape[1], device=device) < 2
+    alpha = torch.where(begins, emitted[0], never)
+    for t in range(1, len(logs)):
+        one = torch.constant_pad_nd(alpha[:, :-1], (1, 0), never)
+        two = torch.constant_pad_nd(alpha[:, :-2], (2, 0), never).masked_fill(~skips, never)
+        after = torch.logsumexp(torch.stack([alpha, one, two]), 0) + emitted[t]
+        alpha = torch.where((t < steps)[:, None], after, alpha)
+    ends = torch.stack([2 * counts, (2 * counts - 1).clamp_min(0)], 1)
+    missing = torch.stack([counts < 0, counts == 0], 1)
+    losses = -torch.logsumexp(alpha.gather(1, ends).masked_fill(missing, never), 1)
+    impossible = losses > -never / 2
+    losses = losses.masked_fill(impossible, 0.0 if zero_infinity else math.inf)
+    if reduction == MEAN:
+        return (losses / counts.clamp_min(1)).mean()
+    return losses.sum() if reduction == SUM else losses.reshape(log_probs.shape[1:-1])
+
+
+def _padded(targets: Tensor, counts: Tensor, n: int) -> Tensor:
+    """Return labels as a matrix with one row for each sample; they may stand in one long list."""
+    if targets.dim() == 2:
+        return targets
+    if n == 1:
+        return targets[None]
+    rows = torch.zeros(n, int(counts.max()), dtype=targets.dtype, device=targets.device)
+    for row, labels in zip(rows, targets.split(counts.tolist()), strict=True):
+        row[: len(labels)] = labels
+    return rows
+
+
+def soft_margin_loss(x: Tensor, y: Tensor, reduction: int = MEAN) -> Tensor:
+    """``log(1 + exp(-y x))``."""
+    return reduced(-torch._C._nn.log_sigmoid(y * x), reduction)
+
+
+def hinge_embedding_loss(
+    x: Tensor, y: Tensor, margin: float = 1.0, reduction: int = MEAN
+) -> Tensor:
+    """``x`` where y = 1, ``max(0, margin - x)`` where y = -1."""
+    losses = x * (y != -1).to(x.dtype) + torch.relu(margin - x) * (y != 1).to(x.dtype)
+    return reduced(losses, reduction)
+
+
+def margin_ranking_loss(
+    a: Tensor, b: Tensor, y: Tensor, margin: float = 0.0, reduction: int = MEAN
+) -> Tensor:
+    """``max(0, -y (a - b) + margin)``."""
+    return reduced(torch.relu(-y * (a - b) + margin), reduction)
+
+
+def cosine_embedding_loss(
+    a: Tensor, b: Tensor, y: Tensor, margin: float = 0.0, reduction: int = MEAN
+) -> Tensor:
+    """``1 - cos`` where y = 1, ``max(0, cos - margin)`` where y = -1."""
+    eps = 1e-12
+    lengths = ((a * a).sum(-1) + eps) * ((b * b).sum(-1) + eps)
+    cos = (a * b).sum(-1) * torch.rsqrt(lengths)
+    losses = (1 - cos) * (y == 1).to(a.dtype) + torch.relu(cos - margin) * (y == -1).to(a.dtype)
+    return reduced(losses, reduction)
+
+
+def triplet_margin_loss(
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor,
+    margin: float = 1.0,
+    p: float = 2.0,
+    eps: float = 1e-6,
+    swap: bool = False,
+    reduction: int = MEAN,
+) -> Tensor:
+    """``max(0, |anchor - positive| - |anchor - negative| + margin)``."""
+    near = pairwise_distance(anchor, positive, p, eps)
+    far = pairwise_distance(anchor, negative, p, eps)
+    if swap:
+        far = torch.minimum(far, pairwise_distance(positive, negative, p, eps))
+    return reduced(torch.relu(near - far + margin), reduction)
+
+
+LOSSES: dict[str, Callable[..., Any]] = {
+    "mse_loss": mse_loss,
+    "l1_loss": l1_loss,
+    "huber_loss": huber_loss,
+    "smooth_l1_loss": smooth_l1_loss,
+    "cross_entropy_loss": cross_entropy_loss,
+    "binary_cross_entropy": binary_cross_entropy,
+    "binary_cross_entropy_with_logits": binary_cross_entropy_with_logits,
+    "kl_div": kl_div,
+    "poisson_nll_loss": poisson_nll_loss,
+    "multi_margin_loss": multi_margin_loss,
+    "multilabel_margin_loss": multilabel_margin_loss,
+    "ctc_loss": ctc_loss,
+    "soft_margin_loss": soft_margin_loss,
+    "hinge_embedding_loss": hinge_embedding_loss,
+    "margin_ranking_loss": margin_ranking_loss,
+    "cosine_embedding_loss": cosine_embedding_loss,
+    "triplet_margin_loss": triplet_margin_loss,
+}

@@ -1,0 +1,176 @@
+"""Products of matrices in all their forms."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import _VF as VF
+from torch import Tensor
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """A linear layer with a single vector as its weight."""
+    if weight.dim() > 1:
+        return NotImplemented
+    y = torch.matmul(input, weight)
+    return y if bias is None else y + bias
+
+
+def addmm(input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """``beta input + alpha a @ b``; also baddbmm and addmv."""
+    return torch.add(input if beta == 1 else input * beta, torch.matmul(a, b), alpha=alpha)
+
+
+def addbmm(input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """``beta input + alpha sum_i a_i @ b_i``."""
+    return torch.add(input if beta == 1 else input * beta, torch.matmul(a, b).sum(0), alpha=alpha)
+
+
+def addr(input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """``beta input + alpha a b^T``."""
+    return torch.add(input if beta == 1 else input * beta, outer(a, b), alpha=alpha)
+
+
+def outer(a: Tensor, b: Tensor) -> Tensor:
+    """``a b^T``."""
+    return a[:, None] * b[None, :]
+
+
+def inner(a: Tensor, b: Tensor) -> Tensor:
+    """Sum over the last dimension of both."""
+    if a.dim() == 0 or b.dim() == 0:
+        return a * b
+    return torch.tensordot(a, b, ([-1], [-1]))
+
+
+def vecdot(a: Tensor, b: Tensor, *, dim: int = -1) -> Tensor:
+    """Inner products along a dimension."""
+    return (a * b).sum(dim)
+
+
+def tensordot(a: Tensor, b: Tensor, dims_a: Sequence[int], dims_b: Sequence[int]) -> Tensor:
+    """Sum over pairs of dimensions, as one matrix product."""
+    sum_a, sum_b = [d % a.dim() for d in dims_a], [d % b.dim() for d in dims_b]
+    rest_a = [d for d in range(a.dim()) if d not in sum_a]
+    rest_b = [d for d in range(b.dim()) if d not in sum_b]
+    n = math.prod(a.shape[d] for d in sum_a)
+    left = a.permute(rest_a + sum_a).reshape(-1, n)
+    right = b.permute(sum_b + rest_b).reshape(n, -1)
+    shape = [a.shape[d] for d in rest_a] + [b.shape[d] for d in rest_b]
+    return torch.matmul(left, right).reshape(shape)
+
+
+def multi_dot(tensors: Sequence[Tensor]) -> Tensor:
+    """The product of several matrices."""
+    return functools.reduce(torch.matmul, tensors)
+
+
+def chain_matmul(*matrices: Any) -> Tensor:
+    """The product of several matrices."""
+    return multi_dot(matrices[0] if isinstance(matrices[0], Sequence) else matrices)
+
+
+def kron(a: Tensor, b: Tensor) -> Tensor:
+    """The product of every entry of a with the whole of b."""
+    n = max(a.dim(), b.dim())
+    a, b = (x.reshape((1,) * (n - x.dim()) + tuple(x.shape)) for x in (a, b))
+    for d in range(n):
+        a, b = a.unsqueeze(2 * d + 1), b.unsqueeze(2 * d)
+    return (a * b).reshape([a.shape[2 * d] * b.shape[2 * d + 1] for d in range(n)])
+
+
+def cross(a: Tensor, b: Tensor, dim: int | None = None) -> Tensor:
+    """The vector product, along a dimension of length three."""
+    if dim is None:
+        dim = next(d for d, n in enumerate(a.shape) if n == 3)
+    a, b = torch.broadcast_tensors(a, b)
+    return a.roll(-1, dim) * b.roll(-2, dim) - a.roll(-2, dim) * b.roll(-1, dim)
+
+
+def linalg_cross(a: Tensor, b: Tensor, *, dim: int = -1) -> Tensor:
+    """The vector product, along the last dimension."""
+    return cross(a, b, dim)
+
+
+def einsum(equation: str, *operands: Any, path: Any = None) -> Any:
+    """Write an equation out, and contract more than two operands pair by pair."""
+    tensors = operands[0] if isinstance(operands[0], Sequence) else operands
+    written = _written_out(equation.replace(" ", ""), tensors)
+    inputs, _, output = written.partition("->")
+    letters = inputs.split(",")
+    for i, some in enumerate(letters):
+        twice = next((c for c in some if some.count(c) > 1), None)
+        if twice is not None:  # a diagonal
+            first = some.index(twice)
+            second = some.index(twice, first + 1)
+            letters[i] = some[:first] + some[first + 1 : second] + some[second + 1 :] + twice
+            taken = [*tensors[:i], tensors[i].diagonal(0, first, second), *tensors[i + 1 :]]
+            return VF.einsum(f"{','.join(letters)}->{output}", taken)
+    expanded = _of_equal_lengths(letters, tensors)
+    if len(tensors) > 2:
+        later = set("".join(letters[2:]) + output)
+        kept = "".join(c for c in dict.fromkeys(letters[0] + letters[1]) if c in later)
+        pair = VF.einsum(f"{letters[0]},{letters[1]}->{kept}", expanded[:2])
+        return VF.einsum(f"{','.join([kept, *letters[2:]])}->{output}", [pair, *expanded[2:]])
+    if written == equation and all(x is y for x, y in zip(expanded, operands[0], strict=False)):
+        return NotImplemented
+    return VF.einsum(written, expanded)
+
+
+def _of_equal_lengths(letters: list[str], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Expand dimensions of length one to the length that their letter has elsewhere."""
+    lengths: dict[str, int] = {}
+    for some, x in zip(letters, tensors, strict=True):
+        for c, n in zip(some, x.shape, strict=True):
+            lengths[c] = n if lengths.get(c, 1) == 1 else lengths[c]
+    shapes = [torch.Size(lengths[c] for c in some) for some in letters]
+    return [
+        x if x.shape == shape else x.expand(shape) for x, shape in zip(tensors, shapes, strict=True)
+    ]
+
+
+def _written_out(equation: str, operands: Sequence[Tensor]) -> str:
+    """Put letters in the place of dots, and add the output where it is left out."""
+    inputs, arrow, output = equation.partition("->")
+    if "..." not in equation and arrow:
+        return equation
+    letters = inputs.split(",")
+    used = set(equation) - set(".,->")
+    free = [c for c in "zyxwvutsrqponmlkjihgfedcbaZYXWVUTSRQPONMLKJIHGFEDCBA" if c not in used]
+    counts = [
+        t.dim() - len(some.replace("...", "")) if "..." in some else 0
+        for some, t in zip(letters, operands, strict=True)
+    ]
+    most = max(counts, default=0)
+    dots = "".join(free[:most])
+    written = [
+        some.replace("...", dots[most - n :]) for some, n in zip(letters, counts, strict=True)
+    ]
+    if not arrow:
+        joined = "".join(letters).replace(".", "")
+        output = ("..." if most else "") + "".join(
+            sorted(c for c in set(joined) if joined.count(c) == 1)
+        )
+    return f"{','.join(written)}->{output.replace('...', dots)}"
+
+
+PRODUCTS: dict[str, Callable[..., Any]] = {
+    "linear": linear,
+    **dict.fromkeys(["addmm", "addmv", "baddbmm"], addmm),
+    "addbmm": addbmm,
+    "addr": addr,
+    **dict.fromkeys(["outer", "ger"], outer),
+    "inner": inner,
+    "linalg_vecdot": vecdot,
+    "tensordot": tensordot,
+    "linalg_multi_dot": multi_dot,
+    "chain_matmul": chain_matmul,
+    "kron": kron,
+    "cross": cross,
+    "linalg_cross": linalg_cross,
+    "einsum": einsum,
+}

@@ -1,0 +1,169 @@
+"""Variances, norms, and other functions of several entries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _all_dims(x: Tensor, dim: Any) -> list[int]:
+    """Return dimensions as a list: all of them if none are given."""
+    if dim is None or (isinstance(dim, Sequence) and not dim):
+        return list(range(x.dim()))
+    return [dim] if isinstance(dim, int) else list(dim)
+
+
+def variance(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """``torch.var`` in its several spellings."""
+    dims, correction, keepdim = _variance_arguments(x, *args, **kwargs)
+    n = math.prod(x.shape[d] for d in dims)
+    centered = x - x.mean(dims, keepdim=True)
+    return (centered * centered).sum(dims, keepdim=keepdim) / max(n - correction, 0)
+
+
+def _variance_arguments(x: Tensor, *args: Any, **kwargs: Any) -> tuple[list[int], float, bool]:
+    """Read (dim, unbiased, keepdim), (unbiased), or (dim, *, correction, keepdim)."""
+    if args and isinstance(args[0], bool):
+        args = (None, *args)
+    given = {**dict(zip(("dim", "unbiased", "keepdim"), args, strict=False)), **kwargs}
+    correction = given.get("correction")
+    if correction is None:
+        correction = 1 if given.get("unbiased", True) else 0
+    dims = _all_dims(x, given.get("dim", given.get("axis")))
+    return dims, correction, given.get("keepdim", False)
+
+
+def standard_deviation(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """``torch.std``."""
+    return root(variance(x, *args, **kwargs))
+
+
+def with_mean(statistic: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return how to record ``var_mean`` and ``std_mean``."""
+
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        dims, _, keepdim = _variance_arguments(x, *args, **kwargs)
+        return statistic(x, *args, **kwargs), x.mean(dims, keepdim=keepdim)
+
+    return run
+
+
+def root(x: Tensor) -> Tensor:
+    """The square root; its derivative at 0 is taken to be 0, as that of a norm is."""
+    zero = x == 0
+    return torch.sqrt(torch.where(zero, 1.0, x)) * (~zero).to(x.dtype)
+
+
+def vector_norm(
+    x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    """The sum of the powers of absolute values, to the inverse power."""
+    dims = _all_dims(x, dim)
+    x = x if dtype is None else x.to(dtype)
+    if ord == 2:
+        return root((x * x).sum(dims, keepdim=keepdim))
+    if ord == 1:
+        return x.abs().sum(dims, keepdim=keepdim)
+    if ord in (math.inf, -math.inf):
+        return (torch.amax if ord > 0 else torch.amin)(x.abs(), dims, keepdim)
+    if ord == 0:
+        return NotImplemented
+    total = torch.pow(x.abs(), ord).sum(dims, keepdim=keepdim)
+    zero = total == 0
+    return torch.pow(torch.where(zero, 1.0, total), 1 / ord) * (~zero).to(x.dtype)
+
+
+def norm(
+    x: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    """``torch.linalg.norm``: of vectors, and Frobenius' of matrices."""
+    if ord is None or ord == "fro":
+        return vector_norm(x, 2, dim, keepdim, dtype=dtype)
+    if isinstance(dim, int) or (dim is None and x.dim() == 1) or (dim is not None and len(dim) < 2):
+        return vector_norm(x, ord, dim, keepdim, dtype=dtype)
+    return NotImplemented
+
+
+def matrix_norm(
+    x: Tensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    """Frobenius' norm of matrices."""
+    return vector_norm(x, 2, dim, keepdim, dtype=dtype) if ord == "fro" else NotImplemented
+
+
+def dist(a: Tensor, b: Tensor, p: float = 2) -> Any:
+    """The norm of the difference."""
+    return vector_norm(a - b, p)
+
+
+def cdist(a: Tensor, b: Tensor, p: float = 2.0, compute_mode: Any = None) -> Any:
+    """The distances of all rows of a from all rows of b."""
+    return vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, -1)
+
+
+def pdist(x: Tensor, p: float = 2.0) -> Any:
+    """The distances of all rows from all others."""
+    i, j = torch.triu_indices(len(x), len(x), 1, device=x.device)
+    return vector_norm(x[i] - x[j], p, -1)
+
+
+def nansum(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """The sum without entries that are not a number."""
+    return torch.where(x.isnan(), 0.0, x).sum(_all_dims(x, dim), keepdim=keepdim, dtype=dtype)
+
+
+def nanmean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """The mean without entries that are not a number."""
+    dims = _all_dims(x, dim)
+    return nansum(x, dims, keepdim, dtype=dtype) / (~x.isnan()).sum(dims, keepdim=keepdim)
+
+
+def sum_to_size(x: Tensor, *size: Any) -> Tensor:
+    """Sum over the dimensions that a broadcast would add."""
+    shape = size[0] if isinstance(size[0], Sequence) else size
+    extra = x.dim() - len(shape)
+    dims = [d for d in range(x.dim()) if d < extra or (shape[d - extra] == 1 and x.shape[d] > 1)]
+    return (x.sum(dims, keepdim=True) if dims else x).reshape(shape)
+
+
+def aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest entries."""
+    dims = _all_dims(x, dim)
+    return torch.amin(x, dims, keepdim), torch.amax(x, dims, keepdim)
+
+
+def msort(x: Tensor) -> Tensor:
+    """Sort along the first dimension."""
+    return torch.sort(x, 0)[0]
+
+
+def logcumsumexp(x: Tensor, dim: int) -> Tensor:
+    """The logsumexp of each entry and all before it (torch's own third derivative is nan)."""
+    rows = x.movedim(dim, -1)
+    later = torch.ones(rows.shape[-1:] * 2, dtype=torch.bool, device=x.device).triu(1)
+    masked = rows.unsqueeze(-2).masked_fill(later, -math.inf)
+    return torch.logsumexp(masked, -1).movedim(-1, dim)
+
+
+REDUCTIONS: dict[str, Callable[..., Any]] = {
+    "var": variance,
+    "std": standard_deviation,
+    "var_mean": with_mean(variance),
+    "std_mean": with_mean(standard_deviation),
+    "linalg_vector_norm": vector_norm,
+    "linalg_norm": norm,
+    "linalg_matrix_norm": matrix_norm,
+    "dist": dist,
+    "cdist": cdist,
+    "pdist": pdist,
+    "nansum": nansum,
+    "nanmean": nanmean,
+    "sum_to_size": sum_to_size,
+    "aminmax": aminmax,
+    "msort": msort,
+    "logcumsumexp": logcumsumexp,
+}
