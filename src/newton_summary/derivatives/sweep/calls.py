@@ -67,7 +67,7 @@ def written_tensors(
 ) -> list[Tensor]:
     """Return the tensors that a call changes."""
     first = [*args, *kwargs.values()][:1] if writes_in_place(func, kwargs) else []
-    return list(find_tensors([*first, kwargs.get("out")]))
+    return find_tensors([*first, kwargs.get("out")])
 
 
 def writes_in_place(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:

@@ -115,7 +115,7 @@ class Recorder(TorchFunctionMode):
                     self.entered.pop()
         if not any(t.requires_grad for t in find_tensors((args, kwargs))):
             return self._run_unrecorded(func, args, kwargs)
-        for keyword in POSITIONAL:
+        for keyword in POSITIONAL if kwargs else ():
             if keyword in kwargs:
                 kwargs = dict(kwargs)
                 args = (*args, kwargs.pop(keyword))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,28 +104,33 @@ class Tape:
     needed: set[int] = field(default_factory=set)  # slots whose derivatives a later operation uses
 
 
-def find_tensors(tree: Any) -> Iterator[Tensor]:
-    """Give every tensor in nested tuples, lists and dicts."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, tuple | list):
-        for x in tree:
-            yield from find_tensors(x)
-    elif isinstance(tree, dict):
-        for x in tree.values():
-            yield from find_tensors(x)
+def find_tensors(tree: Any) -> list[Tensor]:
+    """Return every tensor in nested tuples, lists and dicts."""
+    found: list[Tensor] = []
+    _collect(tree, Tensor, found)
+    return found
 
 
-def find_values(tree: Any) -> Iterator[Value]:
-    """Give every value in nested tuples, lists and dicts."""
-    if isinstance(tree, Value):
-        yield tree
+def find_values(tree: Any) -> list[Value]:
+    """Return every value in nested tuples, lists and dicts."""
+    found: list[Value] = []
+    _collect(tree, Value, found)
+    return found
+
+
+def _collect(tree: Any, kind: type, found: list[Any]) -> None:
+    # Called for every operation that is recorded: most arguments are numbers, seen here and left.
+    if isinstance(tree, kind):
+        found.append(tree)
     elif isinstance(tree, tuple | list):
         for x in tree:
-            yield from find_values(x)
+            if isinstance(x, kind):
+                found.append(x)
+            elif isinstance(x, tuple | list | dict):
+                _collect(x, kind, found)
     elif isinstance(tree, dict):
         for x in tree.values():
-            yield from find_values(x)
+            _collect(x, kind, found)
 
 
 def plain(tree: Any) -> Any:

@@ -370,6 +370,10 @@ def _scatter(x: Tensor, dim: int, index: Tensor, src: Any = None, value: Any = N
     return torch.scatter(x, dim, index, given if isinstance(given, Tensor) else 0.0)
 
 
+def _pad_packed(data: Tensor, batch_sizes: Tensor, batch_first: bool, value: Any, n: int) -> Any:
+    return torch._VF._pad_packed_sequence(data, batch_sizes, batch_first, 0.0, n)  # type: ignore[attr-defined]
+
+
 def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     return torch.index_fill(x, dim, index, value if isinstance(value, Tensor) else 0.0)
 
@@ -381,6 +385,7 @@ WITHOUT_CONSTANT: dict[str, Callable[..., Any]] = {
     "constant_pad_nd": _constant_pad,
     "scatter": _scatter,
     "index_fill": _index_fill,
+    "_pad_packed_sequence": _pad_packed,
 }
 
 PER_ROW = names("""
@@ -390,6 +395,7 @@ PER_ROW = names("""
     cumsum diff flip fliplr flipud roll rot90 tril triu trace
     diagonal linalg_diagonal diag diag_embed diagflat
     repeat tile repeat_interleave narrow narrow_copy select select_copy unfold im2col col2im
+    _pack_padded_sequence _pad_packed_sequence
     split chunk unbind tensor_split split_with_sizes unsafe_split unsafe_chunk
     unsafe_split_with_sizes hsplit vsplit dsplit
     movedim moveaxis swapaxes swapdims adjoint

@@ -84,14 +84,12 @@ def embedding_bag(
     if scale_grad_by_freq:
         return NotImplemented
     with torch.no_grad():
-        _, bags, _, chosen = results = torch.embedding_bag(
+        _, _, sizes, chosen = results = torch.embedding_bag(
             weight, indices, offsets, False, mode, sparse, None, include_last_offset, padding_idx
         )
     count = len(offsets) - include_last_offset
     if mode == 2:
-        none = (chosen < 0) if chosen.dim() == 2 else torch.zeros_like(chosen, dtype=torch.bool)
-        y = weight.gather(0, chosen.clamp_min(0)).masked_fill(none, 0)
-        return y, *results[1:]
+        return weight.gather(0, chosen).masked_fill(sizes[:, None] == 0, 0), *results[1:]
     places = torch.arange(len(indices), device=indices.device)
     bags = torch.searchsorted(offsets[:count].contiguous(), places, right=True) - 1
     counted = torch.ones(len(indices), dtype=weight.dtype, device=weight.device)
