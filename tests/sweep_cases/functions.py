@@ -1,0 +1,215 @@
+"""Reductions and functions of one number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import get_overridable_functions
+
+from newton_summary.derivatives.sweep.calls import names
+from newton_summary.derivatives.sweep.rules.elementwise import BENT, CURVED
+from sweep_cases.table import (
+    OnCopy,
+    case,
+    layer,
+    numbers,
+    positive,
+    probability,
+    wide,
+)
+
+# --- reductions -----------------------------------------------------------------------------------
+
+REDUCTIONS: dict[str, Callable[[Tensor], Any]] = {  # of a tensor (2, 3, 4)
+    "sum": lambda x: x.sum(),
+    "sum over a dimension": lambda x: x.sum(1),
+    "sum over several": lambda x: torch.sum(x, dim=(0, -1), keepdim=True),
+    "sum over axis": lambda x: torch.sum(x, axis=1),
+    "sum as dtype": lambda x: x.sum(dtype=torch.float64) + x.sum(-1, dtype=torch.float64),
+    "sum of no dimensions": lambda x: x.sum(()),
+    "mean": lambda x: x.mean(),
+    "mean over a dimension": lambda x: x.mean(-1, keepdim=True),
+    "mean over several": lambda x: torch.mean(x, (0, 1)),
+    "nansum": lambda x: x.nansum(1),
+    "nanmean": lambda x: x.nanmean(1),
+    "sum_to_size": lambda x: x.sum_to_size(1, 4),
+    "amax": lambda x: x.amax(1),
+    "amax over several": lambda x: torch.amax(x, dim=(0, 2), keepdim=True),
+    "amin of all": lambda x: x.amin(),
+    "aminmax": lambda x: torch.aminmax(x, dim=1),
+    "max": lambda x: x.max(),
+    "min": lambda x: torch.min(x),
+    "max over a dimension": lambda x: x.max(1),
+    "max with keepdim": lambda x: torch.max(x, dim=-1, keepdim=True)[0],
+    "min over a dimension": lambda x: x.min(dim=0).values,
+    "max of two": lambda x: torch.max(x[0], x[1]),
+    "min of two": lambda x: torch.min(x[0], x[1]),
+    "median": lambda x: x.median(),
+    "median over a dimension": lambda x: x.median(1),
+    "nanmedian": lambda x: x.nanmedian(-1, keepdim=True),
+    "mode": lambda x: x.mode(1),
+    "kthvalue": lambda x: x.kthvalue(2, 1),
+    "topk": lambda x: x.topk(2),
+    "topk over a dimension": lambda x: torch.topk(x, 2, dim=1, largest=False),
+    "sort": lambda x: x.sort(),
+    "sort over a dimension": lambda x: torch.sort(x, dim=1, descending=True),
+    "stable sort": lambda x: torch.sort(x, dim=0, stable=True),
+    "msort": lambda x: torch.msort(x),
+    "cummax": lambda x: x.cummax(1),
+    "cummin": lambda x: torch.cummin(x, dim=-1),
+    "quantile": lambda x: x.quantile(0.3),
+    "quantile over a dimension": lambda x: x.quantile(torch.tensor([0.2, 0.7]).double(), dim=1),
+    "prod": lambda x: x.prod(),
+    "prod over a dimension": lambda x: x.prod(1),
+    "prod with keepdim": lambda x: torch.prod(x, dim=-1, keepdim=True),
+    "cumsum": lambda x: x.cumsum(1),
+    "cumprod": lambda x: x.cumprod(1),
+    "logcumsumexp": lambda x: x.logcumsumexp(1),
+    "diff": lambda x: x.diff(dim=1),
+    "trapezoid": lambda x: torch.trapezoid(x, dim=1),
+    "var": lambda x: x.var(),
+    "var over a dimension": lambda x: x.var(1),
+    "var, biased": lambda x: x.var(1, False),
+    "var with correction": lambda x: torch.var(x, dim=(0, 1), correction=0, keepdim=True),
+    "var, unbiased keyword": lambda x: torch.var(x, -1, unbiased=False, keepdim=True),
+    "var of all, biased": lambda x: x.var(False),
+    "std": lambda x: x.std(),
+    "std over a dimension": lambda x: torch.std(x, -1, keepdim=True),
+    "var_mean": lambda x: torch.var_mean(x, dim=1),
+    "std_mean": lambda x: torch.std_mean(x, 1, keepdim=True),
+    "norm": lambda x: x.norm(),
+    "norm over a dimension": lambda x: x.norm(dim=1),
+    "norm 1": lambda x: x.norm(1),
+    "norm 3": lambda x: x.norm(p=3, dim=-1, keepdim=True),
+    "norm 0.5": lambda x: x.norm(p=0.5, dim=0),
+    "norm inf": lambda x: x.norm(float("inf"), dim=1),
+    "norm -inf": lambda x: x.norm(-float("inf"), dim=1),
+    "norm fro": lambda x: torch.norm(x, p="fro", dim=(1, 2)),
+    "linalg.norm": lambda x: torch.linalg.norm(x),
+    "linalg.norm 1": lambda x: torch.linalg.norm(x[0], 1),
+    "linalg.vector_norm": lambda x: torch.linalg.vector_norm(x, dim=(0, 1)),
+    "linalg.vector_norm 3": lambda x: torch.linalg.vector_norm(x, 3, dim=1),
+    "linalg.matrix_norm": lambda x: torch.linalg.matrix_norm(x),
+    "dist": lambda x: torch.dist(x[0], x[1], 3),
+    "normalize": lambda x: F.normalize(x, dim=-1),
+    "normalize 3": lambda x: F.normalize(x, 3, dim=1),
+    "renorm": lambda x: x.renorm(2, 0, 0.5),
+    "logsumexp": lambda x: x.logsumexp(1),
+    "logsumexp over several": lambda x: torch.logsumexp(x, (0, -1), keepdim=True),
+    "special.logsumexp": lambda x: torch.special.logsumexp(x, 0),
+    "logaddexp": lambda x: torch.logaddexp(x[0], x[1]),
+    "logaddexp2": lambda x: torch.logaddexp2(x[0], x[1]),
+    "softmax": lambda x: x.softmax(1),
+    "softmax as dtype": lambda x: torch.softmax(x, dim=-1, dtype=torch.float64),
+    "F.softmax": lambda x: F.softmax(x, 0),
+    "log_softmax": lambda x: x.log_softmax(1),
+    "F.log_softmax": lambda x: F.log_softmax(x, dim=-1),
+    "special.softmax": lambda x: torch.special.softmax(x, 1) * torch.special.log_softmax(x, 1),
+    "F.softmin": lambda x: F.softmin(x, 1),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x, tau=1.5, dim=1),
+    "cov": lambda x: torch.cov(x[0]),
+    "corrcoef": lambda x: torch.corrcoef(x[0]),
+    "count_nonzero and argmax": lambda x: x.sum() * x.argmax() + x.count_nonzero(),
+}
+REDUCTIONS_GENERIC = {
+    "prod": "prod",
+    "prod over a dimension": "prod",
+    "prod with keepdim": "prod",
+    "cumprod": "cumprod",
+    "quantile": "quantile",
+    "quantile over a dimension": "quantile",
+    "trapezoid": "trapezoid",
+    "renorm": "renorm",
+    "linalg.norm 1": "linalg_norm",
+    "cov": "cov",
+    "corrcoef": "corrcoef",
+}
+for name, operation in REDUCTIONS.items():
+    case(name, operation, (2, 3, 4), generic=REDUCTIONS_GENERIC.get(name, ""))
+case("maximum", torch.maximum, (3, 4), (4,))
+case("minimum", torch.minimum, (3, 4), (3, 1))
+case("fmax and fmin", lambda a, b: torch.fmax(a, b) * torch.fmin(a, b), (3, 4), (3, 4))
+case("maximum with a constant", lambda a: torch.maximum(a, torch.tensor(0.1)), (3, 4))
+
+# --- elementwise: every entry of the tables -------------------------------------------------------
+
+FUNCTIONS = {
+    **{name: f for name, f in vars(torch._C._nn).items() if callable(f)},
+    **{
+        f.__name__: f
+        for some in get_overridable_functions().values()
+        for f in some
+        if hasattr(f, "__name__")
+    },
+    **{name: getattr(torch, name) for name in [*CURVED, *BENT] if hasattr(torch, name)},
+}
+POSITIVE = names("log log2 log10 log1p sqrt rsqrt reciprocal pow")
+DOMAINS = {
+    **dict.fromkeys(POSITIVE, positive),
+    **dict.fromkeys(["acosh", "arccosh"], lambda x: 2 + 0.6 * x),
+    **dict.fromkeys(["asin", "arcsin", "acos", "arccos", "atanh", "arctanh"], lambda x: 0.8 * x),
+    **dict.fromkeys(["logit", "special_logit"], probability),
+    **dict.fromkeys(["relu6", "hardsigmoid", "hardswish"], lambda x: 3 * (x + 1) - 2),
+}
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "threshold": (0.1, 0.3),
+    "clamp": (-0.3, 0.4),
+    "clip": (-0.3, 0.4),
+    "clamp_min": (0.1,),
+    "clamp_max": (0.1,),
+    "pow": (2.5,),
+}
+for name in [*CURVED, *BENT]:
+    case(
+        f"elementwise {name}",
+        lambda x, n=name: FUNCTIONS[n](x, *ARGUMENTS.get(n, ())),
+        (2, 3),
+        domain=DOMAINS.get(name, lambda x: x),
+    )
+
+case("clamp below", lambda x: x.clamp(min=-0.2) * x.clamp(max=0.3), (2, 3))
+case("clamp with tensors", lambda x, low: torch.clamp(x, min=low), (2, 3), (3,))
+case("clamp with constants", lambda x: x.clamp(numbers(3) / 2, torch.tensor(0.4)), (2, 3))
+case("logit with eps", lambda x: torch.logit(x, 0.3), (2, 3), domain=probability)
+case("gelu tanh", lambda x: F.gelu(x, approximate="tanh"), (2, 3), domain=wide)
+case("elu with alpha", lambda x: F.elu(x, 0.7), (2, 3), domain=wide)
+case("celu with alpha", lambda x: F.celu(x, 0.7), (2, 3), domain=wide)
+case("softplus with beta", lambda x: F.softplus(x, beta=2, threshold=3), (2, 3), domain=wide)
+case("leaky_relu with a slope", lambda x: F.leaky_relu(x, 0.3), (2, 3), domain=wide)
+case("hardtanh with limits", lambda x: F.hardtanh(x, -0.3, 0.6), (2, 3))
+case("nan_to_num", lambda x: torch.nan_to_num(x, 0.5), (2, 3))
+case("atan2", torch.atan2, (2, 3), (3,), domain=positive, generic="atan2")
+case("hypot", torch.hypot, (2, 3), (3,), domain=positive, generic="hypot")
+case("xlogy", torch.xlogy, (2, 3), (3,), domain=positive)
+case("copysign", lambda x: torch.copysign(x, torch.tensor(-1.0)), (2, 3), generic="copysign")
+case("sign and round", lambda x: x * x.sign() + x.round() * x.floor() + x.ceil() * x, (2, 3))
+case("digamma", torch.digamma, (2, 3), domain=positive, generic="digamma")
+case("lgamma", torch.lgamma, (2, 3), domain=positive, generic="lgamma")
+
+# --- modules of torch.nn.modules.activation -------------------------------------------------------
+
+SPECIAL_ACTIVATIONS = {"MultiheadAttention", "Threshold", "GLU", "Softmax2d", "PReLU"}
+for name in torch.nn.modules.activation.__all__:
+    if name not in SPECIAL_ACTIVATIONS:
+        kind = getattr(nn, name)
+        dim = {"dim": 1} if name in ("Softmax", "Softmin", "LogSoftmax") else {}
+        layer(name, lambda k=kind, d=dim: k(**d), (2, 3), domain=wide)
+        if "inplace" in kind.__init__.__code__.co_varnames:
+            layer(
+                f"{name} in place",
+                lambda k=kind: OnCopy(k(inplace=True)),
+                (2, 3),
+                domain=wide,
+            )
+layer("Threshold", lambda: nn.Threshold(0.1, 0.4), (2, 3))
+layer("GLU", lambda: nn.GLU(), (2, 4), domain=wide)
+layer("GLU of a dimension", lambda: nn.GLU(0), (2, 4))
+layer("Softmax2d", lambda: nn.Softmax2d(), (1, 2, 2, 2))
+layer("PReLU", lambda: nn.PReLU(), (2, 3), domain=wide)
+layer("PReLU with channels", lambda: nn.PReLU(3), (2, 3, 2), domain=wide)
+layer("PReLU of a vector", lambda: nn.PReLU(), (3,), domain=wide)
+layer("RReLU in evaluation", lambda: nn.RReLU().eval(), (2, 3), domain=wide)
