@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from newton_summary.partition import Params, Partition, result_dtype
+
+Factors = Tensor | list[float]
+_unflatten: Callable[..., tuple[Tensor, ...]] = torch._utils._unflatten_dense_tensors
 
 
 class Bucket:
@@ -40,12 +44,17 @@ class Bucket:
         self.dtype = torch.promote_types(torch.float32, first.dtype)  # of rates and norms
         self.group_numbers = [label for label in labels if isinstance(label, int)]
         self.divided = len(self.group_numbers) < len(labels)
-        if self.divided:
-            parts = [torch.as_tensor(x).expand(s) for x, s in zip(labels, self.shapes)]
-            self.groups = torch.cat([x.reshape(-1).to(first.device) for x in parts])
-        else:
+        self._labels = labels
+        self._zero = self.u.new_zeros(())
+        if not self.divided:
             self.groups = torch.tensor(self.group_numbers, device=first.device)
-            self.repeats = torch.tensor(self.sizes, device=first.device)
+
+    @cached_property
+    def entries(self) -> Tensor:
+        """The group of each entry of the buffer; made where there is no other way."""
+        parts = (torch.as_tensor(x).expand(s) for x, s in zip(self._labels, self.shapes))
+        flat = torch.cat([x.reshape(-1).to("cpu", torch.int32) for x in parts])
+        return flat.to(self.u.device)
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Return a buffer as one tensor for each parameter, of its shape."""
@@ -66,19 +75,33 @@ class Bucket:
         if grads:
             torch._foreach_add_(places, grads)
 
-    def squares(self) -> Tensor:
-        """Return the square sums of the directions: of each entry if divided, else each tensor."""
-        if self.divided:
-            return self.u.to(self.dtype).square()
-        return torch.stack(torch._foreach_norm(self.views, 2, self.dtype)).square_()
+    def norms(self) -> Tensor:
+        """Return the norm of each tensor's direction."""
+        return torch.stack(torch._foreach_norm(self.views, 2, self.dtype))
 
-    def move(self, rates: Tensor) -> None:
+    def add_squares(self, total: Tensor) -> None:
+        """Add the square of the norm of each group's direction, of what is here, to (S,)."""
+        squares = self.u.to(self.dtype) if self.divided else self.norms()
+        groups = self.entries if self.divided else self.groups
+        total.index_add_(0, groups.to(total.device), squares.square().to(total))
+
+    def zero_unless(self, condition: Tensor | bool) -> None:
+        """Set the direction to zero unless the condition holds."""
+        if isinstance(condition, Tensor):
+            condition = condition.to(self.u.device, non_blocking=True)
+            torch.where(condition, self.u, self._zero, out=self.u)
+        elif not condition:
+            self.u.zero_()
+
+    def move(self, rates: Tensor | list[float]) -> None:
         """Subtract from each parameter its direction times the rate of its group, (S,)."""
-        rates = rates.to(self.u.device, self.dtype, non_blocking=True)[self.groups]
-        if not self.divided:
-            rates = rates.repeat_interleave(self.repeats, output_size=len(self.u))
-        steps = (self.u * rates).to(self.u.dtype)
-        torch._foreach_sub_(self.params, self.split(steps))
+        if isinstance(rates, list):
+            factors = [rates[s] for s in self.group_numbers]
+            torch._foreach_sub_(self.params, torch._foreach_mul(self.views, factors))
+            return
+        rates = rates.to(self.u.device, self.dtype, non_blocking=True)
+        steps = (self.u * rates.index_select(0, self.entries)).to(self.u.dtype)
+        torch._foreach_sub_(self.params, _unflatten(steps, self.params))
 
 
 class Motion:
@@ -139,7 +162,7 @@ class Motion:
         shown = True if self.given is None else self._step_given(self.given)
         self.finite = self._look() & shown
         for bucket in self.buckets:
-            _zero_unless(self.finite, bucket.u)
+            bucket.zero_unless(self.finite)
         self.made = self.made + self.finite
         self.asked += 1
 
@@ -149,7 +172,7 @@ class Motion:
             return self._all_finite(self.buckets)
         self.norms = self.measured_norms()
         finite = _is_finite(self.norms.sum())
-        _zero_unless(finite, self.norms)
+        self.norms.nan_to_num_(math.inf, math.inf)  # a rate is then zero, and not nan
         return finite
 
     def _step_given(self, given: Optimizer) -> Tensor | bool:
@@ -170,7 +193,7 @@ class Motion:
             bucket.add_gradient()
         finite = self._all_finite(self.stepped)
         for bucket in self.stepped:
-            _zero_unless(finite, bucket.u)
+            bucket.zero_unless(finite)
         try:
             for p, view in zip(params, views):
                 p.grad = view if p.grad is not None and p.requires_grad else None
@@ -191,12 +214,11 @@ class Motion:
 
     def measured_norms(self) -> Tensor:
         """Return ||U^s|| of the present direction, (S,)."""
-        squares = [bucket.squares() for bucket in self.buckets]
-        if len(squares) == 1 and self.buckets[0].group_numbers == self._all_groups:
-            return squares[0].sqrt_()  # each tensor is a group
+        if len(self.buckets) == 1 and self.buckets[0].group_numbers == self._all_groups:
+            return self.buckets[0].norms()  # each tensor is a group
         total = torch.zeros(len(self.partition), dtype=self.dtype, device=self.device)
-        for bucket, part in zip(self.buckets, squares):
-            total.index_add_(0, bucket.groups.to(total.device), part.to(total))
+        for bucket in self.buckets:
+            bucket.add_squares(total)
         return total.sqrt_()
 
     def direction(self) -> Params:
@@ -206,6 +228,11 @@ class Motion:
 
     # --- direction to update ----------------------------------------------------------------------
 
+    @property
+    def takes_numbers(self) -> bool:
+        """Whether :meth:`move` likes its factors best as plain numbers, or on the device."""
+        return not self.with_norms and not any(bucket.divided for bucket in self.buckets)
+
     def put(self, values: Tensor) -> Tensor:
         """Copy a vector from the CPU to the device without waiting."""
         values = values.to(self.dtype)
@@ -213,22 +240,23 @@ class Motion:
             values = values.pin_memory()
         return values.to(self.device, non_blocking=True)
 
-    def rates(self, factors: Tensor) -> Tensor:
+    def rates(self, factors: Factors) -> Factors:
         """Return what ``u`` is multiplied with, (S,), from rates or from step lengths.
 
         Finite also where the direction is zero.
         """
         if not self.with_norms:
             return factors
-        return factors / self.norms.clamp_min(_least(self.dtype))
+        lengths = factors if isinstance(factors, Tensor) else self.put(as_vector(factors))
+        return lengths / self.norms.clamp_min(_least(self.dtype))
 
-    def move(self, factors: Tensor) -> None:
+    def move(self, factors: Factors) -> None:
         """Subtract U I_{P:S} rates from the parameters; nothing if u was not finite."""
         rates = self.rates(factors)
         for bucket in self.buckets:
             bucket.move(rates)
 
-    def try_move(self, factors: Tensor, evaluate: Callable[[], Tensor]) -> Tensor:
+    def try_move(self, factors: Factors, evaluate: Callable[[], Tensor]) -> Tensor:
         """Return what ``evaluate`` gives after a move; the parameters are then as before."""
         params = [p for bucket in self.buckets for p in bucket.params]
         before = [p.detach().clone() for p in params]
@@ -279,20 +307,22 @@ class HostMotion(Motion):
         self._norms = [math.sqrt(x) for x in squares] if finite else [0.0] * len(squares)
         return finite
 
-    def rates(self, factors: Tensor) -> Tensor:
+    @property
+    def takes_numbers(self) -> bool:
+        """Plain numbers are what everything here is made of."""
+        return True
+
+    def rates(self, factors: Factors) -> list[float]:
         """Return what ``u`` is multiplied with, (S,), from rates or from step lengths."""
-        return torch.tensor(self._rates(factors), dtype=torch.float64)
+        values: list[float] = factors.tolist() if isinstance(factors, Tensor) else factors
+        if not self.with_norms:
+            return values
+        least = _least(self.dtype)
+        return [x / max(n, least) for x, n in zip(values, self._norms)]
 
-    def _rates(self, factors: Tensor) -> list[float]:
-        values: list[float] = factors.tolist()
-        if self.with_norms:
-            least = _least(self.dtype)
-            values = [x / max(n, least) for x, n in zip(values, self._norms)]
-        return values
-
-    def move(self, factors: Tensor) -> None:
+    def move(self, factors: Factors) -> None:
         """Subtract U I_{P:S} rates from the parameters; nothing if u was not finite."""
-        rates = self._rates(factors)
+        rates = self.rates(factors)
         for p, view, _, s in self._parts:
             p.add_(view, alpha=-rates[s])
 
@@ -309,6 +339,11 @@ def make_motion(
     return kind(partition, given, state, with_norms, skipped)
 
 
+def as_vector(factors: Factors) -> Tensor:
+    """Return factors as a tensor, (S,)."""
+    return factors if isinstance(factors, Tensor) else torch.tensor(factors, dtype=torch.float64)
+
+
 def _least(dtype: torch.dtype) -> float:
     """Return a norm so small that it counts as zero, and large enough to divide by."""
     return float(torch.finfo(dtype).tiny ** 0.5)
@@ -321,15 +356,6 @@ def _params_of(optimizer: Optimizer) -> list[Tensor]:
 def _is_finite(number: Tensor) -> Tensor | bool:
     """Return whether a number is finite: at once on the CPU, else as a tensor, without waiting."""
     return math.isfinite(number.item()) if number.device.type == "cpu" else number.abs() < math.inf
-
-
-def _zero_unless(condition: Tensor | bool, target: Tensor) -> None:
-    """Set ``target`` to zero unless the condition holds."""
-    if isinstance(condition, Tensor):
-        condition = condition.to(target.device, non_blocking=True)
-        torch.where(condition, target, target.new_zeros(()), out=target)
-    elif not condition:
-        target.zero_()
 
 
 def _unfit(name: str, shape: torch.Size, grad: Tensor) -> str:

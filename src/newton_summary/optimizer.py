@@ -15,7 +15,7 @@ from newton_summary.averaging import make_average
 from newton_summary.derivatives import BACKENDS
 from newton_summary.derivatives.probe import LossFn
 from newton_summary.learning_rates import LearningRates
-from newton_summary.motion import Motion, make_motion
+from newton_summary.motion import Factors, Motion, make_motion
 from newton_summary.optimizer_input import (
     as_loss_fn,
     check_curvature,
@@ -189,7 +189,7 @@ class NewtonSummary(Optimizer):
         self._next_refresh = 0
         self._warmed_up = 0  # summaries since the start, or since groups were added
         self._motion: Motion | None = None
-        self._factors: tuple[Tensor, list[Any], Tensor] | None = None
+        self._factors: tuple[Tensor, list[Any], Factors] | None = None
         self._made = False  # until then, add_param_group is called by torch
 
         options = {"lr": lr, "momentum": momentum}
@@ -300,17 +300,19 @@ class NewtonSummary(Optimizer):
             )
         return as_loss_fn(closure, self.partition), None
 
-    def _scaled(self, motion: Motion, solution: Tensor) -> Tensor:
-        """Return lr * solution of every group, (S,), on the device."""
+    def _scaled(self, motion: Motion, solution: Tensor) -> Factors:
+        """Return lr * solution of every group, (S,), as the motion likes it."""
         lrs = [group["lr"] for group in self.param_groups]
         on_device = any(isinstance(lr, Tensor) for lr in lrs)
         known = self._factors
         if known is None or on_device or known[0] is not solution or known[1] != lrs:
+            product: Factors
             if on_device:
                 factors = torch.stack([torch.as_tensor(lr, device=motion.device) for lr in lrs])
                 product = factors.to(motion.dtype) * motion.put(solution)
             else:
-                product = motion.put(torch.tensor(lrs, dtype=torch.float64) * solution)
+                exact = torch.tensor(lrs, dtype=torch.float64) * solution
+                product = exact.tolist() if motion.takes_numbers else motion.put(exact)
             self._factors = known = (solution, lrs, product)
         return known[2]
 

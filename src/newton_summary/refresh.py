@@ -18,12 +18,12 @@ from newton_summary.curvature_data import OneBatch
 from newton_summary.derivatives.probe import LossFn, NotFiniteError, Probe
 from newton_summary.learning_rates import STATUS, LearningRates
 from newton_summary.measure import summarize
-from newton_summary.motion import Motion
+from newton_summary.motion import Factors, Motion, as_vector
 from newton_summary.partition import Partition
 from newton_summary.rate_rules import RateRules
 from newton_summary.summary import Summary
 
-Scale = Callable[[Tensor], Tensor]
+Scale = Callable[[Tensor], Factors]
 
 
 class Refresh:
@@ -153,7 +153,7 @@ class Refresh:
 
         for _ in range(6):
             step = scale(solution)
-            predicted = float(summary.predicted_change(motion.rates(step)))
+            predicted = float(summary.predicted_change(as_vector(motion.rates(step))))
             change = float(motion.try_move(step, loss) - summary.loss)
             if predicted < 0 and change <= self.min_decrease * predicted:
                 return solution
