@@ -46,7 +46,7 @@ class NewtonSummary(Optimizer):
     Curvature is measured on data of its own. Either give it here,
 
     >>> import newton_summary as ns
-    >>> net = nn.Linear(3, 1)
+    >>> net = torch.nn.Linear(3, 1)
     >>> x, y = torch.randn(64, 3), torch.randn(64, 1)
     >>> def loss_fn(model, batch):
     ...     return (model(batch[0]) - batch[1]).square().mean()
