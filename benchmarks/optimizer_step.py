@@ -118,7 +118,9 @@ def main() -> None:
             f"{whole[name] / 1000:>13.2f} ms{whole[name] / whole['SGD']:>8.2f}"
         )
     result = {
-        "device": torch.cuda.get_device_name() if args.device != "cpu" else platform.processor(),
+        "device": torch.cuda.get_device_name()
+        if args.device != "cpu"
+        else platform.processor() or platform.machine(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "step_us": step,
