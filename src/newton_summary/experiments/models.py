@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ def initialize(model: nn.Module, gain: float) -> nn.Module:
 
 
 class NTK(nn.Module):
-    """A layer whose weight is a parameter of unit size times gain / sqrt(fan_in), as in NTK theory."""
+    """A weight that is a parameter of unit size times gain / sqrt(fan_in), as in NTK theory."""
 
     def __init__(self, weight: Tensor, gain: float):
         """Take the scale from the shape of the weight."""
@@ -48,21 +49,23 @@ def to_ntk(model: nn.Module, gain: float) -> nn.Module:
     """Change a model to the NTK parameterisation; what it computes stays the same (App. E)."""
     for module in list(model.modules()):
         if isinstance(module, nn.Linear | nn.Conv2d):
-            nn.utils.parametrize.register_parametrization(module, "weight", NTK(module.weight, gain))
+            nn.utils.parametrize.register_parametrization(
+                module, "weight", NTK(module.weight, gain)
+            )
     return model
 
 
 def perceptron(sizes: Sequence[int], activation: Callable[[], nn.Module], gain: float) -> nn.Module:
     """A multilayer perceptron on flattened images."""
     layers: list[nn.Module] = [nn.Flatten()]
-    for fan_in, fan_out in zip(sizes[:-1], sizes[1:], strict=True):
+    for fan_in, fan_out in pairwise(sizes):
         layers += [nn.Linear(fan_in, fan_out), activation()]
     return initialize(nn.Sequential(*layers[:-1]), gain)
 
 
-def mlp() -> nn.Module:
+def mlp(features: int = 1024) -> nn.Module:
     """MLP of the paper: 1024-200-100-10 with tanh, for MNIST padded to 32 x 32."""
-    return perceptron([1024, 200, 100, 10], nn.Tanh, TANH_GAIN)
+    return perceptron([features, 200, 100, 10], nn.Tanh, TANH_GAIN)
 
 
 def lenet(channels: int = 3) -> nn.Module:
@@ -86,14 +89,14 @@ def lenet(channels: int = 3) -> nn.Module:
     )
 
 
-def vgg11(width: int = 64) -> nn.Module:
+def vgg11(width: int = 64, channels: int = 3) -> nn.Module:
     """VGG-11': eight 3x3 convolutions with ELU, and one linear layer.
 
     Args:
         width: Channels of the first layer, 64 in the paper; smaller for tests.
+        channels: Channels of the images.
     """
     layers: list[nn.Module] = []
-    channels = 3
     for factor in (1, "M", 2, "M", 4, 4, "M", 8, 8, "M", 8, 8, "M"):
         if factor == "M":
             layers.append(nn.MaxPool2d(2))
@@ -103,14 +106,34 @@ def vgg11(width: int = 64) -> nn.Module:
     return initialize(nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels, 10)), ELU_GAIN)
 
 
-def big_mlp(depth: int = 20, width: int = 1024) -> nn.Module:
+def big_mlp(depth: int = 20, width: int = 1024, features: int = 3072) -> nn.Module:
     """BigMLP: 20 layers of 1024 with ELU, and a classification layer, for CIFAR-10."""
-    return perceptron([3072, *[width] * depth, 10], nn.ELU, ELU_GAIN)
+    return perceptron([features, *[width] * depth, 10], nn.ELU, ELU_GAIN)
 
 
-def vbig_mlp(depth: int = 100, width: int = 1024) -> nn.Module:
-    """VBigMLP of App. H: 100 layers in all, so that five chunks of weights and biases give S = 10."""
-    return perceptron([3072, *[width] * (depth - 1), 10], nn.ELU, ELU_GAIN)
+def vbig_mlp(depth: int = 100, width: int = 1024, features: int = 3072) -> nn.Module:
+    """VBigMLP of App. H: 100 layers in all, so five chunks of weights and biases give S = 10."""
+    return perceptron([features, *[width] * (depth - 1), 10], nn.ELU, ELU_GAIN)
+
+
+def autoencoder(features: int = 1024, width: int = 256, code: int = 32) -> nn.Module:
+    """A perceptron with tanh that gives back its input through ``code`` numbers."""
+    return perceptron([features, width, code, width, features], nn.Tanh, TANH_GAIN)
+
+
+class Rosenbrock(nn.Module):
+    """Rosenbrock's valley (1 - x)^2 + 100 (y - x^2)^2, from its usual start (-1.2, 1)."""
+
+    def __init__(self) -> None:
+        """Start at (-1.2, 1)."""
+        super().__init__()
+        self.x = nn.Parameter(torch.tensor(-1.2))
+        self.y = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, samples: Tensor) -> Tensor:
+        """Return the value once for each sample, whatever that is."""
+        value = (1 - self.x) ** 2 + 100 * (self.y - self.x**2) ** 2
+        return value.expand(len(samples))
 
 
 class ResidualBlock(nn.Module):
@@ -135,10 +158,10 @@ class ResidualBlock(nn.Module):
         return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x), inplace=True)
 
 
-def resnet18(width: int = 64, classes: int = 10) -> nn.Module:
+def resnet18(width: int = 64, classes: int = 10, channels: int = 3) -> nn.Module:
     """ResNet-18 with batch norm, in its form for images of 32 x 32."""
     stem: list[nn.Module] = [
-        nn.Conv2d(3, width, 3, 1, 1, bias=False),
+        nn.Conv2d(channels, width, 3, 1, 1, bias=False),
         nn.BatchNorm2d(width),
         nn.ReLU(inplace=True),
     ]
@@ -170,7 +193,8 @@ class Attention(nn.Module):
         B, T, C = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+        projected: Tensor = self.proj(y.transpose(1, 2).reshape(B, T, C))
+        return projected
 
 
 class GPTBlock(nn.Module):
@@ -189,7 +213,8 @@ class GPTBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Compute the block."""
         x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        x = x + self.mlp(self.norm2(x))
+        return x
 
 
 class GPT(nn.Module):

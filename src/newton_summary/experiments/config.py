@@ -1,0 +1,334 @@
+"""The whole configuration of a run, as frozen dataclasses. Nothing here needs torch.
+
+A recipe returns an :class:`ExperimentConfig`; the command line shows every field as an option;
+``config.json`` of a run directory holds it.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+from newton_summary.experiments.errors import UserError, nearest
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A network."""
+
+    name: str = "lenet"
+    """mlp, lenet, vgg11, big_mlp, vbig_mlp, resnet18, autoencoder, gpt or rosenbrock."""
+    width: int | None = None
+    """Width of its layers, where it has one; the usual one if not given."""
+    depth: int | None = None
+    """Number of its layers, where it can be chosen."""
+    ntk: bool = False
+    """Use the NTK parameterisation: weights of unit size, times sigma / sqrt(fan_in)."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The samples."""
+
+    name: str = "embedded"
+    """mnist, cifar10, embedded (6,000 digits inside the package), addition or nothing."""
+    root: Path | None = None
+    """Folder of the official files (also --data-root, or the variable NEWTON_SUMMARY_DATA)."""
+    download: bool = True
+    """Fetch official files that are not at hand."""
+    validation: int | None = None
+    """Training samples held out; 6,000 of MNIST and 5,000 of CIFAR-10 if not given."""
+    samples: int | None = None
+    """Use so many samples of each part at most, for quick trials."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """What all optimizers have."""
+
+    name: ClassVar[str] = ""
+
+    lr: float = 1e-3
+    """Learning rate at the start."""
+
+
+@dataclass(frozen=True)
+class AdamConfig(OptimizerConfig):
+    """Adam."""
+
+    name: ClassVar[str] = "adam"
+
+    beta1: float = 0.9
+    """Decay of the mean gradient."""
+    beta2: float = 0.999
+    """Decay of the mean squared gradient."""
+
+
+@dataclass(frozen=True)
+class SGDConfig(OptimizerConfig):
+    """SGD with momentum."""
+
+    name: ClassVar[str] = "sgd"
+
+    lr: float = 1e-2
+    """Learning rate at the start."""
+    momentum: float = 0.9
+    """Of the heavy ball."""
+
+
+@dataclass(frozen=True)
+class LBFGSConfig(OptimizerConfig):
+    """L-BFGS on each batch: take large ones."""
+
+    name: ClassVar[str] = "lbfgs"
+
+    lr: float = 1.0
+    """First step of each line search."""
+    history: int = 10
+    """Pairs of steps and gradients that are remembered."""
+    iterations: int = 5
+    """Iterations on each batch."""
+
+
+@dataclass(frozen=True)
+class KFACConfig(OptimizerConfig):
+    """K-FAC with momentum."""
+
+    name: ClassVar[str] = "kfac"
+
+    lr: float = 1e-4
+    """Learning rate at the start."""
+    damping: float = 1e-2
+    """lambda, added to the Fisher matrix."""
+    momentum: float = 0.9
+    """Of the heavy ball, on the preconditioned gradient."""
+    covariance_period: int = 10
+    """Steps between updates of the covariances."""
+    inverse_period: int = 100
+    """Steps between inversions."""
+    decay: float = 0.95
+    """Weight of the past in the covariances."""
+
+
+@dataclass(frozen=True)
+class NewtonSummaryConfig(OptimizerConfig):
+    """NewtonSummary; the defaults are those of the paper (App. G)."""
+
+    name: ClassVar[str] = "newton_summary"
+
+    lr: float = 0.3
+    """lambda_1, the factor on all rates at the start."""
+    lambda_int: float = 1.0
+    """Strength of the cubic term."""
+    partition: str = "canonical"
+    """canonical, trivial, weights-biases, blocks-K, alternate-K, chunks-K or discrete."""
+    diagonal: bool = False
+    """Leave out the interactions between groups (App. K)."""
+    momentum: float = 0.9
+    """mu_g, of the heavy ball."""
+    eta_momentum: float = 0.0
+    """mu_eta, on the rates."""
+    summary_period: int = 10
+    """tau, steps from one summary to the next."""
+    summary_window: int = 3
+    """upsilon, summaries that are averaged."""
+    warmup: int = 3
+    """Summaries before the first move."""
+    curvature_batch_size: int = 1000
+    """B, samples for one summary."""
+    averaging: Literal["window", "normalized"] = "window"
+    """The paper's window, or averages by step length, which train more reliably."""
+    negative: Literal["cut", "drop"] = "cut"
+    """What becomes of groups whose rate is negative."""
+    direction: Literal["gradient", "adam"] = "gradient"
+    """Direction: the heavy ball, or Adam's step."""
+    backend: str = "auto"
+    """How summaries are computed."""
+
+
+OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
+    kind.name: kind
+    for kind in (NewtonSummaryConfig, AdamConfig, KFACConfig, SGDConfig, LBFGSConfig)
+}
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """ReduceLROnPlateau on the training loss of the epochs."""
+
+    patience: int = 2
+    """Epochs without progress that are let pass."""
+    factor: float = 0.5
+    """Factor on the learning rate; 1 switches the schedule off."""
+    threshold: float = 1e-4
+    """Relative progress that counts."""
+
+
+@dataclass(frozen=True)
+class MeasureConfig:
+    """Summaries along the full-batch gradient, measured before epochs (Section 6.1)."""
+
+    every: int = 0
+    """Measure before every so many epochs, and at the end; 0 for never."""
+    partition: str = "canonical"
+    """Groups of the measurement."""
+    lambda_int: float = 1.0
+    """For the learning rates that are kept with it."""
+    batch_size: int = 1000
+    """Samples at a time."""
+    samples: int | None = None
+    """Samples in all; the whole training set if not given."""
+
+
+@dataclass(frozen=True)
+class ExperimentConfig:
+    """A run."""
+
+    recipe: str = "custom"
+    """Name of the recipe that this came from."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=NewtonSummaryConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    measure: MeasureConfig = field(default_factory=MeasureConfig)
+    epochs: int = 10
+    """Passes over the training set."""
+    batch_size: int = 100
+    """B_g, samples for one gradient."""
+    seed: int = 0
+    """Decides the initial weights and the order of the samples."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ...; auto takes a GPU where there is one."""
+    dtype: Literal["float32", "float64"] = "float32"
+    """Floating-point type of parameters and data."""
+    tf32: bool = False
+    """Let a GPU round to TF32 in products."""
+
+
+# --- as plain values -----------------------------------------------------------------------------
+
+
+def to_dict(config: ExperimentConfig) -> dict[str, Any]:
+    """Return the configuration as values that JSON holds."""
+    values = asdict(config)
+    values["optimizer"] = {"name": config.optimizer.name, **values["optimizer"]}
+    root = values["data"]["root"]
+    values["data"]["root"] = None if root is None else str(root)
+    return values
+
+
+def from_dict(values: Mapping[str, Any]) -> ExperimentConfig:
+    """Return the configuration that :func:`to_dict` has written."""
+    parts = dict(values)
+    optimizer = dict(parts["optimizer"])
+    name = optimizer.pop("name")
+    if name not in OPTIMIZERS:
+        raise UserError(f"Unknown optimizer {name!r}.{nearest(name, OPTIMIZERS)}")
+    data = dict(parts["data"])
+    data["root"] = None if data["root"] is None else Path(data["root"])
+    try:
+        return ExperimentConfig(
+            **{
+                **parts,
+                "model": ModelConfig(**parts["model"]),
+                "data": DataConfig(**data),
+                "optimizer": OPTIMIZERS[name](**optimizer),
+                "schedule": ScheduleConfig(**parts["schedule"]),
+                "measure": MeasureConfig(**parts["measure"]),
+            }
+        )
+    except TypeError as error:
+        raise UserError(f"The configuration is of another version: {error}.") from None
+
+
+def flatten(config: ExperimentConfig) -> dict[str, Any]:
+    """Return all fields by their dotted names, as on the command line."""
+    return dict(_flat(to_dict(config), ""))
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def option_names(config: ExperimentConfig) -> list[str]:
+    """Return the dotted names of the fields that can be set."""
+    names = []
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if is_dataclass(value):
+            names += [f"{f.name}.{inner.name}" for inner in fields(value)]
+        elif f.name != "recipe":
+            names.append(f.name)
+    return names
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+# The least value of numbers for which a wrong one would only show later.
+LEAST = {
+    "epochs": 0,
+    "batch_size": 1,
+    "seed": 0,
+    "data.validation": 1,
+    "data.samples": 1,
+    "model.width": 1,
+    "model.depth": 1,
+    "optimizer.lr": 0,
+    "optimizer.damping": 0,
+    "optimizer.lambda_int": 0,
+    "optimizer.summary_period": 1,
+    "optimizer.summary_window": 1,
+    "optimizer.warmup": 0,
+    "optimizer.curvature_batch_size": 1,
+    "optimizer.covariance_period": 1,
+    "optimizer.inverse_period": 1,
+    "optimizer.history": 1,
+    "optimizer.iterations": 1,
+    "schedule.patience": 0,
+    "measure.every": 0,
+    "measure.lambda_int": 0,
+    "measure.batch_size": 1,
+    "measure.samples": 1,
+}
+
+
+def check(config: ExperimentConfig) -> None:
+    """Raise a UserError for values of the wrong type or out of range."""
+    for owner, prefix in _parts(config):
+        hints = get_type_hints(type(owner))
+        for f in fields(owner):
+            name, value = f"{prefix}{f.name}", getattr(owner, f.name)
+            if not is_dataclass(value) and not _fits(value, hints[f.name]):
+                raise UserError(f"{name} = {value!r} is not of the type {f.type}.")
+            least = LEAST.get(name)
+            if least is not None and value is not None and not least <= value < float("inf"):
+                raise UserError(f"{name} = {value}: write a finite number, {least} or more.")
+    if not 0 < config.schedule.factor <= 1:
+        raise UserError(f"schedule.factor = {config.schedule.factor}: write 1 or less, above 0.")
+
+
+def _parts(config: ExperimentConfig) -> Iterator[tuple[Any, str]]:
+    yield config, ""
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if is_dataclass(value):
+            yield value, f"{f.name}."
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) in (Union, types.UnionType):
+        return any(_fits(value, k) for k in get_args(kind))
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind)

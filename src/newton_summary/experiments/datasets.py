@@ -1,0 +1,234 @@
+"""The data of an experiment as tensors on the training device, and minibatches by index.
+
+MNIST and CIFAR-10 come from their official files, the embedded images from the package itself;
+"addition" and "nothing" are made on the spot, for the small GPT and for functions without data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from newton_summary.data import MNIST_MEAN, MNIST_STD, load_mnist_subset
+from newton_summary.experiments.errors import UserError, nearest
+from newton_summary.experiments.files import Bytes, read_cifar10, read_mnist
+
+Batch = tuple[Tensor, Tensor]
+
+CIFAR10_MEAN = (0.4914, 0.4822, 0.4465)
+CIFAR10_STD = (0.2470, 0.2435, 0.2616)
+SPLIT_SEED = 0  # of the validation set, the same for all runs
+
+
+@dataclass(frozen=True)
+class Split:
+    """Samples on one device."""
+
+    inputs: Tensor  # (N, ...)
+    targets: Tensor  # (N,) or (N, positions)
+
+    def __len__(self) -> int:
+        """Return N."""
+        return len(self.inputs)
+
+    def __getitem__(self, index: Tensor | slice) -> Split:
+        """Return some of the samples."""
+        return Split(self.inputs[index], self.targets[index])
+
+    def parts(self, size: int) -> Iterator[Batch]:
+        """Give all samples in order, ``size`` at a time."""
+        for start in range(0, len(self), size):
+            part = slice(start, start + size)
+            yield self.inputs[part], self.targets[part]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What a model is trained, chosen and tested on."""
+
+    name: str
+    train: Split
+    validation: Split
+    test: Split
+
+
+class Batches:
+    """Minibatches in a new random order at each pass, gathered on the device of the data.
+
+    The order comes from the CPU, so it does not depend on the device. Its random numbers are those
+    of ``generator``, or torch's own.
+
+    Args:
+        split: The samples.
+        size: Samples in a batch; the last one has what is left.
+        generator: Random numbers for the order.
+        drop_last: Leave a smaller last batch out, unless it is the only one.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        size: int,
+        generator: torch.Generator | None = None,
+        drop_last: bool = False,
+    ):
+        self.split, self.size, self.generator = split, min(size, len(split)), generator
+        self.used = len(split) // self.size * self.size if drop_last else len(split)
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return -(-self.used // self.size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Draw an order, and give the batches."""
+        order = torch.randperm(len(self.split), generator=self.generator)[: self.used]
+        order = order.to(self.split.inputs.device)
+        for start in range(0, self.used, self.size):
+            index = order[start : start + self.size]
+            yield self.split.inputs[index], self.split.targets[index]
+
+
+# --- the sets ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where samples come from, as (training and validation samples, test samples)."""
+
+    load: Callable[[Path | None, bool, torch.dtype, torch.device], tuple[Split, Split]]
+    validation: int  # training samples held out unless a number is given
+
+
+def load_dataset(
+    name: str,
+    *,
+    root: Path | None = None,
+    download: bool = True,
+    validation: int | None = None,
+    samples: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Dataset:
+    """Load a data set, normalised, onto a device.
+
+    Args:
+        name: A key of ``DATASETS``.
+        root: Folder with the official files; if not given that of NEWTON_SUMMARY_DATA, or a cache
+            folder into which they are fetched.
+        download: Whether files that are not at hand may be fetched.
+        validation: Training samples to hold out; 6,000 of MNIST and 5,000 of CIFAR-10 if not given.
+        samples: Use so many samples of each split at most, for quick trials.
+        dtype: Floating-point type of the inputs.
+        device: Where the tensors live.
+
+    Raises:
+        UserError: If the data does not exist or is not what it should be.
+    """
+    if name not in DATASETS:
+        raise UserError(
+            f"Unknown data set {name!r}.{nearest(name, DATASETS)} There are {', '.join(DATASETS)}."
+        )
+    source = DATASETS[name]
+    known, test = source.load(root, download, dtype, torch.device(device))
+    held_out = source.validation if validation is None else validation
+    if not 0 < held_out < len(known):
+        raise UserError(
+            f"{held_out} samples cannot be held out of the {len(known)} of {name!r} for validation."
+        )
+    order = torch.randperm(len(known), generator=torch.Generator().manual_seed(SPLIT_SEED))
+    order = order.to(known.inputs.device)
+    train, chosen = order[held_out:][:samples], order[:held_out][:samples]
+    return Dataset(name, known[train], known[chosen], test[slice(samples)])
+
+
+def _mnist(
+    root: Path | None, download: bool, dtype: torch.dtype, device: torch.device
+) -> tuple[Split, Split]:
+    """60,000 and 10,000 digits, padded to 32 x 32."""
+    files = read_mnist(root, download)
+    train, test = (
+        _images(*files[part], (MNIST_MEAN,), (MNIST_STD,), dtype, device, pad=2)
+        for part in ("train", "test")
+    )
+    return train, test
+
+
+def _cifar10(
+    root: Path | None, download: bool, dtype: torch.dtype, device: torch.device
+) -> tuple[Split, Split]:
+    """50,000 and 10,000 colour images of 32 x 32."""
+    files = read_cifar10(root, download)
+    train, test = (
+        _images(*files[part], CIFAR10_MEAN, CIFAR10_STD, dtype, device)
+        for part in ("train", "test")
+    )
+    return train, test
+
+
+def _images(
+    pixels: Bytes,
+    labels: Bytes,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    pad: int = 0,
+) -> Split:
+    """Normalise each channel; the frame has the value of black."""
+    images = torch.tensor(pixels, device=device).to(dtype).div_(255)
+    if pad:
+        images = F.pad(images, (pad,) * 4)
+    center, spread = (torch.tensor(x, dtype=dtype, device=device) for x in (mean, std))
+    images.sub_(center[:, None, None]).div_(spread[:, None, None])
+    return Split(images, torch.tensor(labels, dtype=torch.int64, device=device))
+
+
+def _embedded(
+    root: Path | None, download: bool, dtype: torch.dtype, device: torch.device
+) -> tuple[Split, Split]:
+    """5,000 and 1,000 digits of MNIST inside the package."""
+    train = Split(*load_mnist_subset("train", dtype=dtype, device=device))
+    return train, Split(*load_mnist_subset("test", dtype=dtype, device=device))
+
+
+ADDITION_SYMBOLS = "0123456789+="
+
+
+def _addition(
+    root: Path | None, download: bool, dtype: torch.dtype, device: torch.device
+) -> tuple[Split, Split]:
+    """All sums of two numbers below 100, as in ``"07+45=250"``: the answer's last digit first.
+
+    The input is the text without its last symbol, the targets are the three digits of the answer.
+    """
+    texts = [f"{a:02}+{b:02}={f'{a + b:03}'[::-1]}" for a in range(100) for b in range(100)]
+    tokens = torch.tensor([[ADDITION_SYMBOLS.index(c) for c in text] for text in texts])
+    order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(SPLIT_SEED))
+    tokens = tokens[order].to(device)
+    every = Split(tokens[:, :-1], tokens[:, -3:])
+    return every[slice(2000, None)], every[slice(0, 2000)]
+
+
+def _nothing(
+    root: Path | None, download: bool, dtype: torch.dtype, device: torch.device
+) -> tuple[Split, Split]:
+    """Empty samples, for a loss that depends on the parameters alone."""
+    empty = Split(
+        torch.zeros(101, 1, dtype=dtype, device=device),
+        torch.zeros(101, dtype=torch.int64, device=device),
+    )
+    return empty, empty[slice(0, 1)]
+
+
+DATASETS = {
+    "mnist": Source(_mnist, 6000),
+    "cifar10": Source(_cifar10, 5000),
+    "embedded": Source(_embedded, 500),
+    "addition": Source(_addition, 1000),
+    "nothing": Source(_nothing, 1),
+}

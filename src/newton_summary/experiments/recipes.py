@@ -1,0 +1,345 @@
+"""The experiments of the paper, and some of our own: functions that return whole configurations.
+
+The hyperparameters of the four setups are those of the paper's tables (App. G), but for SGD and
+L-BFGS, of which the paper gives none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from newton_summary.experiments.config import (
+    AdamConfig,
+    DataConfig,
+    ExperimentConfig,
+    KFACConfig,
+    LBFGSConfig,
+    MeasureConfig,
+    ModelConfig,
+    NewtonSummaryConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    SGDConfig,
+)
+from newton_summary.experiments.errors import UserError, nearest
+
+PARTITIONS = (
+    "trivial",
+    "weights-biases",
+    "blocks-2",
+    "alternate-2",
+    "blocks-4",
+    "alternate-4",
+    "canonical",
+)
+"""Of the partition study (App. J), coarsest first."""
+
+
+# --- the four setups (Section 6.2, Table 6) ------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model and its data, with what the paper found best for each optimizer."""
+
+    model: ModelConfig
+    data: DataConfig
+    epochs: int
+    adam: float  # learning rate
+    kfac: tuple[float, float]  # learning rate and damping
+    newton_summary: tuple[float, float]  # lambda_1 and lambda_int
+    sgd: float = 1e-2  # learning rate, not from the paper
+
+
+SETUPS = {
+    "mlp_mnist": Setup(
+        ModelConfig("mlp"), DataConfig("mnist"), 200, 3e-4, (1e-4, 1e-2), (3e-2, 1.0)
+    ),
+    "lenet_cifar10": Setup(
+        ModelConfig("lenet"), DataConfig("cifar10"), 200, 3e-4, (1e-4, 3e-2), (0.3, 1.0)
+    ),
+    "vgg_cifar10": Setup(
+        ModelConfig("vgg11"), DataConfig("cifar10"), 100, 1e-5, (3e-4, 3e-2), (0.3, 1.0)
+    ),
+    "bigmlp_cifar10": Setup(
+        ModelConfig("big_mlp"), DataConfig("cifar10"), 100, 1e-5, (1e-5, 1e-2), (0.1, 3.0), 1e-3
+    ),
+}
+
+
+def setup(name: str, optimizer: OptimizerConfig | None = None) -> ExperimentConfig:
+    """One of the four setups, with NewtonSummary as in the paper unless another is given."""
+    chosen = SETUPS[name]
+    return ExperimentConfig(
+        model=chosen.model,
+        data=chosen.data,
+        epochs=chosen.epochs,
+        optimizer=optimizer or paper_optimizer(name),
+    )
+
+
+def paper_optimizer(name: str) -> NewtonSummaryConfig:
+    """NewtonSummary as the paper used it in a setup."""
+    lr, lambda_int = SETUPS[name].newton_summary
+    return NewtonSummaryConfig(lr=lr, lambda_int=lambda_int)
+
+
+def with_adam(name: str) -> ExperimentConfig:
+    """Adam, with the paper's learning rate."""
+    return setup(name, AdamConfig(lr=SETUPS[name].adam))
+
+
+def with_kfac(name: str) -> ExperimentConfig:
+    """K-FAC, with the paper's learning rate and damping."""
+    lr, damping = SETUPS[name].kfac
+    return setup(name, KFACConfig(lr=lr, damping=damping))
+
+
+def with_newton_summary(name: str) -> ExperimentConfig:
+    """NewtonSummary, with the paper's lambda_1 and lambda_int."""
+    return setup(name)
+
+
+def with_normalized(name: str) -> ExperimentConfig:
+    """NewtonSummary with the package's own defaults, the same for every setup."""
+    return setup(name, NewtonSummaryConfig(lr=0.3, lambda_int=1.0, averaging="normalized"))
+
+
+def with_sgd(name: str) -> ExperimentConfig:
+    """SGD with momentum, with Hbar in full batch before each epoch (Section 6.1)."""
+    config = setup(name, SGDConfig(lr=SETUPS[name].sgd))
+    return replace(config, measure=MeasureConfig(every=1))
+
+
+def with_lbfgs(name: str) -> ExperimentConfig:
+    """L-BFGS on batches of 5,000."""
+    return replace(setup(name, LBFGSConfig(lr=0.5)), batch_size=5000)
+
+
+# --- the studies of the appendices ---------------------------------------------------------------
+
+
+def vgg_partition(partition: str) -> ExperimentConfig:
+    """App. J: VGG-11' with another partition."""
+    optimizer = replace(paper_optimizer("vgg_cifar10"), partition=partition)
+    return setup("vgg_cifar10", optimizer)
+
+
+def diagonal(name: str) -> ExperimentConfig:
+    """App. K: the off-diagonal of Hbar set to zero."""
+    return setup(name, replace(paper_optimizer(name), diagonal=True))
+
+
+def vbigmlp_cifar10(optimizer: OptimizerConfig | None = None) -> ExperimentConfig:
+    """App. H: VBigMLP, 100 layers in five chunks of weights and biases."""
+    return ExperimentConfig(
+        model=ModelConfig("vbig_mlp"),
+        data=DataConfig("cifar10"),
+        epochs=200,
+        optimizer=optimizer or NewtonSummaryConfig(lr=0.1, lambda_int=3.0, partition="chunks-5"),
+        measure=MeasureConfig(every=1, partition="chunks-5"),
+    )
+
+
+def vbigmlp_cifar10_adam() -> ExperimentConfig:
+    """App. H: VBigMLP with Adam; the paper gives no learning rate."""
+    return vbigmlp_cifar10(AdamConfig(lr=1e-5))
+
+
+# --- small ones on the embedded images -----------------------------------------------------------
+
+
+def embedded(model: str, optimizer: OptimizerConfig) -> ExperimentConfig:
+    """A small run on the images inside the package: seconds an epoch on a laptop."""
+    return ExperimentConfig(
+        model=ModelConfig(model), data=DataConfig("embedded"), epochs=10, optimizer=optimizer
+    )
+
+
+def lenet_embedded() -> ExperimentConfig:
+    """LeNet on 4,500 digits with NewtonSummary."""
+    return embedded("lenet", NewtonSummaryConfig(averaging="normalized", curvature_batch_size=500))
+
+
+def lenet_embedded_adam() -> ExperimentConfig:
+    """LeNet on 4,500 digits with Adam."""
+    return embedded("lenet", AdamConfig(lr=1e-3))
+
+
+def lenet_embedded_sgd() -> ExperimentConfig:
+    """LeNet on 4,500 digits with SGD, measured before each epoch."""
+    return replace(embedded("lenet", SGDConfig()), measure=MeasureConfig(every=1))
+
+
+def mlp_embedded() -> ExperimentConfig:
+    """MLP on 4,500 digits with NewtonSummary."""
+    return embedded("mlp", NewtonSummaryConfig(averaging="normalized", curvature_batch_size=500))
+
+
+def mlp_embedded_adam() -> ExperimentConfig:
+    """MLP on 4,500 digits with Adam."""
+    return embedded("mlp", AdamConfig(lr=1e-3))
+
+
+def mlp_embedded_kfac() -> ExperimentConfig:
+    """MLP on 4,500 digits with K-FAC."""
+    return embedded("mlp", KFACConfig(lr=1e-3, damping=1e-2))
+
+
+def mlp_embedded_lbfgs() -> ExperimentConfig:
+    """MLP on 4,500 digits with L-BFGS."""
+    return replace(embedded("mlp", LBFGSConfig(lr=0.5)), batch_size=1500)
+
+
+# --- our own -------------------------------------------------------------------------------------
+
+
+def resnet18_cifar10() -> ExperimentConfig:
+    """ResNet-18 with batch norm on CIFAR-10, one block of layers a group."""
+    return ExperimentConfig(
+        model=ModelConfig("resnet18"),
+        data=DataConfig("cifar10"),
+        epochs=30,
+        optimizer=NewtonSummaryConfig(
+            averaging="normalized", partition="blocks-4", curvature_batch_size=500
+        ),
+    )
+
+
+def resnet18_cifar10_adam() -> ExperimentConfig:
+    """ResNet-18 with batch norm on CIFAR-10 with Adam."""
+    return replace(resnet18_cifar10(), optimizer=AdamConfig(lr=1e-3))
+
+
+def autoencoder_mnist() -> ExperimentConfig:
+    """An autoencoder of digits, with squared error: D3 = 0 in the last layer."""
+    return ExperimentConfig(
+        model=ModelConfig("autoencoder"),
+        data=DataConfig("mnist"),
+        epochs=50,
+        optimizer=NewtonSummaryConfig(averaging="normalized"),
+    )
+
+
+def autoencoder_embedded() -> ExperimentConfig:
+    """The autoencoder on the digits inside the package."""
+    return embedded(
+        "autoencoder", NewtonSummaryConfig(averaging="normalized", curvature_batch_size=500)
+    )
+
+
+def gpt_addition() -> ExperimentConfig:
+    """A small GPT that learns to add numbers below 100."""
+    return ExperimentConfig(
+        model=ModelConfig("gpt"),
+        data=DataConfig("addition"),
+        epochs=30,
+        optimizer=NewtonSummaryConfig(
+            averaging="normalized", partition="blocks-2", direction="adam", curvature_batch_size=500
+        ),
+    )
+
+
+def gpt_addition_adam() -> ExperimentConfig:
+    """The small GPT with Adam."""
+    return replace(gpt_addition(), optimizer=AdamConfig(lr=1e-3))
+
+
+def rosenbrock() -> ExperimentConfig:
+    """Rosenbrock's valley with one group for each of its two numbers: a Newton method."""
+    return ExperimentConfig(
+        model=ModelConfig("rosenbrock"),
+        data=DataConfig("nothing", samples=100),
+        batch_size=1,
+        epochs=5,
+        dtype="float64",
+        device="cpu",
+        optimizer=NewtonSummaryConfig(
+            lr=1.0,
+            momentum=0.0,
+            summary_period=1,
+            summary_window=1,
+            warmup=1,
+            curvature_batch_size=1,
+        ),
+        schedule=ScheduleConfig(factor=1.0),
+    )
+
+
+# --- the registry --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A named configuration."""
+
+    name: str
+    make: Callable[[], ExperimentConfig]
+    about: str
+
+    def __call__(self) -> ExperimentConfig:
+        """Return the configuration, which remembers its name."""
+        return replace(self.make(), recipe=self.name)
+
+
+def _registry() -> dict[str, Recipe]:
+    recipes: dict[str, Recipe] = {}
+
+    def add(name: str, make: Callable[[], ExperimentConfig], about: str | None) -> None:
+        recipes[name] = Recipe(name, make, (about or "").split("\n")[0])
+
+    ways = {
+        "newton_summary": with_newton_summary,
+        "normalized": with_normalized,
+        "adam": with_adam,
+        "kfac": with_kfac,
+        "sgd": with_sgd,
+        "lbfgs": with_lbfgs,
+    }
+    for name in SETUPS:
+        for suffix, way in ways.items():
+            if (name, suffix) != ("vgg_cifar10", "lbfgs"):  # a batch of 5,000 is too large there
+                add(f"{name}_{suffix}", partial(way, name), way.__doc__)
+    for p in PARTITIONS:
+        add(
+            f"vgg_cifar10_{p.replace('-', '_')}",
+            partial(vgg_partition, p),
+            f"App. J: VGG-11' with the partition {p}.",
+        )
+    for name in ("lenet_cifar10", "vgg_cifar10"):
+        add(f"{name}_diagonal", partial(diagonal, name), diagonal.__doc__)
+    for function in (
+        vbigmlp_cifar10,
+        vbigmlp_cifar10_adam,
+        lenet_embedded,
+        lenet_embedded_adam,
+        lenet_embedded_sgd,
+        mlp_embedded,
+        mlp_embedded_adam,
+        mlp_embedded_kfac,
+        mlp_embedded_lbfgs,
+        resnet18_cifar10,
+        resnet18_cifar10_adam,
+        autoencoder_mnist,
+        autoencoder_embedded,
+        gpt_addition,
+        gpt_addition_adam,
+        rosenbrock,
+    ):
+        add(function.__name__, function, function.__doc__)
+    return recipes
+
+
+RECIPES = _registry()
+
+
+def get_recipe(name: str) -> Recipe:
+    """Return a recipe by its name; hyphens will do for underscores."""
+    known = name.replace("-", "_")
+    if known not in RECIPES:
+        raise UserError(
+            f"Unknown recipe {name!r}.{nearest(known, RECIPES)} `newton-summary list` shows all."
+        )
+    return RECIPES[known]
