@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from newton_summary.derivatives.probe import (
+    CannotDifferentiate,
     Closure,
     check_depends,
     check_finite,
@@ -108,12 +109,17 @@ class Sweep:
                 self.tangents.pop(slot, None)
             if consume:
                 for value in op.outputs:
-                    if value is not None:
+                    if value is not None and value.slot is not None:
                         self.adjoints.pop(value.slot, None)
                 op.args, op.kwargs, op.outputs, op.saved = (), {}, [], None
 
     def _pass(self, op: Op) -> None:
-        result = rule_for(op)(self, op, *op.args, **op.kwargs)
+        try:
+            result = rule_for(op)(self, op, *op.args, **op.kwargs)
+        except TypeError as error:
+            raise CannotDifferentiate(
+                f"sweep: {op.name!r} is called in a way that its rule does not know: {error}"
+            ) from error
         if result is None:
             return
         results = result if isinstance(result, list) else [result]

@@ -162,10 +162,13 @@ class Recorder(TorchFunctionMode):
         """Run several elementary operations in the place of one."""
         if any(t.is_complex() for t in find_tensors((args, kwargs))):
             return NotImplemented
-        if not writes_in_place(func, kwargs):
-            return self.decomposed[name](*args, **kwargs)
-        result = self.decomposed[name](args[0].clone(), *args[1:], **kwargs)
-        return result if result is NotImplemented else args[0].copy_(result)
+        in_place = writes_in_place(func, kwargs)
+        try:
+            first = args[0].clone() if in_place else args[0]
+            result = self.decomposed[name](first, *args[1:], **kwargs)
+        except TypeError:  # a way to call it that is not foreseen
+            return NotImplemented
+        return args[0].copy_(result) if in_place and result is not NotImplemented else result
 
     def _run_unrecorded(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -183,8 +186,8 @@ class Recorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         for owner, value in zip(old.values(), values, strict=True):
             if value.slot is not None:
-                new = [self._new_value(owner, None)]
-                self.ops.append(Op("clone", torch.clone, (value,), {}, new, None, [value.slot]))
+                new = self._new_value(owner, None)
+                self.ops.append(Op("clone", torch.clone, (value,), {}, [new], None, [value.slot]))
         return result
 
     def _access(
@@ -365,11 +368,15 @@ def check_subclass(kind: type) -> None:
 @contextmanager
 def plain_checkpoints() -> Iterator[None]:
     """Let re-entrant checkpoints run as plain calls: inside them nothing could be recorded."""
-    CheckpointFunction.apply = staticmethod(lambda run, preserve_random_state, *args: run(*args))
+
+    def run_plainly(run: Callable[..., Any], preserve_random_state: bool, *args: Any) -> Any:
+        return run(*args)
+
+    setattr(CheckpointFunction, "apply", staticmethod(run_plainly))  # noqa: B010
     try:
         yield
     finally:
-        del CheckpointFunction.apply
+        delattr(CheckpointFunction, "apply")
 
 
 class Circumstances:

@@ -179,6 +179,6 @@ def add_tangents(tangents: Sequence[Tangent]) -> Tangent:
 
 
 def lift(rows: Tensor, ndim: int) -> Tensor:
-    """Insert dimensions behind the first, so that rows of shape (k, *y) broadcast with ndim of y."""
+    """Insert dimensions behind the first, so that rows (k, *y) broadcast with ndim dimensions."""
     missing = ndim + 1 - rows.dim()
     return rows if missing <= 0 else rows.reshape(rows.shape[0], *(1,) * missing, *rows.shape[1:])

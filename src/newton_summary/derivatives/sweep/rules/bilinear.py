@@ -37,7 +37,9 @@ class Product:
     pair: Callable[[Tensor, Tensor], Tensor]  # rows of a, rows of b -> h(row, row)
     adjoint_left: Callable[[Tensor, Tensor], Tensor]  # delta, rows of b -> rows like a
     adjoint_right: Callable[[Tensor, Tensor], Tensor]  # delta, rows of a -> rows like b
-    left_into: Callable[[Tensor, Tensor], object] | None = None  # rows of a, where to write h(row, b)
+    left_into: Callable[[Tensor, Tensor], object] | None = (
+        None  # rows of a, where to write h(row, b)
+    )
 
 
 def gram(X: Tensor, Y: Tensor) -> Tensor:
@@ -112,7 +114,7 @@ def product(sweep: Sweep, op: Op, h: Product, a: Value, b: Value) -> tuple[list[
 
 
 def contribute(sweep: Sweep, A: Tangent, B: Tangent, G: Tensor) -> None:
-    """Add what a product contributes, given G: the rows of h(., b_row)^T delta, in the order of B."""
+    """Add what a product contributes, given G: rows of h(., b_row)^T delta, in the order of B."""
     k = len(B.first)
     M = gram(G[:k], A.y1)
     sweep.add_Hbar(B.first, A.first, M)
@@ -148,7 +150,7 @@ def plus_bias(
 
 
 def each_row(multiply: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """Multiply by a stack of matrices; a single one without its first dimension, which is faster."""
+    """Multiply by a stack of matrices; a single one without its first dimension, for speed."""
     return multiply(rows[0]) if len(rows) == 1 else multiply(rows)
 
 
@@ -332,7 +334,8 @@ def conv_by_columns(x: Tensor, w: Tensor, settings: Any, largest: int = 2**27) -
     out, patch = len(w), w[0].numel()
     sizes = [(x.shape[2 + i] - w.shape[2 + i]) // stride[i] + 1 for i in range(n)]
     results = []
-    for images in x.split(max(1, largest // (patch * torch.Size(sizes).numel()))):
+    at_a_time = max(1, largest // (patch * torch.Size(sizes).numel()))
+    for images in x.split(at_a_time):  # type: ignore[no-untyped-call]
         patches = images
         for i in range(n):
             patches = patches.unfold(2 + i, w.shape[2 + i], stride[i])

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from newton_summary.derivatives.sweep.rules.bilinear import gram, sums
 from newton_summary.derivatives.sweep.calls import names
-from newton_summary.derivatives.sweep.tangent import Tangent, matching, lift
+from newton_summary.derivatives.sweep.rules.bilinear import gram, sums
+from newton_summary.derivatives.sweep.tangent import Tangent, lift, matching
 from newton_summary.derivatives.sweep.tape import Op, Value, plain
 
 if TYPE_CHECKING:

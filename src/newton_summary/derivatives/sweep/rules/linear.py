@@ -6,7 +6,8 @@ dimensions shifted by one; the others through ``torch.vmap``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,9 +69,9 @@ def matrix_transpose(sweep: Sweep, op: Op, x: Value) -> Tangent | None:
     return t.map(lambda rows: rows.mH if op.name in ("H", "mH") else rows.mT)
 
 
-def permute(sweep: Sweep, op: Op, x: Value, *dims: Any) -> Tangent | None:
+def permute(sweep: Sweep, op: Op, x: Value, *args: Any, dims: Any = None) -> Tangent | None:
     """Reorder the dimensions."""
-    order = dims[0] if len(dims) == 1 and isinstance(dims[0], Sequence) else dims
+    order = dims or (args[0] if isinstance(args[0], Sequence) else args)
     t = only(sweep, x)
     ndim = x.tensor.dim()
     return None if t is None else t.map(lambda r: r.permute(0, *(d % ndim + 1 for d in order)))
@@ -305,7 +306,8 @@ def apply_per_row(
         return func(*fill(args, given, keep_constants), **fill(kwargs, given, keep_constants))
 
     try:
-        result = torch.vmap(call)(*rows)
+        with without_vmap_fallback():
+            result = torch.vmap(call)(*rows)
     except (RuntimeError, NotImplementedError, ValueError):  # an operation that vmap does not know
         results = [call(*one_row) for one_row in zip(*rows, strict=True)]
         if isinstance(results[0], tuple | list):
@@ -316,6 +318,18 @@ def apply_per_row(
         outputs = zip(op.outputs, result, strict=True)
         return [None if v is None else Tangent(first, second, r) for v, r in outputs]
     return Tangent(first, second, result)
+
+
+@contextmanager
+def without_vmap_fallback() -> Iterator[None]:
+    """Let vmap raise where it would warn and go through the rows itself."""
+    functorch = torch._C._functorch
+    before = functorch._is_vmap_fallback_enabled()  # type: ignore[attr-defined]
+    functorch._set_vmap_fallback_enabled(False)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_enabled(before)  # type: ignore[attr-defined]
 
 
 def fill(tree: Any, given: dict[int | None, Tensor], keep_constants: bool) -> Any:
@@ -335,11 +349,10 @@ def fill(tree: Any, given: dict[int | None, Tensor], keep_constants: bool) -> An
 
 def linear_part(op: Op) -> Callable[..., Any]:
     """Return the function of a call, without its constant part, and not in place."""
-    if op.name in WITHOUT_CONSTANT:
-        return WITHOUT_CONSTANT[op.name]
-    if str(getattr(op.func, "__name__", "")).endswith("_"):
-        return getattr(torch, op.name, None) or getattr(Tensor, op.name)
-    return op.func
+    func = WITHOUT_CONSTANT.get(op.name, op.func)
+    if str(getattr(func, "__name__", "")).endswith("_"):
+        func = getattr(torch, op.name, None) or getattr(Tensor, op.name)
+    return func
 
 
 def _masked_fill(x: Tensor, mask: Tensor, value: Any) -> Tensor:
@@ -371,7 +384,7 @@ def _scatter(x: Tensor, dim: int, index: Tensor, src: Any = None, value: Any = N
 
 
 def _pad_packed(data: Tensor, batch_sizes: Tensor, batch_first: bool, value: Any, n: int) -> Any:
-    return torch._VF._pad_packed_sequence(data, batch_sizes, batch_first, 0.0, n)  # type: ignore[attr-defined]
+    return torch._C._VariableFunctions._pad_packed_sequence(data, batch_sizes, batch_first, 0.0, n)
 
 
 def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:

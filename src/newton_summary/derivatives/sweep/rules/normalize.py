@@ -1,12 +1,13 @@
 """Softmax and its kin, and the standardisation inside norm layers, in closed form.
 
-For a row x of logits with p = softmax(x), write <a> for the mean of a under p and c_s = x1_s - <x1_s>.
-The derivatives of logsumexp are the cumulants of x under p: <x1_s>, <c_s c_t>, <c_s c_t c_r>.
+For a row x of logits with p = softmax(x), write <a> for the mean of a under p, and c_s for
+x1_s - <x1_s>. The derivatives of logsumexp are the cumulants of x under p: <x1_s>, <c_s c_t>,
+<c_s c_t c_r>.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,7 +102,7 @@ def _cumulants(sweep: Sweep, t: Tangent, centered: Tensor, p: Tensor, weight: Te
 def softmax(
     sweep: Sweep, op: Op, x: Value, dim: int | None = None, dtype: Any = None, **kwargs: Any
 ) -> Tangent | None:
-    """``y = softmax(x)``: y1 = p c, and d2y[a, b] = p (c_a c_b - <c_a c_b>)."""
+    """The derivatives of p are y1 = p c, and d2y[a, b] = p (c_a c_b - <c_a c_b>)."""
     t = sweep.tangent(x)
     if t is None:
         return None
@@ -187,7 +188,7 @@ def standardize(sweep: Sweep, op: Op, x: Value, dims: Sequence[int], eps: float)
     return join(first, add_rows([(t.first, bend), (t.second, c2 * r)]))
 
 
-NORMALIZE = {
+NORMALIZE: dict[str, Callable[..., Any]] = {
     "softmax": softmax,
     "special_softmax": softmax,
     "log_softmax": log_softmax,

@@ -17,7 +17,7 @@ def div(a: Any, b: Any, *, rounding_mode: str | None = None, out: None = None) -
     return a * torch.reciprocal(b)
 
 
-def rdiv(b: Tensor, a: Any) -> Tensor:
+def rdiv(b: Tensor, a: Any) -> Any:
     """``a / b``, reflected."""
     return a * torch.reciprocal(b)
 
@@ -30,19 +30,19 @@ def power(base: Any, exponent: Any) -> Any:
     return torch.exp(exponent * torch.log(base.to(exponent.dtype)))
 
 
-def float_power(base: Any, exponent: Any) -> Tensor:
+def float_power(base: Any, exponent: Any) -> Any:
     """``base ** exponent`` in float64."""
     base, exponent = (x.double() if isinstance(x, Tensor) else x for x in (base, exponent))
     return torch.pow(base, exponent)
 
 
-def xlogy(x: Any, y: Any) -> Tensor:
+def xlogy(x: Any, y: Any) -> Any:
     """``x log(y)``, and 0 where x = 0 and the logarithm is not defined."""
     x, y = (torch.as_tensor(v) for v in (x, y))
     return x * torch.log(torch.where((x == 0) & (y <= 0), 1.0, y))
 
 
-def lerp(input: Tensor, end: Tensor, weight: Any) -> Tensor:
+def lerp(input: Tensor, end: Tensor, weight: Any) -> Any:
     """``input + weight (end - input)``."""
     return input + (end - input) * weight
 
@@ -96,7 +96,8 @@ def clamp_max(x: Tensor, max: Any) -> Any:
 
 def logaddexp(a: Tensor, b: Tensor) -> Tensor:
     """``log(exp(a) + exp(b))``."""
-    return torch.logsumexp(torch.stack(torch.broadcast_tensors(a, b)), 0)
+    pair = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]
+    return torch.logsumexp(torch.stack(pair), 0)
 
 
 def logaddexp2(a: Tensor, b: Tensor) -> Tensor:

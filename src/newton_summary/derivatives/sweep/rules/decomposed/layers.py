@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import _VF as VF
 from torch import Tensor
 
-from newton_summary.derivatives.sweep.rules.decomposed.reductions import root
+from newton_summary.derivatives.sweep.rules.decomposed.products import contract
+from newton_summary.derivatives.sweep.rules.decomposed.reductions import root, vector_norm
 
 
 def dropout(x: Tensor, p: float, train: bool) -> Tensor:
@@ -119,7 +119,7 @@ def glu(x: Tensor, dim: int = -1) -> Tensor:
 
 def bilinear(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``a W b``."""
-    y = VF.einsum("...i,oij,...j->...o", [a, weight, b])
+    y = contract("...i,oij,...j->...o", [a, weight, b])
     return y if bias is None else y + bias
 
 
@@ -162,7 +162,8 @@ def pairwise_distance(
     a: Tensor, b: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
 ) -> Tensor:
     """The norm of ``a - b + eps``."""
-    return torch.linalg.vector_norm(a - b + eps, p, -1, keepdim)
+    distance: Tensor = vector_norm(a - b + eps, p, -1, keepdim)
+    return distance
 
 
 LAYERS: dict[str, Callable[..., Any]] = {

@@ -59,7 +59,7 @@ def cross_entropy_loss(
     logs = torch.log_softmax(x, classes)
     if target.dtype.is_floating_point:
         return _soft_cross_entropy(logs, target, weight, reduction, label_smoothing, classes)
-    nll = torch._C._nn.nll_loss_nd(logs, target, weight, reduction, ignore_index)
+    nll = torch._C._nn.nll_loss_nd(logs, target, weight, reduction, ignore_index)  # type: ignore[arg-type]
     if label_smoothing == 0:
         return nll
     valid = (target != ignore_index).to(x.dtype)
@@ -218,8 +218,9 @@ def _padded(targets: Tensor, counts: Tensor, n: int) -> Tensor:
     if n == 1:
         return targets[None]
     rows = torch.zeros(n, int(counts.max()), dtype=targets.dtype, device=targets.device)
-    for row, labels in zip(rows, targets.split(counts.tolist()), strict=True):
-        row[: len(labels)] = labels
+    ends = counts.cumsum(0).tolist()
+    for row, end, count in zip(rows, ends, counts.tolist(), strict=True):
+        row[:count] = targets[end - count : end]
     return rows
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import _VF as VF
 from torch import Tensor
 
 
@@ -35,6 +34,12 @@ def addr(input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float =
     return torch.add(input if beta == 1 else input * beta, outer(a, b), alpha=alpha)
 
 
+def contract(equation: str, operands: Sequence[Tensor]) -> Tensor:
+    """``torch.einsum`` below its Python part."""
+    result: Tensor = torch._C._VariableFunctions.einsum(equation, operands)  # type: ignore[attr-defined]
+    return result
+
+
 def outer(a: Tensor, b: Tensor) -> Tensor:
     """``a b^T``."""
     return a[:, None] * b[None, :]
@@ -44,7 +49,7 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
     """Sum over the last dimension of both."""
     if a.dim() == 0 or b.dim() == 0:
         return a * b
-    return torch.tensordot(a, b, ([-1], [-1]))
+    return tensordot(a, b, [-1], [-1])
 
 
 def vecdot(a: Tensor, b: Tensor, *, dim: int = -1) -> Tensor:
@@ -87,7 +92,6 @@ def cross(a: Tensor, b: Tensor, dim: int | None = None) -> Tensor:
     """The vector product, along a dimension of length three."""
     if dim is None:
         dim = next(d for d, n in enumerate(a.shape) if n == 3)
-    a, b = torch.broadcast_tensors(a, b)
     return a.roll(-1, dim) * b.roll(-2, dim) - a.roll(-2, dim) * b.roll(-1, dim)
 
 
@@ -109,16 +113,16 @@ def einsum(equation: str, *operands: Any, path: Any = None) -> Any:
             second = some.index(twice, first + 1)
             letters[i] = some[:first] + some[first + 1 : second] + some[second + 1 :] + twice
             taken = [*tensors[:i], tensors[i].diagonal(0, first, second), *tensors[i + 1 :]]
-            return VF.einsum(f"{','.join(letters)}->{output}", taken)
+            return contract(f"{','.join(letters)}->{output}", taken)
     expanded = _of_equal_lengths(letters, tensors)
     if len(tensors) > 2:
         later = set("".join(letters[2:]) + output)
         kept = "".join(c for c in dict.fromkeys(letters[0] + letters[1]) if c in later)
-        pair = VF.einsum(f"{letters[0]},{letters[1]}->{kept}", expanded[:2])
-        return VF.einsum(f"{','.join([kept, *letters[2:]])}->{output}", [pair, *expanded[2:]])
+        pair = contract(f"{letters[0]},{letters[1]}->{kept}", expanded[:2])
+        return contract(f"{','.join([kept, *letters[2:]])}->{output}", [pair, *expanded[2:]])
     if written == equation and all(x is y for x, y in zip(expanded, operands[0], strict=False)):
         return NotImplemented
-    return VF.einsum(written, expanded)
+    return contract(written, expanded)
 
 
 def _of_equal_lengths(letters: list[str], tensors: Sequence[Tensor]) -> list[Tensor]:

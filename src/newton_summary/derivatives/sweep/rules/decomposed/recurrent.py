@@ -72,7 +72,7 @@ def layers(cell: Cell) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         if isinstance(args[3], Sequence):  # packed: (data, batch_sizes, hx, weights, ...)
             data, batch_sizes, start, weights, *settings = args
-            sequence = list(data.split(batch_sizes.tolist()))
+            sequence = list(data.split_with_sizes(batch_sizes.tolist()))
             outputs, state = stack(cell, sequence, start, weights, *settings)
             return torch.cat(outputs), *state
         x, start, weights, *settings, batch_first = args
@@ -101,7 +101,7 @@ def stack(
     for layer in range(num_layers):
         if layer > 0 and dropout > 0 and train:
             dropped = torch.dropout(torch.cat(sequence), dropout, True)
-            sequence = list(dropped.split([len(x) for x in sequence]))
+            sequence = list(dropped.split_with_sizes([len(x) for x in sequence]))
         results = []
         for direction in range(directions):
             which = layer * directions + direction
@@ -127,7 +127,7 @@ def one_layer(
     w_ih, w_hh, *rest = weights
     b_ih, b_hh = rest[:2] if has_biases else (None, None)
     w_hr = rest[-1] if len(rest) in (1, 3) else None
-    gates = F.linear(torch.cat(sequence), w_ih, b_ih).split([len(x) for x in sequence])
+    gates = F.linear(torch.cat(sequence), w_ih, b_ih).split_with_sizes([len(x) for x in sequence])
     state = tuple(h[: len(sequence[0])] for h in start)
     outputs: list[Tensor] = []
     ended: list[State] = []
