@@ -1,0 +1,169 @@
+"""All optimizers behind one interface: ``step(batch)`` moves the model and returns the loss."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, SGD, Adam, Optimizer
+
+from newton_summary.experiments.config import (
+    AdamConfig,
+    KFACConfig,
+    LBFGSConfig,
+    NewtonSummaryConfig,
+    OptimizerConfig,
+    SGDConfig,
+)
+from newton_summary.experiments.datasets import Batch, Batches, Split
+from newton_summary.experiments.errors import UserError
+from newton_summary.experiments.kfac import KFAC
+from newton_summary.experiments.tasks import Task, negative_log_likelihood, reconstruction_error
+from newton_summary.optimizer import NewtonSummary
+from newton_summary.partition import Partition, make_partition
+
+
+class Stepper(Protocol):
+    """Moves a model, batch by batch. Nothing in a step waits for the device, but in L-BFGS."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The torch optimizer, for its state and for schedulers."""
+        ...
+
+    def step(self, batch: Batch) -> Tensor:
+        """Make one step; return the loss of the batch before it, on the device."""
+        ...
+
+
+class GradientStepper:
+    """For optimizers that need gradients alone."""
+
+    def __init__(self, task: Task, optimizer: Optimizer):
+        self.task, self.optimizer = task, optimizer
+
+    def step(self, batch: Batch) -> Tensor:
+        """Make one step."""
+        self.optimizer.zero_grad()
+        loss = self.task.loss(self.task.model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        return loss.detach()
+
+
+class KFACStepper(GradientStepper):
+    """Shows K-FAC the inputs when its covariances are due."""
+
+    optimizer: KFAC
+
+    def step(self, batch: Batch) -> Tensor:
+        """Make one step."""
+        if self.optimizer.covariances_due:
+            self.optimizer.observe(batch[0])
+        return super().step(batch)
+
+
+class ClosureStepper:
+    """For L-BFGS, which evaluates the loss as often as it likes."""
+
+    def __init__(self, task: Task, optimizer: Optimizer):
+        self.task, self.optimizer = task, optimizer
+
+    def step(self, batch: Batch) -> Tensor:
+        """Make one step."""
+
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            loss = self.task.loss(self.task.model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        first = self.optimizer.step(closure)  # type: ignore[arg-type]
+        return torch.as_tensor(first).detach()
+
+
+def make_stepper(config: OptimizerConfig, task: Task, train: Split) -> Stepper:
+    """Make the optimizer of a configuration, for a model that is on its device.
+
+    Args:
+        config: Which optimizer, with its settings.
+        task: The model and its loss.
+        train: The training samples, of which NewtonSummary draws batches of its own.
+    """
+    params = list(task.model.parameters())
+    if isinstance(config, AdamConfig):
+        betas = (config.beta1, config.beta2)
+        fused = params[0].is_cuda
+        return GradientStepper(task, Adam(params, lr=config.lr, betas=betas, fused=fused))
+    if isinstance(config, SGDConfig):
+        return GradientStepper(task, SGD(params, lr=config.lr, momentum=config.momentum))
+    if isinstance(config, LBFGSConfig):
+        return ClosureStepper(
+            task,
+            LBFGS(
+                params,
+                lr=config.lr,
+                max_iter=config.iterations,
+                history_size=config.history,
+                line_search_fn="strong_wolfe",
+            ),
+        )
+    if isinstance(config, KFACConfig):
+        return KFACStepper(task, _kfac(config, task))
+    if isinstance(config, NewtonSummaryConfig):
+        return GradientStepper(task, _newton_summary(config, task, train))
+    raise UserError(f"There is no optimizer for {type(config).__name__}.")
+
+
+def _kfac(config: KFACConfig, task: Task) -> KFAC:
+    if task.criterion not in (negative_log_likelihood, reconstruction_error):
+        raise UserError("K-FAC is there for classification and for the squared error alone.")
+    gaussian = task.criterion is reconstruction_error
+    optimizer = KFAC(
+        task.model,
+        lr=config.lr,
+        damping=config.damping,
+        momentum=config.momentum,
+        covariance_period=config.covariance_period,
+        inverse_period=config.inverse_period,
+        decay=config.decay,
+        likelihood="gaussian" if gaussian else "categorical",
+    )
+    if not optimizer.layers:
+        raise UserError("K-FAC finds no layer: it takes no NTK parameterisation.")
+    return optimizer
+
+
+def _newton_summary(config: NewtonSummaryConfig, task: Task, train: Split) -> NewtonSummary:
+    direction = None
+    if config.direction == "adam":
+        direction = Adam(task.model.parameters(), lr=1e-3)
+    try:
+        return NewtonSummary(
+            checked_partition(task, config.partition),
+            lr=config.lr,
+            lambda_int=config.lambda_int,
+            momentum=config.momentum,
+            eta_momentum=config.eta_momentum,
+            summary_period=config.summary_period,
+            summary_window=config.summary_window,
+            warmup=config.warmup,
+            direction=direction,
+            curvature=(task.loss, Batches(train, config.curvature_batch_size, drop_last=True)),
+            averaging=config.averaging,
+            diagonal=config.diagonal,
+            negative=config.negative,
+            keep_last_good=config.averaging != "window",  # the paper uses no safeguards
+            backend=config.backend,
+        )
+    except ValueError as error:
+        raise UserError(f"optimizer: {error}") from None
+
+
+def checked_partition(task: Task, spec: str) -> Partition:
+    """Return a partition of the model; an unknown one is the user's mistake."""
+    try:
+        return make_partition(task.model, spec)
+    except ValueError as error:
+        raise UserError(f"partition = {spec!r}: {error}") from None
