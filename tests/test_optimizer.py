@@ -214,7 +214,10 @@ def step_quadratic(model, opt, steps=1):
         opt.step()
 
 
-MODES = {"paper": {"averaging": "window", "keep_last_good": False}, "default": {}}
+MODES = {
+    "paper": {"averaging": "window", "keep_last_good": False, "ramp": 0},
+    "default": {"ramp": 0},  # which has a test of its own
+}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -519,7 +522,7 @@ def test_torch_schedulers_work(make):
 
 def test_each_group_has_its_lr_its_name_and_its_eta():
     model = make_net()
-    opt = make_optimizer(model, lr=0.3)
+    opt = make_optimizer(model, lr=0.3, ramp=0)
     assert [group["name"] for group in opt.param_groups] == list(opt.partition.names)
     opt.param_groups[0]["lr"] = 0.0
     opt.param_groups[2]["lr"] = torch.tensor(0.1)
@@ -553,3 +556,29 @@ def test_refreshes_come_every_period_and_draw_independent_batches():
     assert due == [t % 4 == 0 for t in range(9)]
     unique = list({id(x): x for x in seen}.values())
     assert len(unique) == 4 and all(x is c[0] for x, c in zip(unique, CURVATURE))
+
+
+def test_the_first_rates_are_used_by_degrees():
+    """1/4 of the step lengths until the second refresh, 2/4 until the third, then on to all."""
+    lengths = {}
+    for ramp in (0, 4):
+        model = make_net()
+        part = ns.make_partition(model)
+        opt = ns.NewtonSummary(
+            part, lr=1e-6, ramp=ramp, summary_period=2, curvature=(loss_fn, CURVATURE)
+        )
+        lengths[ramp] = []
+        for t in range(10):
+            before = torch.cat([p.detach().flatten() for p in model.parameters()])
+            quiet(lambda t=t, model=model, opt=opt: train(model, opt, 1, start=t))
+            after = torch.cat([p.detach().flatten() for p in model.parameters()])
+            lengths[ramp].append(float((after - before).norm()))
+    ratios = [a / b for a, b in zip(lengths[4], lengths[0], strict=True)]
+    assert ratios == pytest.approx([0.25, 0.25, 0.5, 0.5, 0.75, 0.75, 1, 1, 1, 1], rel=1e-3)
+
+
+def test_one_curvature_batch_has_no_ramp():
+    part = ns.make_partition(make_net())
+    assert ns.NewtonSummary(part, curvature=(loss_fn, CURVATURE[:1])).ramp == 0
+    assert ns.NewtonSummary(part, curvature=(loss_fn, CURVATURE)).ramp == 10
+    assert ns.NewtonSummary.paper(part, curvature=(loss_fn, CURVATURE)).ramp == 0

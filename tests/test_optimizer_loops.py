@@ -174,7 +174,12 @@ def test_unused_and_frozen_parameters(partition):
         return loss_fn(nn.Sequential(*list(model.children())[:3]), batch)
 
     opt = make_optimizer(
-        model, lr=0.1, partition=partition, summary_period=2, curvature=(with_unused, CURVATURE)
+        model,
+        lr=0.1,
+        ramp=0,
+        partition=partition,
+        summary_period=2,
+        curvature=(with_unused, CURVATURE),
     )
 
     def run(steps, start):

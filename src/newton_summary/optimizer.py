@@ -34,6 +34,8 @@ from newton_summary.summary import Summary
 
 Closure = Callable[[], Tensor]
 
+RAMP = 10  # refreshes until the whole rates are used, where summaries are noisy
+
 
 class NewtonSummary(Optimizer):
     """Learning rates from the curvature of the loss, one for each group of parameters.
@@ -89,6 +91,10 @@ class NewtonSummary(Optimizer):
         averaging: ``"normalized"`` averages derivatives by step length over all refreshes, with
             exponential weights, and keeps each group's step length from one refresh to the next;
             ``"window"`` averages the last few summaries and keeps the rates, as the paper does.
+        ramp: Use 1/ramp of the rates until the second refresh, 2/ramp until the third, and so on
+            up to all of them: the first averages hold few summaries of a loss that changes fast. Costs some
+            speed in the first ``ramp * summary_period`` steps. 0 for none. If not given, 10 where
+            ``curvature`` has more than one batch, and else 0.
         summary_decay: Weight of the past in ``averaging="normalized"``.
         absolute_D3: With ``averaging="normalized"``, average abs(D3): noise then makes the cubic
             term larger, where with signs it makes it smaller.
@@ -132,6 +138,7 @@ class NewtonSummary(Optimizer):
         curvature: tuple[LossFn, Any] | None = None,
         *,
         averaging: str = "normalized",
+        ramp: int | None = None,
         summary_decay: float = 0.9,
         absolute_D3: bool = True,
         diagonal: bool = False,
@@ -158,6 +165,8 @@ class NewtonSummary(Optimizer):
         check_whole("summary_period", summary_period, least=1)
         check_whole("summary_window", summary_window, least=1)
         check_whole("warmup", warmup, least=0)
+        if ramp is not None:
+            check_whole("ramp", ramp, least=0)
         if direction is not None:
             check_direction(direction, partition)
         self.model = model
@@ -165,6 +174,8 @@ class NewtonSummary(Optimizer):
         self.direction = direction
         self.summary_period, self.warmup = summary_period, warmup
         self._loss_fn, self._data = check_curvature(curvature)
+        several = curvature is not None and _has_several_batches(curvature[1])
+        self.ramp = ramp if ramp is not None else RAMP if several else 0
         self._refresh = Refresh(
             model,
             partition,
@@ -207,8 +218,8 @@ class NewtonSummary(Optimizer):
     def paper(
         cls,
         partition: Partition,
-        lr: float,
-        lambda_int: float,
+        lr: float = 0.3,
+        lambda_int: float = 1.0,
         *,
         curvature: tuple[LossFn, Any] | None = None,
         momentum: float = 0.9,
@@ -235,7 +246,7 @@ class NewtonSummary(Optimizer):
             warmup=warmup,
             curvature=curvature,
             diagonal=diagonal,
-            **{"averaging": "window", "keep_last_good": False, **options},
+            **{"averaging": "window", "keep_last_good": False, "ramp": 0, **options},
         )
 
     # --- a step -----------------------------------------------------------------------------------
@@ -286,7 +297,7 @@ class NewtonSummary(Optimizer):
         self._next_refresh = (self._t // self.summary_period + 1) * self.summary_period
         if measured:
             self._refresh.solve(motion, loss_fn, batch, lambda x: self._scaled(motion, x))
-            self._show(self._refresh.eta)
+            self._show(self.eta)
         return loss
 
     def _curvature_batch(self, closure: Closure | None) -> tuple[LossFn, Any]:
@@ -300,9 +311,15 @@ class NewtonSummary(Optimizer):
             )
         return as_loss_fn(closure, self.partition), None
 
+    @property
+    def _ramp_factor(self) -> float:
+        """How much of the rates is used until the next refresh."""
+        periods = max(1, self._next_refresh // self.summary_period)
+        return 1.0 if periods >= self.ramp else periods / self.ramp
+
     def _scaled(self, motion: Motion, solution: Tensor) -> Factors:
         """Return lr * solution of every group, (S,), as the motion likes it."""
-        lrs = [group["lr"] for group in self.param_groups]
+        lrs = [group["lr"] * self._ramp_factor for group in self.param_groups]
         on_device = any(isinstance(lr, Tensor) for lr in lrs)
         known = self._factors
         if known is None or on_device or known[0] is not solution or known[1] != lrs:
@@ -350,7 +367,7 @@ class NewtonSummary(Optimizer):
         With ``averaging="normalized"`` they are those of the step at the refresh: after it each
         group keeps its step length, so its rate follows the norm of its direction.
         """
-        return self._refresh.eta
+        return self._refresh.eta * self._ramp_factor
 
     @property
     def refreshes(self) -> int:
@@ -406,7 +423,7 @@ class NewtonSummary(Optimizer):
             self.direction.add_param_group({"params": params})
         self.partition = partition
         self._refresh.extend(partition)
-        self._show(self._refresh.eta)
+        self._show(self.eta)
         self._warmed_up = 0
         if self._motion is not None:
             self._tell_skipped(self._motion.skipped)
@@ -476,3 +493,8 @@ class NewtonSummary(Optimizer):
         """Return what a copy needs: buffers are made anew, a scheduler's wrapper stays behind."""
         state = {k: v for k, v in self.__dict__.items() if k != "step"}
         return state | {"_motion": None, "_factors": None}
+
+
+def _has_several_batches(loader: Any) -> bool:
+    """Whether curvature batches differ; a loader that does not tell its length has many."""
+    return not hasattr(loader, "__len__") or len(loader) > 1
