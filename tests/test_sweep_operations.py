@@ -5,14 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import get_overridable_functions
 
 from newton_summary import make_partition, summarize
 from newton_summary.derivatives.probe import Probe
+from newton_summary.derivatives.sweep.calls import canonical_name
 from newton_summary.derivatives.sweep.recorder import Recorder
 from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE, RULES, generic, rule_for
 from newton_summary.derivatives.sweep.tape import Op
 from oracle import finite_differences
 from sweep_cases import CASES, Around
+
+BATCH = torch.linspace(-1, 1, 4, dtype=torch.float64)
 
 
 def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
@@ -20,7 +24,7 @@ def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def operations_on_the_tape(model: nn.Module, batch: Tensor) -> list[Op]:
-    with Probe(model, loss_fn, batch, make_partition(model, "canonical")) as probe:
+    with Probe(model, loss_fn, BATCH, make_partition(model, "canonical")) as probe:
         ((closure, _),) = probe.closures()
         recorder = Recorder(probe.params, frozenset(RULES), PREPARE, DECOMPOSED)
         return recorder.record(closure).ops
@@ -35,15 +39,46 @@ def test_operation_agrees_with_central_differences(name: str) -> None:
     case = CASES[name]
     torch.manual_seed(0)
     model = Around(case).double()
-    batch = torch.linspace(-1, 1, 4, dtype=torch.float64)
     partition = make_partition(model, "canonical")
     u = {n: torch.randn_like(p) / p.numel() ** 0.5 for n, p in partition.params.items()}
-    ops = operations_on_the_tape(model, batch)
+    ops = operations_on_the_tape(model, BATCH)
     assert {op.name for op in ops if rule_for(op) is generic} == case.generic
-    actual = summarize(model, loss_fn, batch, partition=partition, direction=u, backend="sweep")
+    actual = summarize(model, loss_fn, BATCH, partition=partition, direction=u, backend="sweep")
     assert actual.backend == "sweep"
-    expected = finite_differences(model, loss_fn, batch, partition, u)
+    expected = finite_differences(model, loss_fn, BATCH, partition, u)
     assert torch.allclose(actual.loss, expected.loss, rtol=1e-12)
     assert relative_error(actual.gbar, expected.gbar) < 1e-12
     assert relative_error(actual.Hbar, expected.Hbar) < 1e-8
     assert relative_error(actual.D3, expected.D3) < 1e-5
+
+
+# --- the tables ----------------------------------------------------------------------------------
+
+# Conversions that lose digits, or do nothing on a CPU in float64: see test_sweep_engine.py.
+CONVERSIONS = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda"}
+# What the recorder and norms.py write on the tape, and two functions that torch does not list.
+INTERNAL = {"read_view", "write_view", "standardize"}
+UNLISTED = {"_pack_padded_sequence", "_pad_packed_sequence"}
+
+
+def test_every_entry_of_the_tables_is_an_operation_of_torch() -> None:
+    listed = [f for functions in get_overridable_functions().values() for f in functions]
+    listed += [f for f in vars(torch._C._nn).values() if callable(f)]
+    names = {canonical_name(f) for f in listed} | INTERNAL | UNLISTED
+    assert {*RULES, *DECOMPOSED, *PREPARE} - names == set()
+
+
+def test_every_entry_of_the_tables_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[str] = set()
+    run_decomposed = Recorder._run_decomposed
+
+    def noting(self: Recorder, name: str, *arguments: object) -> object:
+        result = run_decomposed(self, name, *arguments)
+        seen.update([name] if result is not NotImplemented else [])
+        return result
+
+    monkeypatch.setattr(Recorder, "_run_decomposed", noting)
+    for case in CASES.values():
+        torch.manual_seed(0)
+        seen.update(op.name for op in operations_on_the_tape(Around(case).double(), BATCH))
+    assert {*RULES, *DECOMPOSED} - seen - CONVERSIONS == set()

@@ -148,6 +148,8 @@ FUNCTIONS = {
     **{name: getattr(torch, name) for name in [*CURVED, *BENT] if hasattr(torch, name)},
 }
 POSITIVE = names("log log2 log10 log1p sqrt rsqrt reciprocal pow")
+LEVEL = [torch.sign, torch.sgn, torch.floor, torch.ceil, torch.round, torch.trunc, torch.fix]
+LEVEL.append(torch.special.round)
 DOMAINS = {
     **dict.fromkeys(POSITIVE, positive),
     **dict.fromkeys(["acosh", "arccosh"], lambda x: 2 + 0.6 * x),
@@ -173,6 +175,11 @@ for name in [*CURVED, *BENT]:
 
 case("clamp below", lambda x: x.clamp(min=-0.2) * x.clamp(max=0.3), (2, 3))
 case("clamp with tensors", lambda x, low: torch.clamp(x, min=low), (2, 3), (3,))
+case("clip with tensors", lambda x, low, high: torch.clip(x, low, high), (2, 3), (3,), (2, 1))
+case("clamp_min with a tensor", torch.clamp_min, (2, 3), (3,))
+case("clamp_max with a tensor", torch.clamp_max, (2, 3), (3,))
+case("clamp with larger limits", lambda x: x.clamp(min=numbers(2, 3) / 2), (3,))
+case("pow with a larger exponent", lambda x: x ** (2 + numbers(2, 3)), (3,), domain=positive)
 case("clamp with constants", lambda x: x.clamp(numbers(3) / 2, torch.tensor(0.4)), (2, 3))
 case("logit with eps", lambda x: torch.logit(x, 0.3), (2, 3), domain=probability)
 case("gelu tanh", lambda x: F.gelu(x, approximate="tanh"), (2, 3), domain=wide)
@@ -186,6 +193,9 @@ case("atan2", torch.atan2, (2, 3), (3,), domain=positive, generic="atan2")
 case("hypot", torch.hypot, (2, 3), (3,), domain=positive, generic="hypot")
 case("xlogy", torch.xlogy, (2, 3), (3,), domain=positive)
 case("copysign", lambda x: torch.copysign(x, torch.tensor(-1.0)), (2, 3), generic="copysign")
+case("level functions", lambda x: sum(f(3 * x) for f in LEVEL) * x, (2, 3))
+case("special.xlogy", torch.special.xlogy, (2, 3), (3,), domain=positive)
+case("xlogy of zeros", lambda x: torch.xlogy(x.relu(), x.relu()), (2, 3))
 case("sign and round", lambda x: x * x.sign() + x.round() * x.floor() + x.ceil() * x, (2, 3))
 case("digamma", torch.digamma, (2, 3), domain=positive, generic="digamma")
 case("lgamma", torch.lgamma, (2, 3), domain=positive, generic="lgamma")

@@ -117,6 +117,11 @@ case(
 )
 case("div", torch.div, (2, 3), (3,), domain=positive)
 case("true_divide", torch.true_divide, (2, 3), (2, 1), domain=positive)
+case(
+    "divide by a constant", lambda x: torch.divide(x, 3) + torch.true_divide(x, numbers(3)), (2, 3)
+)
+case("divide", torch.divide, (2, 3), (3,), domain=positive)
+case("ger", torch.ger, (2,), (3,))
 case("div by a constant", lambda x: x / positive(numbers(3).tanh()), (2, 3))
 case("div of a constant", lambda x: numbers(2, 3) / x, (3,), domain=positive)
 case("lerp", torch.lerp, (2, 3), (2, 3), (3,))

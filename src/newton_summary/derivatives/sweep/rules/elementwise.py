@@ -245,17 +245,6 @@ def _hardswish(x: Tensor, y: Tensor, inplace: Any = None) -> Derivatives:
     return f1, middle / 3, None
 
 
-def _tanhshrink(x: Tensor, y: Tensor) -> Derivatives:
-    f1, f2, f3 = _tanh(x, torch.tanh(x))
-    assert f2 is not None and f3 is not None
-    return 1 - f1, -f2, -f3
-
-
-def _softsign(x: Tensor, y: Tensor) -> Derivatives:
-    d = 1 / (1 + x.abs())
-    return d**2, -2 * x.sgn() * d**3, 6 * d**4
-
-
 def _exp(x: Tensor, y: Tensor) -> Derivatives:
     return y, y, y
 
@@ -373,8 +362,6 @@ CURVED: dict[str, Callable[..., Derivatives]] = {
     "softplus": _softplus,
     "log_sigmoid": _log_sigmoid,
     "hardswish": _hardswish,
-    "tanhshrink": _tanhshrink,
-    "softsign": _softsign,
     "exp": _exp,
     "exp2": _exp2,
     "special_exp2": _exp2,

@@ -135,7 +135,7 @@ def inner(a: list[Tensor], b: list[Tensor]) -> Tensor:
 
 
 def _real(x: Tensor) -> Tensor:
-    return torch.view_as_real(x) if x.is_complex() else x
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _derivative(scalar: Tensor, inputs: list[Tensor], create_graph: bool) -> list[Tensor]:

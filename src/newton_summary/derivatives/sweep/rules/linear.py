@@ -412,7 +412,7 @@ PER_ROW = names("""
     split chunk unbind tensor_split split_with_sizes unsafe_split unsafe_chunk
     unsafe_split_with_sizes hsplit vsplit dsplit
     movedim moveaxis swapaxes swapdims adjoint
-    pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle
+    pixel_shuffle pixel_unshuffle channel_shuffle
     avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
     max_unpool2d max_unpool3d
     upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
@@ -425,11 +425,11 @@ PER_ROW = names("""
     fft_irfft2 fft_irfftn fft_hfft fft_ihfft fft_fftshift fft_ifftshift
 """)
 
-FIRST_ARGUMENT_PER_ROW = names("nll_loss_nd nll_loss")
+FIRST_ARGUMENT_PER_ROW = ["nll_loss_nd"]
 
 SAME_ORDER = names("""
     view reshape flatten unflatten squeeze unsqueeze view_as reshape_as ravel contiguous clone to
-    float double half bfloat16 type type_as cuda cpu positive
+    float double half bfloat16 type type_as cuda cpu
 """)
 
 LINEAR: dict[str, Rule] = {

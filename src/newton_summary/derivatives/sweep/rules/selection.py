@@ -124,12 +124,12 @@ POOLING: dict[str, int] = {  # over how many dimensions
 PREPARE: dict[str, Callable[..., tuple[Any, Any]]] = {
     **dict.fromkeys(EXTREMA, keep_result),
     **{name: with_indices(name) for name in POOLING},
-    **{f"{name}_with_indices": keep_result for name in POOLING},
+    **{f"max_pool{n}d_with_indices": keep_result for n in (1, 2, 3)},
     "as_strided": strided,
 }
 
 SELECTION: dict[str, Callable[..., Any]] = {
     **{name: pooled(n) for name, n in POOLING.items()},
-    **{f"{name}_with_indices": pooled(n) for name, n in POOLING.items()},
+    **{f"max_pool{n}d_with_indices": pooled(n) for n in (1, 2, 3)},
     **dict.fromkeys(EXTREMA, extremum),
 }

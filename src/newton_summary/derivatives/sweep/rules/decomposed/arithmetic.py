@@ -17,11 +17,6 @@ def div(a: Any, b: Any, *, rounding_mode: str | None = None, out: None = None) -
     return a * torch.reciprocal(b)
 
 
-def rdiv(b: Tensor, a: Any) -> Any:
-    """``a / b``, reflected."""
-    return a * torch.reciprocal(b)
-
-
 def power(base: Any, exponent: Any) -> Any:
     """``base ** exponent``: a power, an exponential, or both."""
     if not isinstance(exponent, Tensor) or not exponent.requires_grad:
@@ -107,7 +102,6 @@ def logaddexp2(a: Tensor, b: Tensor) -> Tensor:
 
 ARITHMETIC: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(["div", "divide", "true_divide"], div),
-    "__rdiv__": rdiv,
     "pow": power,
     "float_power": float_power,
     **dict.fromkeys(["xlogy", "special_xlogy"], xlogy),

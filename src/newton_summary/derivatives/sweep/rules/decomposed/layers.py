@@ -172,7 +172,7 @@ LAYERS: dict[str, Callable[..., Any]] = {
     **{f"conv{n}d": convolution(n) for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": conv_transpose(n) for n in (1, 2, 3)},
     "embedding_bag": embedding_bag,
-    **dict.fromkeys(["prelu", "_prelu_kernel"], prelu),
+    "prelu": prelu,
     "glu": glu,
     "bilinear": bilinear,
     "scaled_dot_product_attention": scaled_dot_product_attention,
