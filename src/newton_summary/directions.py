@@ -12,13 +12,14 @@ from torch.optim import Optimizer
 
 from newton_summary.derivatives.probe import Probe, check_depends, check_finite
 from newton_summary.derivatives.state import unmoved
+from newton_summary.distributed import sum_over_ranks
 from newton_summary.partition import Params, _nearest
 
 Direction = str | Mapping[str, Tensor] | Optimizer
 
 
 def gradient(probe: Probe) -> Params:
-    """Return the gradient of the mean loss over all of the probe's data."""
+    """Return the gradient of the mean loss over all of the probe's data, on all ranks."""
     leaves = list(probe.params.values())
     wide = [torch.promote_types(p.dtype, torch.float32) for p in leaves]
     mean = [torch.zeros_like(p, dtype=dtype) for p, dtype in zip(leaves, wide, strict=True)]
@@ -32,6 +33,11 @@ def gradient(probe: Probe) -> Params:
         with torch.no_grad():
             batch_mean = [g.to_dense().to(d) for g, d in zip(grads, wide, strict=True)]
             torch._foreach_lerp_(mean, batch_mean, size / samples)
+    if probe.over_ranks:
+        count = torch.tensor(float(samples), dtype=torch.float64, device=leaves[0].device)
+        torch._foreach_mul_(mean, float(samples))
+        sum_over_ranks([*mean, count])
+        torch._foreach_div_(mean, float(count))
     return {name: g.to(p.dtype) for (name, p), g in zip(probe.params.items(), mean, strict=True)}
 
 

@@ -18,6 +18,7 @@ from newton_summary.derivatives.nested import Contraction, nested_taylor_terms, 
 from newton_summary.derivatives.probe import CannotDifferentiate, Closure, LossFn, Probe
 from newton_summary.derivatives.sweep import StackTooLarge, summarize_sweep
 from newton_summary.directions import Direction, find_direction
+from newton_summary.distributed import is_active, mean_over_ranks
 from newton_summary.partition import Params, Partition, Spec, _nearest, make_partition, unwrap
 from newton_summary.summary import Summary
 
@@ -35,6 +36,7 @@ def summarize(
     stack_limit: int | None = None,
     progress: bool | Callable[[int, int | None], None] = False,
     stderr: bool = False,
+    distributed: str | bool = "auto",
 ) -> Summary:
     """Measure the derivatives of the loss in the step sizes of S groups.
 
@@ -52,7 +54,8 @@ def summarize(
         direction: ``"gradient"`` of the same data, a mapping from parameter name to tensor, or a
             torch optimizer, whose next step is then the direction.
         order: 1, 2 or 3: the highest derivative wanted.
-        backend: ``"nested"``, ``"dense"``, ``"differences"``, or ``"auto"``.
+        backend: ``"sweep"``, ``"nested"``, ``"dense"``, ``"differences"``, or ``"auto"``: the sweep,
+            and what comes after it where an operation cannot be handled (``summary.reason``).
         microbatch: Split batches into parts of so many samples, to save memory. Refused where a
             batch norm in training mode couples the samples.
         progress: True to see the batches counted on standard error, or a function that is called
@@ -65,6 +68,9 @@ def summarize(
             into), ``gbar_stderr`` and ``Hbar_stderr``, and keep the batches' summaries in
             ``parts``, from which :func:`learning_rates` tells the errors of the rates. They hold
             for the direction as it is: that it is itself made from data is not counted.
+        distributed: Whether to average over the ranks of torch.distributed, each with data of its
+            own and all with the same direction: ``"auto"`` where a process group of several ranks
+            is initialised, or True or False. Standard errors are those of the rank's own batches.
 
     Returns:
         The summary, with ``loss``, ``num_samples``, ``partition``, ``backend`` and ``reason``.
@@ -78,7 +84,9 @@ def summarize(
         )
     partition = find_partition(model, partition)
     names = AUTO if backend == "auto" else (backend,)
+    over_ranks = is_active(distributed)
     with Probe(model, loss_fn, data, partition, microbatch) as probe:
+        probe.over_ranks = over_ranks
         u = find_direction(direction, probe)
         reason = None
         for name in names:
@@ -95,6 +103,7 @@ def summarize(
                 warnings.warn(f"Falling back from {name!r}: {reason}", stacklevel=2)
             else:
                 parts, summary = summary.parts, replace(summary, reason=reason, parts=())
+                summary = mean_over_ranks(summary) if over_ranks else summary
                 return summary.with_stderr(parts) if stderr else summary
     raise AssertionError("unreachable")
 

@@ -96,6 +96,7 @@ class Probe:
         self.random = RandomState((p.device for p in partition.params.values()), _generators(data))
         self.num_parts: int | None = None  # known after the first pass over the data
         self._params_checked = False
+        self.over_ranks = False  # whether the data of all ranks counts as one
         self.recorded = False  # whether a recorder sees to it that the parameters do not change
 
     # --- leaving no trace -------------------------------------------------------------------------
