@@ -219,14 +219,15 @@ def autoencoder_mnist() -> ExperimentConfig:
         model=ModelConfig("autoencoder"),
         data=DataConfig("mnist"),
         epochs=50,
-        optimizer=NewtonSummaryConfig(averaging="normalized"),
+        optimizer=NewtonSummaryConfig(lr=0.1, averaging="normalized"),
     )
 
 
 def autoencoder_embedded() -> ExperimentConfig:
     """The autoencoder on the digits inside the package."""
     return embedded(
-        "autoencoder", NewtonSummaryConfig(averaging="normalized", curvature_batch_size=500)
+        "autoencoder",
+        NewtonSummaryConfig(lr=0.1, averaging="normalized", curvature_batch_size=500),
     )
 
 

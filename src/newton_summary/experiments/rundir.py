@@ -1,0 +1,338 @@
+"""A run directory: what a run writes, and all that a report reads.
+
+    config.json       the whole configuration
+    metrics.jsonl     one line an epoch, from epoch 0, the start
+    summaries.pt      summaries with their learning rates, by epoch
+    checkpoint.pt     everything that the run needs to go on
+    environment.json  versions, machine and times of each session
+
+Files are replaced as a whole, and the checkpoint comes last: what is there beyond it belongs to an
+epoch that was not completed, and is dropped when the run goes on.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from newton_summary.experiments.config import (
+    ExperimentConfig,
+    flatten,
+    from_dict,
+    to_dict,
+)
+from newton_summary.experiments.errors import UserError
+from newton_summary.summary import Summary
+
+CONFIG, METRICS, SUMMARIES, CHECKPOINT, ENVIRONMENT = (
+    "config.json",
+    "metrics.jsonl",
+    "summaries.pt",
+    "checkpoint.pt",
+    "environment.json",
+)
+
+Row = dict[str, Any]
+
+# Fields that may differ when a run goes on: where things are, and how long to train.
+FREE = {"data.root", "data.download", "epochs", "recipe"}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A summary at the end of an epoch (of epoch 0: at the start)."""
+
+    epoch: int
+    kind: str  # "full": along the full-batch gradient; "optimizer": the last one it used
+    summary: Summary
+    eta: Tensor  # (S,)
+    status: str  # of the learning rates
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values and tensors."""
+        return {**vars(self), "summary": self.summary.to("cpu").state_dict()}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Measured:
+        """Return what :meth:`state_dict` has written."""
+        return cls(**{**state, "summary": Summary.from_state_dict(state["summary"])})
+
+
+@dataclass
+class Run:
+    """A run directory that has been read."""
+
+    path: Path
+    config: ExperimentConfig
+    rows: list[Row]
+
+    @classmethod
+    def load(cls, path: Path) -> Run:
+        """Read configuration and metrics.
+
+        Raises:
+            UserError: If the directory is not one of a run.
+        """
+        file = path / CONFIG
+        try:
+            config = from_dict(json.loads(file.read_text()))
+        except FileNotFoundError:
+            raise UserError(f"{path} is not a run directory: it has no {CONFIG}.") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{file} cannot be read: {error!r}.") from None
+        return cls(path, config, read_rows(path / METRICS))
+
+    @property
+    def epoch(self) -> int:
+        """The last epoch that has a row; -1 without any."""
+        return int(self.rows[-1]["epoch"]) if self.rows else -1
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the run ended because its loss was not finite."""
+        return bool(self.rows) and self.rows[-1]["status"] == "diverged"
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.epoch >= self.config.epochs or self.diverged
+
+    def summaries(self) -> list[Measured]:
+        """Read the summaries."""
+        return read_summaries(self.path)
+
+    def environment(self) -> dict[str, Any]:
+        """Read the sessions of the run, and its speed."""
+        return read_environment(self.path)
+
+    def column(self, name: str) -> list[float]:
+        """Return a metric by epoch, nan where it is missing."""
+        return [math.nan if row.get(name) is None else float(row[name]) for row in self.rows]
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def read_rows(file: Path) -> list[Row]:
+    """Return the complete lines of a metrics file; the last one may have been cut by a kill."""
+    rows: list[Row] = []
+    if not file.is_file():
+        return rows
+    for line in file.read_text().splitlines(keepends=True):
+        try:
+            row = json.loads(line) if line.endswith("\n") else None
+        except ValueError:
+            row = None
+        if row is None:
+            break
+        rows.append(row)
+    return rows
+
+
+def read_summaries(path: Path) -> list[Measured]:
+    """Return the summaries of a run directory."""
+    file = path / SUMMARIES
+    if not file.is_file():
+        return []
+    states = _load(file)
+    return [Measured.from_state_dict(state) for state in states]
+
+
+def read_environment(path: Path) -> dict[str, Any]:
+    """Return the sessions of a run directory."""
+    try:
+        content: dict[str, Any] = json.loads((path / ENVIRONMENT).read_text())
+    except (OSError, ValueError):
+        return {"sessions": []}
+    return content
+
+
+def read_checkpoint(path: Path) -> dict[str, Any] | None:
+    """Return the last checkpoint, if there is one."""
+    file = path / CHECKPOINT
+    return _load(file) if file.is_file() else None
+
+
+def _load(file: Path) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # pickle and zip raise many kinds
+        raise UserError(f"{file} cannot be read ({type(error).__name__}). Delete it.") from None
+
+
+def find_runs(paths: list[Path]) -> list[Run]:
+    """Return the runs in directories and below them, by path."""
+    runs: dict[Path, Run] = {}
+    for path in paths:
+        if not path.is_dir():
+            raise UserError(f"{path} is not a directory.")
+        found = sorted(file.parent for file in path.rglob(CONFIG))
+        if not found:
+            raise UserError(f"There is no run in {path}: no {CONFIG} in it or below it.")
+        for folder in found:
+            runs.setdefault(folder.resolve(), Run.load(folder))
+    return list(runs.values())
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Write a file that takes the place of the old one when it is complete."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as stream:
+            yield stream
+        part.replace(path)
+    except OSError as error:
+        raise cannot_write(path, error) from None
+    except RuntimeError as error:  # what torch.save makes of a full disk
+        if "write" not in str(error):
+            raise
+        raise UserError(f"{path} cannot be written: is the disk full?") from None
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def cannot_write(path: Path, error: OSError) -> UserError:
+    """Return what to tell of a failed write."""
+    hint = " Free some space, and run the same command to go on." if _is_full(error) else ""
+    return UserError(f"{path} cannot be written: {error.strerror or error}.{hint}")
+
+
+def _is_full(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a JSON file."""
+    with replacing(path) as stream:
+        stream.write((json.dumps(value, indent=2) + "\n").encode())
+
+
+def finite(value: Any) -> Any:
+    """Replace numbers that JSON cannot hold by None."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class RunWriter:
+    """Writes a run directory, epoch by epoch.
+
+    Args:
+        path: The directory; made when the first file is written.
+        config: What is to be run. If the directory holds another configuration, this is an error.
+    """
+
+    def __init__(self, path: Path, config: ExperimentConfig):
+        self.path, self.config = path, config
+        self.rows: list[Row] = []
+        self.summaries: list[Measured] = []
+        self._lock: IO[bytes] | None = None
+        self.known = self._check()
+
+    def _check(self) -> Run | None:
+        """Return the run that is there already, or say why this one may not go there."""
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"{self.path} is a file, not a directory.")
+        if not self.path.is_dir() or not any(self.path.iterdir()):
+            return None
+        if not (self.path / CONFIG).is_file():
+            raise UserError(
+                f"{self.path} belongs to something else: it is not empty and has no {CONFIG}."
+            )
+        run = Run.load(self.path)
+        old, new = flatten(run.config), flatten(self.config)
+        for name in sorted({*old, *new} - FREE):
+            if old.get(name) != new.get(name):
+                raise UserError(
+                    f"{self.path} holds another run: there {name} = {old.get(name)}, here "
+                    f"{new.get(name)}. Choose another --run-dir."
+                )
+        if self.config.epochs < run.epoch:
+            raise UserError(f"{self.path} has {run.epoch} epochs already, more than were asked.")
+        return replace(run, config=self.config)
+
+    def start(self, session: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Begin or go on: drop what is beyond the checkpoint, which is returned."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise cannot_write(self.path, error) from None
+        checkpoint = read_checkpoint(self.path) if self.known is not None else None
+        last = -1 if checkpoint is None else int(checkpoint["epoch"])
+        self.rows = [row for row in read_rows(self.path / METRICS) if row["epoch"] <= last]
+        if last >= 0:
+            self.summaries = [m for m in read_summaries(self.path) if m.epoch <= last]
+        if self.known is None or flatten(self.config) != flatten(Run.load(self.path).config):
+            write_json(self.path / CONFIG, to_dict(self.config))
+        self._acquire()
+        with replacing(self.path / METRICS) as stream:
+            stream.writelines(_line(row) for row in self.rows)
+        self._write_summaries()
+        environment = read_environment(self.path)
+        sessions = [*environment.get("sessions", []), {**session, "from_epoch": max(last, 0)}]
+        write_json(self.path / ENVIRONMENT, {**environment, "sessions": sessions})
+        return checkpoint
+
+    def _acquire(self) -> None:
+        """Keep other processes out, for as long as this one lives."""
+        try:
+            import fcntl
+        except ImportError:  # not on Windows
+            return
+        self._lock = (self.path / CONFIG).open("rb")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise UserError(f"{self.path} is being written by another process.") from None
+
+    def add_summary(self, measured: Measured) -> None:
+        """Keep a summary; it is written with its epoch."""
+        self.summaries.append(measured)
+
+    def add_row(self, row: Row, checkpoint: Mapping[str, Any] | None) -> None:
+        """Write an epoch: the summaries, its metrics, and the state to go on from."""
+        if self.summaries and self.summaries[-1].epoch == row["epoch"]:
+            self._write_summaries()
+        try:
+            with (self.path / METRICS).open("ab") as stream:
+                stream.write(_line(row))
+        except OSError as error:
+            raise cannot_write(self.path / METRICS, error) from None
+        self.rows.append(row)
+        if checkpoint is not None:
+            with replacing(self.path / CHECKPOINT) as stream:
+                torch.save(checkpoint, stream)
+
+    def add_environment(self, **values: Any) -> None:
+        """Add facts on the whole run."""
+        write_json(self.path / ENVIRONMENT, {**read_environment(self.path), **values})
+
+    def _write_summaries(self) -> None:
+        with replacing(self.path / SUMMARIES) as stream:
+            torch.save([m.state_dict() for m in self.summaries], stream)
+
+    def close(self) -> Run:
+        """Let others in; return the run as it is now."""
+        if self._lock is not None:
+            self._lock.close()
+        return Run(self.path, self.config, list(self.rows))
+
+
+def _line(row: Row) -> bytes:
+    return (json.dumps(finite(row)) + "\n").encode()

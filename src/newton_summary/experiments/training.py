@@ -1,0 +1,413 @@
+"""The training loop: from a configuration to a run directory.
+
+The data lives on the device, and a step does not wait for it: the loss is summed there and read
+once an epoch.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from newton_summary.derivatives.probe import CannotDifferentiate, NotFiniteError
+from newton_summary.experiments.config import AdamConfig, ExperimentConfig, check
+from newton_summary.experiments.datasets import Batches, Dataset, Split, load_dataset
+from newton_summary.experiments.errors import UserError
+from newton_summary.experiments.optimizers import Stepper, checked_partition, make_stepper
+from newton_summary.experiments.rundir import Measured, Row, Run, RunWriter
+from newton_summary.experiments.tasks import Task, make_task
+from newton_summary.learning_rates import learning_rates
+from newton_summary.measure import summarize
+from newton_summary.optimizer import NewtonSummary
+
+EVALUATION_BATCH = 1000
+SPEED_WARMUP, SPEED_STEPS = 3, 50  # of Adam, to compare its speed with
+MANY_GROUPS = 256  # beyond it the rates of the groups are not written with the metrics
+
+
+class Reporter:
+    """Hears of the progress of a run. This one says nothing."""
+
+    def start(self, config: ExperimentConfig, steps: int, epoch: int) -> None:
+        """A run begins, or goes on after ``epoch``; an epoch has so many steps."""
+
+    def step(self, epoch: int, step: int) -> None:
+        """So many steps of an epoch are on their way to the device."""
+
+    def measure(self, epoch: int, done: int, total: int | None) -> None:
+        """So many batches of a measurement are done."""
+
+    def row(self, row: Row) -> None:
+        """An epoch is complete."""
+
+
+def train(
+    config: ExperimentConfig,
+    path: Path,
+    reporter: Reporter | None = None,
+    *,
+    compare_speed: bool = False,
+) -> Run:
+    """Train as configured, and write the run directory; go on with a run that was interrupted.
+
+    Args:
+        config: The whole configuration.
+        path: The run directory.
+        reporter: Is told of the progress.
+        compare_speed: At the end, time some steps of Adam on the same model and data.
+
+    Returns:
+        The run, with its metrics. One that diverged is an ordinary result: ``run.diverged``.
+
+    Raises:
+        UserError: For what a user can mend; then nothing was written, or the run can go on.
+    """
+    check(config)
+    device = find_device(config.device)
+    writer = RunWriter(path, config)
+    if writer.known is not None and writer.known.finished:
+        return writer.known
+    reporter = reporter or Reporter()
+    with _precision(config), _memory_errors():
+        session = Session(config, device)
+        checkpoint = writer.start(environment(device))
+        try:
+            session.restore(checkpoint)
+            session.run(writer, reporter)
+            if compare_speed and not isinstance(config.optimizer, AdamConfig):
+                writer.add_environment(adam_seconds=session.adam_seconds())
+        finally:
+            run = writer.close()
+    return run
+
+
+class Session:
+    """One process's part of a run: data, model and optimizer in memory."""
+
+    def __init__(self, config: ExperimentConfig, device: torch.device):
+        self.config, self.device = config, device
+        dtype = getattr(torch, config.dtype)
+        self.data: Dataset = load_dataset(
+            config.data.name,
+            root=config.data.root,
+            download=config.data.download,
+            validation=config.data.validation,
+            samples=config.data.samples,
+            dtype=dtype,
+            device=device,
+        )
+        torch.manual_seed(config.seed)
+        self.task: Task = make_task(config.model, self.data)  # on the CPU, the same for all devices
+        self.task.model.to(device, dtype)
+        _check_fit(self.task, self.data, config)
+        self.stepper: Stepper = make_stepper(config.optimizer, self.task, self.data.train)
+        if config.measure.every:
+            self.measured_groups = checked_partition(self.task, config.measure.partition)
+        self.scheduler = ReduceLROnPlateau(
+            self.stepper.optimizer,
+            factor=min(config.schedule.factor, 1 - 1e-9),
+            patience=config.schedule.patience,
+            threshold=config.schedule.threshold,
+        )
+        self.generator = torch.Generator()
+        self.batches = Batches(self.data.train, config.batch_size, self.generator)
+        self.epoch = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    def run(self, writer: RunWriter, reporter: Reporter) -> None:
+        """Train to the last epoch, or until the loss is not finite."""
+        reporter.start(self.config, len(self.batches), self.epoch)
+        if not writer.rows:
+            self._complete({"epoch": 0, "train_loss": None, "seconds": 0.0}, writer, reporter)
+        while self.epoch < self.config.epochs and writer.rows[-1]["status"] == "ok":
+            start = time.perf_counter()
+            try:
+                loss = self.train_epoch(reporter)
+            except (NotFiniteError, LinAlgError):
+                loss = math.nan
+            seconds = time.perf_counter() - start
+            self.epoch += 1
+            row = {"epoch": self.epoch, "train_loss": loss, "lr": self.lr, "seconds": seconds}
+            if math.isfinite(loss) and self.config.schedule.factor < 1:
+                self.scheduler.step(loss)
+            self._complete(row, writer, reporter)
+
+    def train_epoch(self, reporter: Reporter) -> float:
+        """Make a pass over the training set; return the mean loss of its batches."""
+        self.generator.manual_seed(self.config.seed * 1_000_003 + self.epoch)
+        self.task.model.train()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        told = max(1, len(self.batches) // 50)
+        for i, batch in enumerate(self.batches, start=1):
+            total += self.stepper.step(batch).double() * len(batch[0])
+            if i % told == 0:
+                reporter.step(self.epoch + 1, i)
+        return float(total) / len(self.data.train)
+
+    def _complete(self, row: Row, writer: RunWriter, reporter: Reporter) -> None:
+        """Evaluate, measure and write the present epoch."""
+        fine = row["train_loss"] is None or math.isfinite(row["train_loss"])
+        row["status"] = "ok" if fine else "diverged"
+        start = time.perf_counter()
+        for name, split in (("validation", self.data.validation), ("test", self.data.test)):
+            row |= {f"{name}_{key}": value for key, value in self.evaluate(split).items()}
+        row["evaluation_seconds"] = time.perf_counter() - start
+        row |= self._optimizer_facts(writer)
+        if fine and self._measurement_due():
+            start = time.perf_counter()
+            row |= self._measure(writer, reporter)
+            row["measure_seconds"] = time.perf_counter() - start
+        row["memory_gib"] = peak_memory(self.device)
+        writer.add_row(row, self.state_dict() if fine else None)
+        reporter.row(row)
+
+    # --- metrics ----------------------------------------------------------------------------------
+
+    @property
+    def lr(self) -> float:
+        """The learning rate, the paper's lambda_t."""
+        return float(self.stepper.optimizer.param_groups[0]["lr"])
+
+    @torch.no_grad()
+    def evaluate(self, split: Split) -> dict[str, float | None]:
+        """Return the mean loss of a part of the data, and the accuracy where there is one."""
+        model = self.task.model.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for batch in split.parts(EVALUATION_BATCH):
+            outputs = model(batch[0])
+            values = [self.task.criterion(outputs, batch).double()]
+            if self.task.accuracy is not None:
+                values.append(self.task.accuracy(outputs, batch))
+            sums[: len(values)] += torch.stack(values) * len(batch[0])
+        loss, accuracy = (sums / len(split)).tolist()
+        return {"loss": loss, "accuracy": None if self.task.accuracy is None else accuracy}
+
+    def _optimizer_facts(self, writer: RunWriter) -> Row:
+        """Return what NewtonSummary tells of itself, and keep its last summary."""
+        optimizer = self.stepper.optimizer
+        if not isinstance(optimizer, NewtonSummary) or optimizer.last_rates is None:
+            return {}
+        summary, rates = optimizer.last_summary, optimizer.last_rates
+        if summary is not None:
+            eta = optimizer.eta.detach().cpu()
+            writer.add_summary(Measured(self.epoch, "optimizer", summary, eta, rates.status))
+        facts: Row = {
+            "refreshes": optimizer.refreshes,
+            "failed_refreshes": optimizer.failed_refreshes,
+            "skipped_steps": optimizer.skipped_steps,
+        }
+        if len(optimizer.partition) <= MANY_GROUPS:
+            facts["eta"] = dict(zip(optimizer.partition.names, optimizer.eta.tolist()))
+        return facts
+
+    def _measurement_due(self) -> bool:
+        every = self.config.measure.every
+        return every > 0 and (self.epoch % every == 0 or self.epoch == self.config.epochs)
+
+    def _measure(self, writer: RunWriter, reporter: Reporter) -> Row:
+        """Measure along the gradient of the whole training set (Section 6.1)."""
+        config = self.config.measure
+        samples = self.data.train[slice(config.samples)]
+        self.task.model.train()
+        try:
+            summary = summarize(
+                self.task.model,
+                self.task.loss,
+                list(samples.parts(config.batch_size)),
+                partition=self.measured_groups,
+                progress=lambda done, total: reporter.measure(self.epoch, done, total),
+            )
+        except (NotFiniteError, CannotDifferentiate) as error:
+            return {"measure_error": str(error)}
+        rates = learning_rates(summary, config.lambda_int)
+        writer.add_summary(
+            Measured(self.epoch, "full", summary, rates.eta.detach().cpu(), rates.status)
+        )
+        return {"full_loss": float(summary.loss), "measure_status": rates.status}
+
+    def adam_seconds(self) -> float:
+        """Return how long an epoch of Adam takes in the same loop, from some of its steps."""
+        model = copy.deepcopy(self.task.model).train()
+        task = Task(model, self.task.criterion, self.task.accuracy)
+        stepper = make_stepper(AdamConfig(lr=0.0), task, self.data.train)
+        passes = itertools.chain.from_iterable(itertools.repeat(self.batches))
+        for i, batch in enumerate(itertools.islice(passes, SPEED_WARMUP + SPEED_STEPS)):
+            if i == SPEED_WARMUP:
+                _wait(self.device)
+                start = time.perf_counter()
+            stepper.step(batch)
+        _wait(self.device)
+        return (time.perf_counter() - start) / SPEED_STEPS * len(self.batches)
+
+    # --- going on ---------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that the next epoch depends on."""
+        cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        return {
+            "epoch": self.epoch,
+            "model": self.task.model.state_dict(),
+            "optimizer": self.stepper.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "random": {"cpu": torch.get_rng_state(), "cuda": cuda},
+        }
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Go back to the end of an epoch."""
+        if state is None:
+            return
+        self.epoch = int(state["epoch"])
+        self.task.model.load_state_dict(state["model"])
+        self.stepper.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        torch.set_rng_state(state["random"]["cpu"])
+        if self.device.type == "cuda" and state["random"]["cuda"] is not None:
+            torch.cuda.set_rng_state(state["random"]["cuda"], self.device)
+
+
+# --- the machine ---------------------------------------------------------------------------------
+
+
+def find_device(name: str) -> torch.device:
+    """Return a device that is there; ``"auto"`` takes a GPU if it can."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except Exception as error:  # torch raises many kinds, with long texts
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise UserError(f"The device {name!r} is not there: {reason}.") from None
+    return device
+
+
+def peak_memory(device: torch.device) -> float | None:
+    """Return the most memory that was in use, in GiB: on the GPU by torch, else by the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return where and when a session runs."""
+    from newton_summary import __version__
+
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "newton_summary": __version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "platform": platform.platform(),
+        "device": str(device),
+        "gpu": gpu,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _commit() -> str | None:
+    """Return the commit of the source, where it lies in a git repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _precision(config: ExperimentConfig) -> Iterator[None]:
+    """Switch TF32 on or off, for products and convolutions alike."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    matmul.allow_tf32 = cudnn.allow_tf32 = config.tf32
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before
+
+
+@contextmanager
+def _memory_errors() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"The device has too little memory: {str(error).splitlines()[0]} Try a smaller "
+            f"--optimizer.curvature-batch-size, --measure.batch-size or --batch-size."
+        ) from None
+
+
+@torch.no_grad()
+def _check_fit(task: Task, data: Dataset, config: ExperimentConfig) -> None:
+    """Say so if the model cannot take the samples."""
+    training = task.model.training
+    task.model.eval()
+    batch = next(data.train.parts(2))
+    try:
+        loss: Tensor | None = task.loss(task.model, batch)
+    except (RuntimeError, IndexError, ValueError, TypeError):
+        loss = None
+    task.model.train(training)
+    if loss is None:
+        shape = tuple(batch[0].shape[1:])
+        raise UserError(
+            f"The model {config.model.name!r} does not fit the data {config.data.name!r}, whose "
+            f"samples have the shape {shape}."
+        )
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds an epoch, and how that compares with Adam."""
+
+    seconds: float
+    adam: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Of this run over Adam."""
+        return None if not self.adam else self.seconds / self.adam
+
+
+def speed(run: Run) -> Speed | None:
+    """Return the median time of an epoch of training, the first one left out if there are more."""
+    times = sorted(row["seconds"] for row in run.rows[1:])
+    if len(times) > 1:
+        times = sorted(row["seconds"] for row in run.rows[2:])
+    if not times:
+        return None
+    adam = run.environment().get("adam_seconds")
+    return Speed(times[len(times) // 2], adam)

@@ -1,0 +1,356 @@
+"""Recipes and training: every recipe runs; runs repeat, go on, and do not mix."""
+
+import errno
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from experiment_cases import shrink, tiny, use_random_images
+from newton_summary.experiments import rundir, training
+from newton_summary.experiments.config import (
+    AdamConfig,
+    KFACConfig,
+    LBFGSConfig,
+    MeasureConfig,
+    NewtonSummaryConfig,
+    ScheduleConfig,
+    SGDConfig,
+    check,
+    from_dict,
+    to_dict,
+)
+from newton_summary.experiments.datasets import load_dataset
+from newton_summary.experiments.errors import UserError
+from newton_summary.experiments.recipes import PARTITIONS, RECIPES, get_recipe
+from newton_summary.experiments.rundir import Run, find_runs
+from newton_summary.experiments.tasks import make_task
+from newton_summary.experiments.training import Reporter, Session, speed, train
+
+TIMES = {"seconds", "evaluation_seconds", "measure_seconds", "memory_gib"}
+
+OPTIMIZERS = {
+    "newton_summary": NewtonSummaryConfig(curvature_batch_size=20, summary_period=2),
+    "normalized": NewtonSummaryConfig(
+        curvature_batch_size=20, summary_period=2, averaging="normalized", direction="adam"
+    ),
+    "adam": AdamConfig(),
+    "kfac": KFACConfig(covariance_period=2, inverse_period=3),
+    "sgd": SGDConfig(),
+    "lbfgs": LBFGSConfig(iterations=2),
+}
+
+
+def metrics(run):
+    """Return the rows without what a clock says."""
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in run.rows]
+
+
+# --- recipes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.filterwarnings("ignore:NewtonSummary")
+def test_every_recipe_makes_two_steps(name, tmp_path, monkeypatch):
+    use_random_images(monkeypatch)
+    config = shrink(RECIPES[name]())
+    assert config.recipe == name
+    run = train(config, tmp_path)
+    assert [row["epoch"] for row in run.rows] == [0, 1]
+    if "kfac" not in name or not run.diverged:
+        assert math.isfinite(run.rows[-1]["train_loss"])
+    kinds = {m.kind for m in run.summaries()}
+    assert ("full" in kinds) == (config.measure.every > 0)
+    assert ("optimizer" in kinds) == isinstance(config.optimizer, NewtonSummaryConfig)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_configurations_survive_json_and_checks(name):
+    config = RECIPES[name]()
+    check(config)
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+    assert RECIPES[name].about.endswith(".")
+
+
+def test_hyperparameters_are_those_of_the_paper():
+    """Tables 5 and 6 of App. G."""
+    vgg = get_recipe("vgg-cifar10-newton-summary")()
+    assert (vgg.optimizer.lr, vgg.optimizer.lambda_int, vgg.epochs) == (0.3, 1, 100)
+    assert (vgg.batch_size, vgg.optimizer.curvature_batch_size) == (100, 1000)
+    assert (vgg.optimizer.summary_period, vgg.optimizer.summary_window) == (10, 3)
+    assert (vgg.schedule.patience, vgg.schedule.factor, vgg.optimizer.momentum) == (2, 0.5, 0.9)
+    kfac = get_recipe("lenet_cifar10_kfac")().optimizer
+    assert (kfac.lr, kfac.damping, kfac.covariance_period, kfac.inverse_period) == (
+        1e-4,
+        3e-2,
+        10,
+        100,
+    )
+    assert get_recipe("bigmlp_cifar10_adam")().optimizer.lr == 1e-5
+    groups = [get_recipe(f"vgg_cifar10_{p}")().optimizer.partition for p in PARTITIONS]
+    assert tuple(groups) == PARTITIONS
+
+
+def test_partitions_have_the_sizes_of_the_paper():
+    """App. J: S = 2k + 2, and one group per tensor; App. H: S = 10."""
+    images = load_dataset("embedded", samples=2)
+    for name, groups in (("vgg_cifar10_blocks_4", 10), ("vgg_cifar10_canonical", 18)):
+        config = shrink(RECIPES[name]())
+        task = make_task(config.model, images)
+        assert len(training.checked_partition(task, config.optimizer.partition)) == groups
+    config = shrink(RECIPES["vbigmlp_cifar10"]())
+    assert len(training.checked_partition(make_task(config.model, images), "chunks-5")) == 10
+
+
+def test_ntk_parameterisation_computes_the_same(tmp_path):
+    config = tiny(epochs=0)
+    plain = train(config, tmp_path / "plain")
+    ntk = train(replace(config, model=replace(config.model, ntk=True)), tmp_path / "ntk")
+    assert ntk.rows[0]["test_loss"] == pytest.approx(plain.rows[0]["test_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epochs": -1}, "epochs = -1"),
+        ({"batch_size": 0}, "batch_size = 0"),
+        ({"dtype": "float8"}, "dtype = 'float8'"),
+        ({"device": "cuda:77"}, "The device 'cuda:77' is not there"),
+        ({"device": "abacus"}, "The device 'abacus' is not there"),
+        ({"optimizer": AdamConfig(lr=math.nan)}, "optimizer.lr = nan"),
+        ({"optimizer": NewtonSummaryConfig(partition="blocks-9")}, "partition = 'blocks-9'"),
+        ({"schedule": ScheduleConfig(factor=2)}, "schedule.factor = 2"),
+        ({"model": replace(tiny().model, name="lenett")}, "Did you mean 'lenet'"),
+        ({"model": replace(tiny().model, name="gpt")}, "does not fit the data 'embedded'"),
+        ({"model": replace(tiny().model, width=3)}, "has no width to set"),
+        ({"data": replace(tiny().data, name="mnits")}, "Did you mean 'mnist'"),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_nothing(change, message, tmp_path):
+    with pytest.raises(UserError) as error:
+        train(tiny(**change), tmp_path / "run")
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_learns_and_repeats_to_the_bit(name, tmp_path):
+    config = tiny(OPTIMIZERS[name])
+    first, second = (train(config, tmp_path / str(i)) for i in range(2))
+    assert metrics(first) == metrics(second)
+    losses = first.column("train_loss")
+    assert losses[-1] < losses[1]
+    other = train(replace(config, seed=1), tmp_path / "other")
+    assert metrics(other) != metrics(first)
+
+
+class Killed(BaseException):
+    """A kill that a test can see."""
+
+
+class KillAt(Reporter):
+    """Ends the process, so to say, in an epoch or after it."""
+
+    def __init__(self, epoch, where):
+        self.epoch, self.where = epoch, where
+
+    def step(self, epoch, step):
+        if (epoch, "step") == (self.epoch, self.where) and step == 2:
+            raise Killed
+
+    def row(self, row):
+        if (row["epoch"], "row") == (self.epoch, self.where):
+            raise Killed
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("where", ["step", "row"])
+def test_killed_and_resumed_is_as_if_nothing_had_happened(name, where, tmp_path):
+    config = tiny(OPTIMIZERS[name], measure=MeasureConfig(every=2, samples=20))
+    whole = train(config, tmp_path / "whole")
+    for epoch in (1, 2):
+        with pytest.raises(Killed):
+            train(config, tmp_path / "cut", KillAt(epoch, where))
+    resumed = train(config, tmp_path / "cut")
+    assert metrics(resumed) == metrics(whole)
+    assert metrics(Run.load(tmp_path / "cut")) == metrics(Run.load(tmp_path / "whole"))
+    pairs = list(zip(resumed.summaries(), whole.summaries(), strict=True))
+    assert {m.epoch for m, _ in pairs if m.kind == "full"} == {0, 2, 3}
+    for mine, other in pairs:
+        assert (mine.epoch, mine.kind) == (other.epoch, other.kind)
+        assert torch.equal(mine.summary.hessian(), other.summary.hessian())
+        assert torch.equal(mine.eta, other.eta)
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "summaries.pt", "checkpoint.pt"])
+def test_killed_between_two_files(file, tmp_path, monkeypatch):
+    """Each file of an epoch may be the last one that was written."""
+    config = tiny(measure=MeasureConfig(every=1, samples=20))
+    whole = train(config, tmp_path / "whole")
+    writer = rundir.RunWriter.add_row
+
+    def dies(self, row, checkpoint):
+        if row["epoch"] < 2:
+            return writer(self, row, checkpoint)
+        self._write_summaries()
+        if file == "metrics.jsonl":
+            with (self.path / file).open("ab") as stream:
+                stream.write(rundir._line(row)[:-9])  # a line cut short
+        if file == "checkpoint.pt":
+            writer(self, row, checkpoint)
+        raise Killed
+
+    monkeypatch.setattr(rundir.RunWriter, "add_row", dies)
+    with pytest.raises(Killed):
+        train(config, tmp_path / "cut")
+    monkeypatch.undo()
+    resumed = train(config, tmp_path / "cut")
+    assert metrics(resumed) == metrics(whole)
+    assert [m.epoch for m in Run.load(tmp_path / "cut").summaries()] == [0, 1, 2, 3]
+
+
+def test_real_kill(tmp_path):
+    """SIGKILL while it trains; then the run goes on to the same end."""
+    config = tiny(epochs=40)
+    path = tmp_path / "cut"
+    code = (
+        "import sys, json; from pathlib import Path\n"
+        "from newton_summary.experiments.config import from_dict\n"
+        "from newton_summary.experiments.training import train\n"
+        "train(from_dict(json.loads(sys.argv[1])), Path(sys.argv[2]))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, json.dumps(to_dict(config)), str(path)])
+    until = time.time() + 60
+    while len(rundir.read_rows(path / "metrics.jsonl")) < 5 and time.time() < until:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert 5 <= len(Run.load(path).rows) < 41
+    assert metrics(train(config, path)) == metrics(train(config, tmp_path / "whole"))
+
+
+def test_directory_of_another_configuration_is_refused(tmp_path):
+    train(tiny(), tmp_path)
+    with pytest.raises(UserError, match=r"holds another run: there optimizer\.lr = 0\.001, here"):
+        train(tiny(AdamConfig(lr=0.1)), tmp_path)
+    with pytest.raises(UserError, match=r"there optimizer\.name = adam, here sgd|optimizer\.beta1"):
+        train(tiny(SGDConfig(lr=1e-3)), tmp_path)
+
+
+def test_directory_of_something_else_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("...")
+    with pytest.raises(UserError, match="belongs to something else"):
+        train(tiny(), tmp_path)
+    with pytest.raises(UserError, match="is a file"):
+        train(tiny(), tmp_path / "thesis.tex")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_more_epochs_go_on_and_fewer_are_refused(tmp_path):
+    train(tiny(epochs=2), tmp_path / "a")
+    longer = train(tiny(epochs=4), tmp_path / "a")
+    assert metrics(longer) == metrics(train(tiny(epochs=4), tmp_path / "b"))
+    assert Run.load(tmp_path / "a").config.epochs == 4
+    with pytest.raises(UserError, match="has 4 epochs already"):
+        train(tiny(epochs=3), tmp_path / "a")
+
+
+def test_two_processes_do_not_share_a_directory(tmp_path):
+    class Meanwhile(Reporter):
+        def row(self, row):
+            if row["epoch"] == 1:
+                with pytest.raises(UserError, match="being written by another process"):
+                    train(tiny(), tmp_path)
+
+    train(tiny(), tmp_path, Meanwhile())
+
+
+def test_full_disk_is_one_line_and_the_run_goes_on_later(tmp_path, monkeypatch):
+    whole = train(tiny(), tmp_path / "whole")
+    save = torch.save
+
+    def full(value, stream):
+        if isinstance(value, dict) and value["epoch"] == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(value, stream)
+
+    monkeypatch.setattr(rundir.torch, "save", full)
+    with pytest.raises(UserError, match=r"checkpoint\.pt cannot be written: No space left"):
+        train(tiny(), tmp_path / "cut")
+    monkeypatch.undo()
+    assert not list((tmp_path / "cut").glob("*.part")) + list((tmp_path / "cut").glob(".*"))
+    assert metrics(train(tiny(), tmp_path / "cut")) == metrics(whole)
+
+
+@pytest.mark.filterwarnings("ignore:NewtonSummary")
+@pytest.mark.parametrize(
+    "optimizer", [SGDConfig(lr=1e300), KFACConfig(lr=1e300, inverse_period=1, covariance_period=1)]
+)
+def test_divergence_is_a_result(optimizer, tmp_path):
+    model = replace(tiny().model, name="autoencoder")
+    config = tiny(optimizer, model=model, measure=MeasureConfig(every=1, samples=20))
+    run = train(config, tmp_path)
+    assert run.diverged and run.finished and run.epoch == 1
+    lines = (tmp_path / "metrics.jsonl").read_text()
+    assert '"train_loss": null' in lines and "NaN" not in lines and "Infinity" not in lines
+    assert metrics(train(config, tmp_path)) == metrics(Run.load(tmp_path))
+
+
+def test_plateau_lowers_the_rate(tmp_path):
+    run = train(tiny(SGDConfig(lr=0.0), epochs=5), tmp_path / "a")
+    assert run.column("lr")[1:] == [0, 0, 0, 0, 0]
+    stuck = tiny(SGDConfig(lr=1e-7), epochs=5)
+    assert train(stuck, tmp_path / "b").column("lr")[1:] == [1e-7] * 4 + [0.5e-7]
+    off = replace(stuck, schedule=ScheduleConfig(factor=1))
+    assert train(off, tmp_path / "c").column("lr")[1:] == [1e-7] * 5
+
+
+def test_training_loss_is_the_mean_over_samples(tmp_path):
+    """With lr = 0 and batches of unequal size it is the loss of the training set."""
+    config = tiny(SGDConfig(lr=0.0), epochs=1, batch_size=17)
+    run = train(config, tmp_path)
+    session = Session(config, torch.device("cpu"))
+    expected = session.evaluate(session.data.train)["loss"]
+    assert run.rows[1]["train_loss"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_full_measurement_is_that_of_the_library(tmp_path):
+    from newton_summary import learning_rates, summarize
+
+    config = tiny(measure=MeasureConfig(every=1, batch_size=25, lambda_int=2.0), epochs=0)
+    (measured,) = train(config, tmp_path).summaries()
+    session = Session(config, torch.device("cpu"))
+    split = session.data.train
+    expected = summarize(session.task.model, session.task.loss, (split.inputs, split.targets))
+    torch.testing.assert_close(measured.summary.hessian(), expected.hessian())
+    torch.testing.assert_close(measured.eta, learning_rates(expected, 2.0).eta)
+
+
+def test_speed_is_compared_with_adam(tmp_path):
+    run = train(tiny(SGDConfig()), tmp_path, compare_speed=True)
+    found = speed(run)
+    assert found.seconds > 0 and found.adam > 0 and found.ratio == found.seconds / found.adam
+    sessions = run.environment()["sessions"]
+    assert sessions[0]["torch"] == torch.__version__ and sessions[0]["from_epoch"] == 0
+
+
+def test_runs_are_found_below_a_directory(tmp_path):
+    train(tiny(epochs=0), tmp_path / "a" / "b")
+    train(tiny(epochs=0, seed=1), tmp_path / "a" / "c")
+    assert [run.config.seed for run in find_runs([tmp_path, tmp_path / "a" / "b"])] == [0, 1]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="There is no run in"):
+        find_runs([tmp_path / "empty"])
+    (tmp_path / "a" / "b" / "config.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be read"):
+        find_runs([tmp_path])
