@@ -43,6 +43,14 @@ layer("LayerNorm", lambda: nn.LayerNorm(4), (3, 4))
 layer("LayerNorm of two dimensions", lambda: nn.LayerNorm((2, 3)), (2, 2, 3))
 layer("LayerNorm without weights", lambda: nn.LayerNorm(4, elementwise_affine=False), (3, 4))
 layer("LayerNorm without bias", lambda: nn.LayerNorm(4, bias=False), (2, 2, 4))
+case(
+    "native_layer_norm",
+    lambda x, w: torch.native_layer_norm(x, [4], w, None, 1e-5)[0],
+    (3, 4),
+    (4,),
+)
+case("aten.layer_norm", lambda x, w: torch.ops.aten.layer_norm(x, [4], w), (3, 4), (4,))
+case("aten.layer_norm.default", lambda x: torch.ops.aten.layer_norm.default(x, [4]), (3, 4))
 layer("RMSNorm", lambda: nn.RMSNorm(4), (3, 4))
 layer("RMSNorm with eps", lambda: nn.RMSNorm((2, 3), eps=1e-3, elementwise_affine=False), (2, 2, 3))
 layer("GroupNorm", lambda: nn.GroupNorm(2, 4), (2, 4, 3))

@@ -299,6 +299,7 @@ IN_PLACE: dict[str, Callable[[Tensor, Tensor], Any]] = {  # x (2, 3) may be writ
     "base written to": lambda x, y: _base_written(x, y),
     "column by column": lambda x, y: _column_by_column(x, y),
     "view of a constant written to": lambda x, y: _view_of_constant(x, y),
+    "one entry of a view": lambda x, y: (x.view(-1)[3].mul_(2), x.exp() * y)[1],
     "chain of views": lambda x, y: _chain_of_views(x, y),
 }
 

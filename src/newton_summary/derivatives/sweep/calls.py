@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 
 from newton_summary.derivatives.sweep.tape import find_tensors
 
@@ -28,7 +30,7 @@ PASS = frozenset(
     is_set_to is_pinned __dlpack__ __dlpack_device__
 """)
 )
-READS_OUT = frozenset(["item", "tolist", "__float__", "__int__", "numpy", "__array__"])
+READS_OUT = frozenset(names("item tolist __float__ __int__ numpy __array__ tensor new_tensor"))
 GRADIENT_HOOKS = frozenset(["register_hook", "register_post_accumulate_grad_hook"])
 # Arguments that may also be written as keywords, in the order in which they stand.
 POSITIONAL = names("""
@@ -60,6 +62,14 @@ def canonical_name(func: Callable[..., Any]) -> str:
     with suppress(TypeError):
         _names[func] = name
     return name
+
+
+def python_function(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function of torch that an operator such as ``torch.ops.aten.layer_norm`` is."""
+    if isinstance(func, OpOverload | OpOverloadPacket):
+        packet = func if isinstance(func, OpOverloadPacket) else func.overloadpacket
+        return getattr(torch, packet.__name__, func)
+    return func
 
 
 def written_tensors(

@@ -12,7 +12,7 @@ from newton_summary.derivatives.sweep.tape import Tape
 from newton_summary.partition import Partition
 
 SPLIT_LIMIT = 4 * 2**30  # bytes; a larger stack would rarely be faster
-SMALL = 2**28  # bytes
+SMALL = 2**30  # bytes
 WORKING_COPIES = 3  # of the largest stack, while a rule computes
 
 

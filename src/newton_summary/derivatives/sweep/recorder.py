@@ -29,6 +29,7 @@ from newton_summary.derivatives.sweep.calls import (
     POSITIONAL,
     READS_OUT,
     canonical_name,
+    python_function,
     without_override_check,
     writes_in_place,
     written_tensors,
@@ -101,9 +102,10 @@ class Recorder(TorchFunctionMode):
             return self._access(name, func, args, kwargs)
         if not torch.is_grad_enabled():
             return self._run_unrecorded(func, args, kwargs)
-        if func in ELEMENTARY:
+        elementary = ELEMENTARY.get(python_function(func))
+        if elementary is not None:
             with self:
-                return ELEMENTARY[func](*args, **kwargs)
+                return elementary(*args, **kwargs)
         if isinstance(func, types.FunctionType):
             inside = without_override_check(func)
             if inside is not None and func not in self.entered:
@@ -133,7 +135,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Run a call, and note it if its result depends on the parameters."""
         if name in READS_OUT:
-            self._warn_about_reading(name, args[0])
+            self._warn_about_reading(name)
         in_place = writes_in_place(func, kwargs)
         op = Op(name, func, self._wrap(args), self._wrap(kwargs), [])
         op.inputs = [v.slot for v in find_values((op.args, op.kwargs)) if v.slot is not None]
@@ -196,7 +198,12 @@ class Recorder(TorchFunctionMode):
         """Pass on what is no operation: attributes, and hooks on gradients."""
         if not args[0].requires_grad:
             return func(*args, **kwargs)
-        if name in GRADIENT_HOOKS:  # they rest during a measurement: see probe.py
+        if name in GRADIENT_HOOKS:
+            warnings.warn(
+                "loss_fn hooks into the gradient of a tensor. Such hooks rest during a "
+                "measurement: the derivatives are those of the loss.",
+                stacklevel=4,
+            )
             return RemovableHandle(OrderedDict())
         if name == "grad.get":
             raise CannotDifferentiate("sweep: the loss reads .grad of a tensor")
@@ -315,9 +322,10 @@ class Recorder(TorchFunctionMode):
         self.ops.append(op)
         return new
 
-    def _warn_about_reading(self, name: str, tensor: Tensor) -> None:
+    def _warn_about_reading(self, name: str) -> None:
+        call = "torch.tensor" if name == "tensor" else f".{name.strip('_')}"
         warnings.warn(
-            f"loss_fn calls .{name.strip('_')}() on a tensor that depends on the parameters. If "
+            f"loss_fn calls {call}() on a tensor that depends on the parameters. If "
             f"the number goes into the loss, no derivative sees that way. Use the tensor itself, "
             f"or .detach() to say that this is meant.",
             stacklevel=4,
@@ -357,12 +365,15 @@ def is_tracked(result: Any) -> bool:
 
 def check_subclass(kind: type) -> None:
     """Raise if a kind of tensor has operations of its own."""
-    functions = (Tensor.__torch_function__, Parameter.__torch_function__)
-    dispatches = (Tensor.__torch_dispatch__, Parameter.__torch_dispatch__)
-    if kind.__torch_function__ not in functions or kind.__torch_dispatch__ not in dispatches:  # type: ignore[attr-defined]
-        raise CannotDifferentiate(
-            f"sweep: tensors of class {kind.__name__} have operations of their own"
+    for name in ("__torch_function__", "__torch_dispatch__"):
+        own, *usual = (
+            getattr(getattr(k, name), "__func__", getattr(k, name))
+            for k in (kind, Tensor, Parameter)
         )
+        if own not in usual:
+            raise CannotDifferentiate(
+                f"sweep: tensors of class {kind.__name__} have operations of their own"
+            )
 
 
 @contextmanager

@@ -135,7 +135,7 @@ def full_index(index: Any, ndim: int) -> tuple[Any, ...]:
 def read_view(sweep: Sweep, op: Op, owner: Value, *args: Any, **kwargs: Any) -> Tangent | None:
     """Entries of a tensor by their positions in it: a view, as it is after the owner changed."""
     t = only(sweep, owner)
-    return None if t is None else t.map(lambda rows: rows.flatten(1)[:, op.saved])
+    return None if t is None else t.map(lambda rows: rows.reshape(len(rows), -1)[:, op.saved])
 
 
 def write_view(sweep: Sweep, op: Op, owner: Value, view: Value) -> Tangent | None:
@@ -147,7 +147,8 @@ def write_view(sweep: Sweep, op: Op, owner: Value, view: Value) -> Tangent | Non
     first, second, (old, new) = align(
         [sweep.tangent(owner) or zeros[0], sweep.tangent(view) or zeros[1]]
     )
-    rows = old.flatten(1).index_copy(1, op.saved.flatten(), new.flatten(1))
+    k = len(old)
+    rows = old.reshape(k, -1).index_copy(1, op.saved.flatten(), new.reshape(k, -1))
     return Tangent(first, second, rows.reshape(old.shape))
 
 

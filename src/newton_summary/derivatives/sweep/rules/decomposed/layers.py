@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from newton_summary.derivatives.norms import affine
 from newton_summary.derivatives.sweep.rules.decomposed.products import contract
 from newton_summary.derivatives.sweep.rules.decomposed.reductions import root, vector_norm
 
@@ -27,6 +28,16 @@ def feature_dropout(x: Tensor, p: float, train: bool) -> Tensor:
     if not train or p == 0:
         return x
     return x * torch.feature_dropout(torch.ones_like(x.detach()), p, True)
+
+
+def native_layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A layer norm that also gives the mean and the inverse standard deviation."""
+    dims = list(range(-len(shape), 0))
+    mean = x.mean(dims, keepdim=True)
+    rate = ((x - mean) * (x - mean)).mean(dims, keepdim=True).add(eps).rsqrt()
+    return affine((x - mean) * rate, weight, bias), mean, rate
 
 
 def convolution(n: int) -> Callable[..., Any]:
@@ -169,6 +180,7 @@ def pairwise_distance(
 LAYERS: dict[str, Callable[..., Any]] = {
     "dropout": dropout,
     "feature_dropout": feature_dropout,
+    "native_layer_norm": native_layer_norm,
     **{f"conv{n}d": convolution(n) for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": conv_transpose(n) for n in (1, 2, 3)},
     "embedding_bag": embedding_bag,
