@@ -127,7 +127,7 @@ class NewtonSummary(Optimizer):
     def __init__(
         self,
         partition: Partition,
-        lr: float | Tensor = 0.3,
+        lr: float | Tensor = 0.5,
         lambda_int: float = 1.0,
         momentum: float = 0.9,
         eta_momentum: float = 0.0,
