@@ -202,6 +202,35 @@ def test_hooks_and_schedulers_do_not_notice(problem):
     assert called == ["before", "after"]
 
 
+def test_optimizers_that_write_into_their_groups(problem):
+    """As schedule-free ones do, which count their steps there."""
+
+    class Counting(optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                group["lr"] *= 0.5
+                group["seen"].append(len(group["params"]))
+            return super().step(closure)
+
+    optimizer = Counting(problem.model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["seen"] = []
+    grads = direction_of(problem, "gradient")
+    for _ in range(2):
+        u = direction_of(problem, optimizer)
+        torch.testing.assert_close(u["0.weight"], 0.05 * grads["0.weight"])
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert optimizer.param_groups[0]["seen"] == []
+
+
+def test_a_step_that_somebody_has_wrapped_is_not_called(problem):
+    optimizer = optim.SGD(problem.model.parameters(), lr=0.1)
+    called = []
+    optimizer.step = lambda closure=None: called.append(1)
+    u = direction_of(problem, optimizer)
+    assert called == []
+    assert u["0.weight"].abs().max() > 0
+
+
 def test_groups_with_their_own_rates_and_frozen_parameters(problem):
     problem.model[0].bias.requires_grad_(False)
     optimizer = optim.SGD(
