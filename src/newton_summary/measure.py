@@ -54,8 +54,8 @@ def summarize(
         direction: ``"gradient"`` of the same data, a mapping from parameter name to tensor, or a
             torch optimizer, whose next step is then the direction.
         order: 1, 2 or 3: the highest derivative wanted.
-        backend: ``"sweep"``, ``"nested"``, ``"dense"``, ``"differences"``, or ``"auto"``: the sweep,
-            and what comes after it where an operation cannot be handled (``summary.reason``).
+        backend: ``"sweep"``, ``"nested"``, ``"dense"``, ``"differences"``, or ``"auto"``: the
+            sweep, and what comes after it where it cannot go on (``summary.reason`` says why).
         microbatch: Split batches into parts of so many samples, to save memory. Refused where a
             batch norm in training mode couples the samples.
         progress: True to see the batches counted on standard error, or a function that is called
@@ -200,10 +200,10 @@ def find_partition(model: nn.Module, partition: Partition | Spec) -> Partition:
                 f"Parameter {name!r} requires a gradient and is in no group of the partition. "
                 f"Make the partition again, or freeze the parameter."
             )
-    return partition
+    return partition.to()  # the model may have moved since
 
 
-# How batches are split for a model, found once: (loss, S, order) -> (batch size, samples in a part).
+# How batches are split for a model, found once: (loss, S, order) -> (batch size, size of a part).
 _splits: WeakKeyDictionary[nn.Module, dict[Any, tuple[int, int | None]]] = WeakKeyDictionary()
 
 

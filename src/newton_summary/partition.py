@@ -135,9 +135,10 @@ class Partition:
         """Return U^s: the parts of ``u`` in group ``s``, by name, zero at others' entries."""
         part: Params = {}
         for member in self.members[s]:
-            label = self.labels[member.name]
-            whole = isinstance(label, int)
-            part[member.name] = u[member.name] if whole else u[member.name] * (label == s)
+            label, value = self.labels[member.name], u[member.name]
+            if isinstance(label, Tensor):
+                value = value * (label.to(value.device) == s)
+            part[member.name] = value
         return part
 
     def scale(self, u: Mapping[str, Tensor], eta: Tensor) -> Params:
@@ -169,9 +170,18 @@ class Partition:
             for name, group in zip(self.names, self.members, strict=True)
         ]
 
-    def to(self, device: torch.device | str) -> Partition:
-        """Return the partition with its index tensors on ``device``; parameters stay live."""
-        labels = {n: x if isinstance(x, int) else x.to(device) for n, x in self.labels.items()}
+    def to(self, device: torch.device | str | None = None) -> Partition:
+        """Return the partition with its index tensors moved; the parameters stay as they are.
+
+        Args:
+            device: Where to; if not given, to the device of the parameter that they divide.
+        """
+        labels = {
+            name: label if isinstance(label, int) else label.to(device or self.params[name].device)
+            for name, label in self.labels.items()
+        }
+        if all(labels[name] is label for name, label in self.labels.items()):
+            return self
         return Partition(self.names, self.params, labels, self.model)
 
     def state_dict(self) -> dict[str, Any]:

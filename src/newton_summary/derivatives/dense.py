@@ -52,11 +52,11 @@ def jacobian(entries: Tensor, leaves: list[Tensor], last: bool) -> Tensor:
         create_graph=not last,
         allow_unused=True,
     )
-    rows = [
+    flat = [
         leaf.new_zeros(len(entries), leaf.numel()) if row is None else row.reshape(len(entries), -1)
         for row, leaf in zip(rows, leaves, strict=True)
     ]
-    return torch.cat(rows, 1)
+    return torch.cat(flat, 1)
 
 
 def summarize_dense(

@@ -1,0 +1,118 @@
+"""The same on a GPU as on a CPU: numbers, random state, files. Skipped where there is none."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from newton_summary import Summary, summarize
+from newton_summary.derivatives import BACKENDS
+from problems import PROBLEMS, cross_entropy, partition_of, partition_specs
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def on_gpu(problem):
+    problem.model.cuda()
+    if problem.batch is not None:
+        problem.batch = tuple(x.cuda() for x in problem.batch)
+    return problem
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_numbers_are_those_of_the_cpu(backend, name):
+    here, there = PROBLEMS[name](), on_gpu(PROBLEMS[name]())
+    u = here.direction()
+    expected = summarize(here.model, here.loss_fn, here.batch, direction=u, backend="nested")
+    actual = summarize(
+        there.model,
+        there.loss_fn,
+        there.batch,
+        direction={n: x.cuda() for n, x in u.items()},
+        backend=backend,
+    )
+    assert actual.Hbar.device.type == "cuda"
+    rtol = 1e-4 if backend == "differences" else 1e-8
+    for field in ("gbar", "Hbar", "D3"):
+        a, e = getattr(actual, field).cpu(), getattr(expected, field)
+        torch.testing.assert_close(a, e, rtol=rtol, atol=rtol * float(e.abs().max() + 1e-3))
+
+
+@pytest.mark.parametrize("spec", partition_specs(PROBLEMS["convnet"]().model))
+@pytest.mark.parametrize("moved_after", [False, True])
+def test_partitions_of_a_model_that_was_moved(spec, moved_after):
+    problem = PROBLEMS["convnet"]()
+    expected = summarize(
+        problem.model, problem.loss_fn, problem.batch, partition=partition_of(problem, spec)
+    )
+    partition = partition_of(problem, spec)
+    on_gpu(problem)
+    if not moved_after:
+        partition = partition_of(problem, spec)
+    for backend in ("sweep", "nested", "differences"):
+        actual = summarize(
+            problem.model,
+            problem.loss_fn,
+            problem.batch,
+            partition=partition,
+            backend=backend,
+            order=2,
+        )
+        torch.testing.assert_close(actual.Hbar.cpu(), expected.Hbar, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_random_state_of_the_gpu_is_put_back(backend):
+    """And every evaluation draws the same numbers: else the differences would be noise."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 3))
+    model = model.double().cuda()
+    batch = (torch.randn(6, 3).double().cuda(), torch.randint(3, (6,)).cuda())
+    torch.cuda.manual_seed(1)
+    before = torch.cuda.get_rng_state()
+    loss = cross_entropy(model, batch).detach()
+    torch.cuda.set_rng_state(before)
+    summary = summarize(model, cross_entropy, batch, backend=backend)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    torch.testing.assert_close(summary.loss, loss)
+    exact = summarize(model, cross_entropy, batch, backend="nested")
+    torch.testing.assert_close(summary.Hbar, exact.Hbar, rtol=1e-4, atol=1e-6)
+    parts = list(zip(batch[0].split(2), batch[1].split(2), strict=True))
+    first, second = (
+        summarize(model, cross_entropy, parts, backend=backend, order=2) for _ in range(2)
+    )
+    torch.testing.assert_close(first.Hbar, second.Hbar)
+
+
+def test_files_go_from_one_to_the_other(tmp_path):
+    problem = on_gpu(PROBLEMS["mlp_cross_entropy"]())
+    summary = summarize(
+        problem.model, problem.loss_fn, problem.batch, partition="discrete", backend="nested"
+    )
+    summary.save(tmp_path / "summary.pt")
+    loaded = Summary.load(tmp_path / "summary.pt")
+    assert loaded.Hbar.device.type == "cpu"
+    assert torch.equal(loaded.to("cuda").Hbar, summary.Hbar)
+
+
+def test_fused_attention_with_half_precision():
+    problem = PROBLEMS["transformer"]()
+    exact = summarize(problem.model, problem.loss_fn, problem.batch)
+    model = copy.deepcopy(problem.model).float().cuda()
+    batch = tuple(x.cuda() for x in problem.batch)
+
+    def loss_fn(model, batch):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return F.cross_entropy(model(batch[0]).float(), batch[1])
+
+    for backend in ("sweep", "nested"):
+        actual = summarize(model, loss_fn, batch, backend=backend, order=2)
+        torch.testing.assert_close(
+            actual.Hbar.double().cpu(),
+            exact.Hbar,
+            rtol=0.3,
+            atol=0.1 * float(exact.Hbar.abs().max()),
+        )
