@@ -184,6 +184,25 @@ def test_augmented_data_and_dropout_are_the_same_in_every_pass(problem, drawn):
     assert len(set(noises)) == count, "batches draw numbers of their own"
 
 
+def test_a_generator_that_draws_does_not_shift_the_draws_of_the_loss(problem):
+    seen = []
+
+    def loss_fn(model, batch):
+        seen.append(torch.rand(2))
+        return problem.loss_fn(model, batch)
+
+    def batches():
+        for part in cut(problem.batch, 3, N):
+            torch.rand(5)
+            yield part
+
+    before = torch.get_rng_state()
+    summarize(problem.model, loss_fn, batches(), backend="nested", order=1)
+    assert torch.equal(seen[0], seen[2])
+    assert torch.equal(seen[1], seen[3])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_one_batch_draws_the_numbers_that_the_user_would_see(problem):
     """summarize(...) after manual_seed(0) has the loss of loss_fn(...) after manual_seed(0)."""
     model = nn.Sequential(problem.model, nn.Dropout(0.5))

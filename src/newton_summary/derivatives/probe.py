@@ -105,6 +105,7 @@ class Probe:
         """Remember everything that an evaluation may change."""
         self._start = self.random.capture()
         self._batches = _as_batches(self.data)
+        self.random.forget()  # reading the data may have drawn
         self._last_batch: Any = None
         self._model_state = ModelState(self.model)
         self._model_state.rest()
@@ -176,6 +177,7 @@ class Probe:
             with torch.no_grad(), WholeBatchOnly():
                 for part in self._parts(batch):
                     self.random.restore(self._last_state)
+                    self.random.forget()
                     self._model_state.restore()
                     part_loss = self.loss_fn(self.model, part).detach().reshape(())
                     total += part_loss * (count_samples(part) / size)
