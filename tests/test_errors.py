@@ -199,6 +199,16 @@ def test_data_without_a_batch(problem, data, given_direction):
         summarize(problem.model, problem.loss_fn, data, direction=direction)
 
 
+@pytest.mark.parametrize("given_direction", [False, True])
+def test_loader_without_a_batch(problem, given_direction):
+    """Shuffling has drawn from the random state by then, which is put back all the same."""
+    dataset = torch.utils.data.TensorDataset(*problem.batch)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=100, drop_last=True, shuffle=True)
+    direction = problem.direction() if given_direction else "gradient"
+    with pytest.raises(ValueError, match="data is empty"):
+        summarize(problem.model, problem.loss_fn, loader, direction=direction)
+
+
 def test_data_without_a_batch_for_tensors(problem):
     for function in (derivative_tensor, taylor_terms):
         with pytest.raises(ValueError, match="data is empty"):

@@ -136,6 +136,8 @@ class Probe:
         count = 0
         state = self._start
         is_list = isinstance(self._batches, list)  # reading it draws no random numbers
+        if not is_list:
+            self.random.forget()
         for number, batch in enumerate(self._batches):
             batch = outside_inference_mode(batch)
             if not is_list:
