@@ -130,6 +130,23 @@ REDUCTIONS_GENERIC = {
 }
 for name, operation in REDUCTIONS.items():
     case(name, operation, (2, 3, 4), generic=REDUCTIONS_GENERIC.get(name, ""))
+NUMBER: dict[str, Callable[[Tensor], Any]] = {  # of a tensor of no dimensions
+    "max": lambda x: x.max(0),
+    "amax": lambda x: x.amax(),
+    "sort": lambda x: x.sort(0),
+    "roll": lambda x: x.roll(3),
+    "softmax": lambda x: x.softmax(0) * x,
+    "log_softmax": lambda x: x.log_softmax(-1) + x,
+    "logsumexp": lambda x: x.logsumexp(0),
+    "logcumsumexp": lambda x: x.logcumsumexp(0),
+    "sum": lambda x: x.sum(0) * x.mean(-1),
+    "norm": lambda x: x.norm(dim=0),
+    "transpose": lambda x: x.transpose(0, -1) * x.T,
+    "masked_fill": lambda x: x.masked_fill(torch.tensor([True, False]), 0.3),
+    "cumsum": lambda x: x.cumsum(0) * x.flatten(),
+}
+for name, operation in NUMBER.items():
+    case(f"{name} of a number", operation, ())
 case("maximum", torch.maximum, (3, 4), (4,))
 case("minimum", torch.minimum, (3, 4), (3, 1))
 case("fmax and fmin", lambda a, b: torch.fmax(a, b) * torch.fmin(a, b), (3, 4), (3, 4))
@@ -183,6 +200,8 @@ case("pow with a larger exponent", lambda x: x ** (2 + numbers(2, 3)), (3,), dom
 case("clamp with constants", lambda x: x.clamp(numbers(3) / 2, torch.tensor(0.4)), (2, 3))
 case("logit with eps", lambda x: torch.logit(x, 0.3), (2, 3), domain=probability)
 case("gelu tanh", lambda x: F.gelu(x, approximate="tanh"), (2, 3), domain=wide)
+case("powers at zero", lambda x: x.relu() ** 1 + x.relu() ** 0 + x.relu() ** 2, (2, 3))
+case("powers at zero, tensors", lambda x: x.relu() ** torch.tensor([1.0, 2.0, 3.0]), (2, 3))
 case("elu with alpha", lambda x: F.elu(x, 0.7), (2, 3), domain=wide)
 case("celu with alpha", lambda x: F.celu(x, 0.7), (2, 3), domain=wide)
 case("softplus with beta", lambda x: F.softplus(x, beta=2, threshold=3), (2, 3), domain=wide)

@@ -227,6 +227,12 @@ case(
     ),
     (4, 3),
 )
+case("multi_margin_loss of a vector", lambda x: F.multi_margin_loss(x, torch.tensor(1)), (3,))
+case(
+    "multilabel_margin_loss of a vector",
+    lambda x: F.multilabel_margin_loss(x, torch.tensor([2, -1, 0])),
+    (3,),
+)
 case(
     "cross_entropy of a vector",
     lambda x: F.cross_entropy(x, torch.tensor(1), label_smoothing=0.1),

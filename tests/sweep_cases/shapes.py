@@ -127,6 +127,7 @@ SHAPES: dict[str, Callable[[Tensor], Any]] = {  # of a tensor (2, 3, 4)
 }
 for name, operation in SHAPES.items():
     case(name, operation, (2, 3, 4))
+case("cat with an empty one", lambda x: torch.cat([torch.empty(0).double(), x, x]), (2, 3))
 case("cat of several", lambda a, b: torch.cat([a, b, a * 2]), (2, 3), (1, 3))
 case("stack of several", lambda a, b: torch.stack([a, b], 1), (2, 3), (2, 3))
 
@@ -267,6 +268,8 @@ IN_PLACE: dict[str, Callable[[Tensor, Tensor], Any]] = {  # x (2, 3) may be writ
     "clamp_": lambda x, y: x.clamp_(-0.3, 0.4),
     "masked_fill_": lambda x, y: x.masked_fill_(torch.arange(3) > 1, 0.3),
     "fill_": lambda x, y: x.fill_(0.5) * y,
+    "fill_ with a tensor": lambda x, y: x.fill_(value=y[0]) * y,
+    "as_strided_": lambda x, y: x.as_strided_((2, 2), (1, 2)) * y[:2],
     "zero_": lambda x, y: x.zero_() + y,
     "copy_": lambda x, y: x.copy_(y),
     "lerp_": lambda x, y: x.lerp_(y.expand(2, 3), 0.3),

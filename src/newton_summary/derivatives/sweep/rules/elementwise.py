@@ -252,9 +252,13 @@ def _exp(x: Tensor, y: Tensor) -> Derivatives:
 def _power(x: Tensor, y: Tensor, exponent: Any) -> Derivatives:
     n = exponent
     if isinstance(n, Tensor):
-        return n * x ** (n - 1), n * (n - 1) * x ** (n - 2), n * (n - 1) * (n - 2) * x ** (n - 3)
+        factors = (n, n * (n - 1), n * (n - 1) * (n - 2))
+        f1, f2, f3 = (torch.where(c == 0, 0.0, c * x ** (n - k)) for k, c in enumerate(factors, 1))
+        return f1, f2, f3
     if n == 2:
         return 2 * x, torch.full_like(x, 2.0), None
+    if n in (0, 1):
+        return torch.full_like(x, n), None, None
     f1 = n * x ** (n - 1)
     if n == 3:
         return f1, 6 * x, torch.full_like(x, 6.0)

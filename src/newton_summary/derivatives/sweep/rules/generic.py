@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 
 from newton_summary.derivatives.probe import CannotDifferentiate
 from newton_summary.derivatives.sweep.calls import names
@@ -38,6 +39,10 @@ def generic(sweep: Sweep, op: Op, *args: Any, **kwargs: Any) -> Any:
     """Pass an operation that has no rule of its own, one group after the other."""
     if op.name.partition(".")[0] in WRONG:
         raise CannotDifferentiate(f"sweep: torch's own third derivative of {op.name!r} is wrong")
+    if isinstance(op.func, OpOverload | OpOverloadPacket) and not str(op.func).startswith("aten."):
+        raise CannotDifferentiate(
+            f"sweep: {op.func} is a custom operator, and may have no second derivative"
+        )
     try:
         with torch.enable_grad():
             return Local(sweep, op, args, kwargs).run()

@@ -56,7 +56,9 @@ def expand(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Tangent
 def transpose(sweep: Sweep, op: Op, x: Value, dim0: int, dim1: int) -> Tangent | None:
     """Swap two dimensions."""
     t = only(sweep, x)
-    return None if t is None else t.map(lambda rows: rows.transpose(shifted(dim0), shifted(dim1)))
+    if t is None or x.tensor.dim() == 0:
+        return t
+    return t.map(lambda rows: rows.transpose(shifted(dim0), shifted(dim1)))
 
 
 def matrix_transpose(sweep: Sweep, op: Op, x: Value) -> Tangent | None:
@@ -209,9 +211,11 @@ def combine(sweep: Sweep, op: Op, terms: list[tuple[Any, Any]]) -> Tangent | Non
     return add_tangents(tangents) if tangents else None
 
 
-def copy(sweep: Sweep, op: Op, x: Value, source: Any, *args: Any, **kwargs: Any) -> Any:
-    """``x.copy_(source)`` and ``x.fill_(source)``: nothing of x is left."""
-    return combine(sweep, op, [(source, 1)])
+def copy(
+    sweep: Sweep, op: Op, x: Value, source: Any = None, *args: Any, value: Any = None, **kwargs: Any
+) -> Any:
+    """``x.copy_(source)`` and ``x.fill_(value)``: nothing of x is left."""
+    return combine(sweep, op, [(value if source is None else source, 1)])
 
 
 def zero(sweep: Sweep, op: Op, *args: Any, **kwargs: Any) -> None:
@@ -227,8 +231,8 @@ def neg(sweep: Sweep, op: Op, x: Value) -> Tangent | None:
 def reduce(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Tangent | None:
     """Sum or mean over some dimensions, or all of them."""
     t, y = only(sweep, x), op.out.tensor
-    if t is None:
-        return None
+    if t is None or x.tensor.dim() == 0:
+        return t
     dims = kwargs.get("dim", kwargs.get("axis", args[0] if args else None))
     if isinstance(dims, torch.dtype):
         dims = None
@@ -259,14 +263,15 @@ def stack(sweep: Sweep, op: Op, tensors: Sequence[Value], dim: int = 0) -> Any:
 def _joined(
     sweep: Sweep, op: Op, values: Sequence[Value], join: Callable[[list[Tensor]], Tensor]
 ) -> Tangent | None:
+    y = op.out.tensor
     tangents = [
         sweep.tangent(v) or Tangent((), (), v.tensor.new_zeros((0, *v.tensor.shape)))
         for v in values
+        if v.tensor.shape != (0,) or y.dim() == 1  # torch.cat leaves these out
     ]
     if not any(t.first for t in tangents):
         return None
     first, second, rows = align(tangents)
-    y = op.out.tensor
     return Tangent(first, second, join([r.to(y.dtype) for r in rows]))
 
 
@@ -307,6 +312,8 @@ def apply_per_row(
         return func(*fill(args, given, keep_constants), **fill(kwargs, given, keep_constants))
 
     try:
+        if any(r.dim() == 1 for r in rows):  # of single numbers vmap rolls the stack, for one
+            raise NotImplementedError
         with without_vmap_fallback():
             result = torch.vmap(call)(*rows)
     except (RuntimeError, NotImplementedError, ValueError):  # an operation that vmap does not know
@@ -357,9 +364,8 @@ def linear_part(op: Op) -> Callable[..., Any]:
 
 
 def _masked_fill(x: Tensor, mask: Tensor, value: Any) -> Tensor:
-    return torch.where(
-        mask, value if isinstance(value, Tensor) else torch.zeros_like(x[:0].sum()), x
-    )
+    zero = torch.zeros((), dtype=x.dtype, device=x.device)
+    return torch.where(mask, value if isinstance(value, Tensor) else zero, x)
 
 
 def _where(condition: Tensor, a: Any, b: Any) -> Tensor:

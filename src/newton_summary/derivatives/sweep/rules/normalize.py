@@ -40,7 +40,7 @@ def log_softmax(
 ) -> Tangent | None:
     """``x - logsumexp(x)``: the contribution is minus that of logsumexp."""
     t = sweep.tangent(x)
-    if t is None:
+    if t is None or x.tensor.dim() == 0:  # of one number: always 0
         return None
     y = op.out.now
     t = t.to(y.dtype)
@@ -67,8 +67,10 @@ def logsumexp(sweep: Sweep, op: Op, x: Value, dim: Any, keepdim: bool = False) -
     t = sweep.tangent(x)
     if t is None:
         return None
-    dims = [dim] if isinstance(dim, int) else list(dim)
     X, ndim = x.now, x.tensor.dim()
+    if ndim == 0:
+        return t
+    dims = [dim] if isinstance(dim, int) else list(dim) or range(ndim)
     d = [i % ndim - ndim for i in dims]
     y = torch.logsumexp(X, d, keepdim=True)
     p = torch.exp(X - y)
@@ -104,7 +106,7 @@ def softmax(
 ) -> Tangent | None:
     """The derivatives of p are y1 = p c, and d2y[a, b] = p (c_a c_b - <c_a c_b>)."""
     t = sweep.tangent(x)
-    if t is None:
+    if t is None or x.tensor.dim() == 0:  # of one number: always 1
         return None
     p = op.out.now
     t = t.to(p.dtype)

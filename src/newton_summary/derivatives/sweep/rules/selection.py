@@ -70,6 +70,9 @@ def extremum(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Any:
     t = sweep.tangent(x)
     if t is None:
         return None
+    if x.tensor.dim() == 0:
+        result = t.map(lambda rows: rows.reshape(len(rows), *op.out.tensor.shape))
+        return result if isinstance(op.saved, Tensor) else [result, None]
     if isinstance(op.saved, Tensor):  # of all entries; equal ones share, as in autograd
         dims = kwargs.get("dim", args[0] if args else None)
         return t.map(lambda rows: share(rows, x.now, op.saved, dims))
@@ -110,8 +113,9 @@ def share(rows: Tensor, x: Tensor, y: Tensor, dims: Any) -> Tensor:
 
 def strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
     """Run ``as_strided`` and keep which entries it takes."""
+    before = args[0].detach()  # as it is now: as_strided_ changes the tensor itself
     result = func(*args, **kwargs)
-    return result, positions_in(args[0], result)
+    return result, positions_in(before, result)
 
 
 EXTREMA = names("max min amax amin median nanmedian sort topk kthvalue mode cummax cummin")

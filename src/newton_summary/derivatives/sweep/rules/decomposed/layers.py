@@ -105,7 +105,7 @@ def embedding_bag(
     bags = torch.searchsorted(offsets[:count].contiguous(), places, right=True) - 1
     counted = torch.ones(len(indices), dtype=weight.dtype, device=weight.device)
     if padding_idx is not None:
-        counted = (indices != padding_idx).to(weight.dtype)
+        counted = (indices != padding_idx % len(weight)).to(weight.dtype)
     scale = counted if per_sample_weights is None else per_sample_weights * counted
     rows = torch.embedding(weight, indices) * scale[:, None]
     y = rows.new_zeros(count, weight.shape[1]).index_add(0, bags, rows)
@@ -165,6 +165,7 @@ def scaled_dot_product_attention(
 
 def cosine_similarity(a: Tensor, b: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     """``a.b / (|a| |b|)``, each length at least eps."""
+    a, b = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]
     lengths = [root((x * x).sum(dim, keepdim=True)).clamp_min(eps) for x in (a, b)]
     return (a * torch.reciprocal(lengths[0]) * (b * torch.reciprocal(lengths[1]))).sum(dim)
 

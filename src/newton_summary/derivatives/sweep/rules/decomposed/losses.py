@@ -147,7 +147,7 @@ def multi_margin_loss(
     reduction: int = MEAN,
 ) -> Tensor:
     """``max(0, margin - x_y + x_i)^p`` over the other classes i, divided by their number."""
-    scores, labels = (x[None], y.reshape(1)) if x.dim() < 2 else (x, y)
+    scores, labels = (x.reshape(1, -1), y.reshape(1)) if x.dim() < 2 else (x, y)
     gaps = torch.relu(margin - scores.gather(1, labels[:, None]) + scores)
     others = torch.ones_like(scores.detach()).scatter(1, labels[:, None], 0.0)
     if weight is not None:
@@ -158,7 +158,7 @@ def multi_margin_loss(
 
 def multilabel_margin_loss(x: Tensor, y: Tensor, reduction: int = MEAN) -> Tensor:
     """``max(0, 1 - x_j + x_i)`` over classes j that are labels and i that are not."""
-    scores, labels = (x[None], y[None]) if x.dim() < 2 else (x, y)
+    scores, labels = (x.reshape(1, -1), y.reshape(1, -1)) if x.dim() < 2 else (x, y)
     listed = (labels >= 0).to(torch.int64).cumprod(1)  # a negative label ends the list
     classes = labels.clamp_min(0)
     is_label = torch.zeros_like(labels).scatter_add(1, classes, listed) > 0

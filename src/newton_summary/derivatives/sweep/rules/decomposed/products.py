@@ -60,6 +60,10 @@ def vecdot(a: Tensor, b: Tensor, *, dim: int = -1) -> Tensor:
 def tensordot(a: Tensor, b: Tensor, dims_a: Sequence[int], dims_b: Sequence[int]) -> Tensor:
     """Sum over pairs of dimensions, as one matrix product."""
     sum_a, sum_b = [d % a.dim() for d in dims_a], [d % b.dim() for d in dims_b]
+    for i, j in zip(sum_a, sum_b, strict=True):
+        if a.shape[i] != b.shape[j]:  # one of them has length one
+            a = a.sum(i, keepdim=True)
+            b = b.sum(j, keepdim=True)
     rest_a = [d for d in range(a.dim()) if d not in sum_a]
     rest_b = [d for d in range(b.dim()) if d not in sum_b]
     n = math.prod(a.shape[d] for d in sum_a)

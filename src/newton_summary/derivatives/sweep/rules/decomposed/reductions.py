@@ -143,6 +143,8 @@ def msort(x: Tensor) -> Tensor:
 
 def logcumsumexp(x: Tensor, dim: int) -> Tensor:
     """The logsumexp of each entry and all before it (torch's own third derivative is nan)."""
+    if x.dim() == 0:
+        return x
     rows = x.movedim(dim, -1)
     later = torch.ones(rows.shape[-1:] * 2, dtype=torch.bool, device=x.device).triu(1)
     masked = rows.unsqueeze(-2).masked_fill(later, -math.inf)
