@@ -1,0 +1,8 @@
+"""``python -m newton_summary`` is the command ``newton-summary``."""
+
+import sys
+
+from newton_summary.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""The paper's figures from run directories. Drawn without pyplot, so without global state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.colors import SymLogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from newton_summary.experiments.config import NewtonSummaryConfig
+from newton_summary.experiments.results import (
+    best_row,
+    group_by,
+    method_labels,
+    optimizer_label,
+    setup_label,
+)
+from newton_summary.experiments.rundir import Measured, Run
+from newton_summary.summary import Block
+
+# Okabe and Ito's colours, which most colour-blind readers tell apart.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+PANEL = (4.2, 3.2)  # inches
+SMOOTHED = 5  # averages of rates over epochs, in a long run
+Array = npt.NDArray[np.float64]
+
+
+def training_curves(runs: Sequence[Run]) -> Figure:
+    """Training loss by epoch, one panel a setup: seeds thin, their mean thick (Section 6.2)."""
+    return _curves(runs, [("train_loss", "training loss", True)])
+
+
+def test_curves(runs: Sequence[Run]) -> Figure:
+    """Test loss and accuracy by epoch (App. I)."""
+    return _curves(
+        runs, [("test_loss", "test loss", True), ("test_accuracy", "test accuracy", False)]
+    )
+
+
+def diagonal_curves(runs: Sequence[Run]) -> Figure | None:
+    """Training loss with the whole Hbar (solid) and with its diagonal (dotted) (App. K)."""
+
+    def diagonal(run: Run) -> bool:
+        optimizer = run.config.optimizer
+        return isinstance(optimizer, NewtonSummaryConfig) and optimizer.diagonal
+
+    setups = {setup_label(run.config) for run in runs if diagonal(run)}
+    chosen = [
+        run
+        for run in runs
+        if setup_label(run.config) in setups
+        and isinstance(run.config.optimizer, NewtonSummaryConfig)
+        and run.config.optimizer.partition == "canonical"
+    ]
+    return _curves(chosen, [("train_loss", "training loss", True)]) if chosen else None
+
+
+def _curves(runs: Sequence[Run], metrics: Sequence[tuple[str, str, bool]]) -> Figure:
+    setups = group_by(runs, lambda run: setup_label(run.config))
+    label_of = method_labels(runs)
+    labels = list(dict.fromkeys(label_of[run.path] for run in runs))
+    rows, columns = len(metrics), len(setups)
+    figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for column, (setup, group) in enumerate(setups.items()):
+        for row, (metric, title, logarithmic) in enumerate(metrics):
+            axis = axes[row][column]
+            for label, same in group_by(group, lambda run: label_of[run.path]).items():
+                colour = COLOURS[labels.index(label) % len(COLOURS)]
+                style = ":" if "diagonal" in label else "-"
+                _curve(axis, same, metric, label, colour, style)
+            axis.set_title(setup, loc="left")
+            axis.set_xlabel("epoch")
+            axis.set_ylabel(title)
+            if logarithmic and any(_positive(line.get_ydata()) for line in axis.lines):
+                axis.set_yscale("log")
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axis.grid(alpha=0.3)
+            if row == 0 and axis.lines:
+                axis.legend(fontsize="small", frameon=False)
+    return figure
+
+
+def _curve(
+    axis: Axes, runs: Sequence[Run], metric: str, label: str, colour: str, style: str
+) -> None:
+    """Draw the seeds, and their mean over the epochs that all of them have."""
+    series = [np.array(run.column(metric)) for run in runs]
+    epochs = [[row["epoch"] for row in run.rows] for run in runs]
+    if not any(np.isfinite(values).any() for values in series):
+        return
+    if len(series) > 1:
+        for x, y in zip(epochs, series):
+            axis.plot(x, y, color=colour, linestyle=style, linewidth=0.6, alpha=0.5)
+    shortest = min(map(len, series))
+    mean = np.mean([values[:shortest] for values in series], axis=0)
+    marker = "." if shortest <= 3 else None
+    axis.plot(epochs[0][:shortest], mean, color=colour, linestyle=style, label=label, marker=marker)
+
+
+def _positive(values: Any) -> bool:
+    array = np.asarray(values, dtype=float)
+    return bool((array[np.isfinite(array)] > 0).any())
+
+
+# --- Hbar ----------------------------------------------------------------------------------------
+
+
+def chosen_summaries(run: Run) -> list[tuple[str, Measured]]:
+    """Return the summaries at the start and at the best validation loss, with a title each.
+
+    Those along the full-batch gradient if there are any, else the last ones of the optimizer.
+    """
+    every = run.summaries()
+    full = [m for m in every if m.kind == "full"]
+    chosen = full or every
+    if not chosen:
+        return []
+    best = int(best_row(run).get("epoch", 0))
+    first, nearest = chosen[0], min(chosen, key=lambda m: abs(m.epoch - best))
+    titles = [("at the start" if first.epoch == 0 else f"epoch {first.epoch}", first)]
+    if nearest.epoch != first.epoch:
+        exact = nearest.epoch == best
+        titles.append((f"epoch {nearest.epoch}" + (", best validation" if exact else ""), nearest))
+    return titles
+
+
+def hessian_figure(run: Run) -> Figure | None:
+    """Hbar and its inverse by blocks, at the start and at the best epoch (Section 6.1)."""
+    chosen = chosen_summaries(run)
+    if not chosen:
+        return None
+    columns = [(title, m, name) for title, m in chosen for name in _block_names(m)]
+    size = max(2.4, min(5.0, 0.22 * len(chosen[0][1].summary)))
+    figure = Figure(figsize=(size * len(columns) + 1, 2 * size + 1), layout="constrained")
+    axes = figure.subplots(2, len(columns), squeeze=False)
+    for column, (title, measured, name) in enumerate(columns):
+        summary = measured.summary
+        try:
+            inverse = summary.inverse()
+        except ValueError:
+            inverse = None
+        for row, matrix in enumerate((summary.hessian(), inverse)):
+            axis = axes[row][column]
+            what = "Hbar" if row == 0 else "inverse"
+            axis.set_title(f"{what}, {name}\n{title}", fontsize="small", loc="left")
+            if matrix is None:
+                axis.text(0.5, 0.5, "no inverse", ha="center", transform=axis.transAxes)
+                axis.set_axis_off()
+                continue
+            block = (
+                summary.blocks(matrix)[name]
+                if name != "all groups"
+                else Block(summary.names, summary.names, matrix)
+            )
+            _heat_map(figure, axis, block)
+    figure.suptitle(f"{setup_label(run.config)}, {optimizer_label(run.config)}", x=0.01, ha="left")
+    return figure
+
+
+def _block_names(measured: Measured) -> list[str]:
+    """Return the blocks that are not empty, or one name for the whole matrix."""
+    partition = measured.summary.partition
+    roles = () if partition is None else partition.roles
+    if "weight" in roles and "bias" in roles and "mixed" not in roles:
+        return ["weight-weight", "weight-bias", "bias-bias"]
+    return ["all groups"]
+
+
+def _heat_map(figure: Figure, axis: Axes, block: Block) -> None:
+    values: Array = block.values.detach().double().cpu().numpy()
+    largest = float(np.abs(values).max()) if values.size else 0.0
+    if not math.isfinite(largest) or largest == 0:
+        largest = 1.0
+    norm = SymLogNorm(linthresh=1e-3 * largest, vmin=-largest, vmax=largest)
+    image = axis.imshow(values, cmap="RdBu_r", norm=norm)
+    few = max(values.shape) <= 24
+    for ticks, labels, names in (
+        (axis.set_xticks, axis.set_xticklabels, block.columns),
+        (axis.set_yticks, axis.set_yticklabels, block.rows),
+    ):
+        ticks(range(len(names)) if few else [])
+        if few:
+            labels([_short(name) for name in names], fontsize=5)
+    axis.tick_params(axis="x", rotation=90)
+    bar = figure.colorbar(image, ax=axis, fraction=0.046, ticks=[-largest, 0, largest])
+    bar.ax.set_yticklabels([f"{-largest:.1e}", "0", f"{largest:.1e}"], fontsize=5)
+
+
+def _short(name: str) -> str:
+    return name.replace("parametrizations.", "").replace(".original", "")
+
+
+# --- eta -----------------------------------------------------------------------------------------
+
+
+def eta_figure(run: Run) -> Figure | None:
+    """Learning rates eta* by epoch: weights solid, biases dotted (Section 6.1).
+
+    As in the paper, long runs are averaged over neighbouring epochs. Negative rates are left out.
+    """
+    every = run.summaries()
+    measured = [m for m in every if m.kind == "full"] or every
+    if len(measured) < 2:
+        return None
+    partition = measured[0].summary.partition
+    names = measured[0].summary.names
+    roles = ("weight",) * len(names) if partition is None else partition.roles
+    epochs = np.array([m.epoch for m in measured])
+    rates: Array = np.stack([m.eta.double().numpy() for m in measured])
+    if len(epochs) >= 8 * SMOOTHED:
+        kernel = np.ones(2 * SMOOTHED) / (2 * SMOOTHED)
+        rates = np.stack([np.convolve(column, kernel, "valid") for column in rates.T], 1)
+        epochs = np.convolve(epochs, kernel, "valid")
+    positive: Array = np.where(rates > 0, rates, np.nan)
+    figure = Figure(figsize=(1.8 * PANEL[0], 1.3 * PANEL[1]), layout="constrained")
+    axis = figure.subplots()
+    layers: dict[str, int] = {}
+    for s, name in enumerate(names):
+        layer = layers.setdefault(name.rpartition(".")[0] or name, len(layers))
+        style = ":" if roles[s] == "bias" else "-"
+        colour = COLOURS[layer % len(COLOURS)]
+        axis.plot(epochs, positive[:, s], style, color=colour, label=_short(name), marker=".")
+    if np.isfinite(positive).any():
+        axis.set_yscale("log")
+    axis.set_xlabel("epoch")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_ylabel("eta*")
+    axis.grid(alpha=0.3)
+    axis.set_title(f"{setup_label(run.config)}, {optimizer_label(run.config)}", loc="left")
+    if len(names) <= 45:
+        columns = 1 + len(names) // 24
+        figure.legend(loc="outside right upper", fontsize=6, frameon=False, ncols=columns)
+    return figure

@@ -1,0 +1,86 @@
+"""From run directories to a folder of tables and figures, with one page that shows them all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from newton_summary.experiments.errors import UserError
+from newton_summary.experiments.results import optimizer_label, setup_label
+from newton_summary.experiments.rundir import Run, replacing
+from newton_summary.experiments.tables import all_tables
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MOST_RUNS_DRAWN = 40  # with figures of their own
+
+
+def make_report(runs: Sequence[Run], out: Path) -> list[Path]:
+    """Write every table (Markdown, CSV) and figure (PNG, PDF) that the runs have something for.
+
+    Args:
+        runs: Runs, finished or not.
+        out: Folder to write to; ``report.md`` in it shows everything.
+
+    Returns:
+        The files that were written, the page first.
+    """
+    runs = [run for run in runs if run.rows]
+    if not runs:
+        raise UserError("None of the runs has completed an epoch: there is nothing to report.")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}.") from None
+    files: list[Path] = []
+    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    page = [f"# Report of {len(runs)} run{'s' if len(runs) > 1 else ''}", "", f"Made {now}.", ""]
+    for table in all_tables(runs):
+        page += [table.markdown()]
+        files.append(_write(out / f"{table.name}.md", table.markdown()))
+        files.append(_write(out / f"{table.name}.csv", table.csv()))
+    for name, title, figure in _figures(runs):
+        page += [f"### {title}", "", f"![{title}]({name}.png)", ""]
+        files += _save(figure, out / name)
+    return [_write(out / "report.md", "\n".join(page)), *files]
+
+
+def _figures(runs: Sequence[Run]) -> list[tuple[str, str, Figure]]:
+    """Return the figures with a name for their files and a title."""
+    try:
+        from newton_summary.experiments import figures
+    except ImportError as error:
+        raise UserError(
+            f"Figures need matplotlib ({error}): pip install 'newton-summary[experiments]'."
+        ) from None
+    found: list[tuple[str, str, Figure | None]] = [
+        ("training_curves", "Training loss", figures.training_curves(runs)),
+        ("test_curves", "Test loss and accuracy", figures.test_curves(runs)),
+        ("diagonal_curves", "Whole Hbar and its diagonal", figures.diagonal_curves(runs)),
+    ]
+    for number, run in enumerate(runs[:MOST_RUNS_DRAWN]):
+        name = f"{number:02}_{run.config.recipe}"
+        what = f"{setup_label(run.config)}, {optimizer_label(run.config)}, seed {run.config.seed}"
+        found.append((f"{name}_hbar", f"Hbar: {what}", figures.hessian_figure(run)))
+        found.append((f"{name}_eta", f"Learning rates: {what}", figures.eta_figure(run)))
+    return [(name, title, figure) for name, title, figure in found if figure is not None]
+
+
+def _write(path: Path, text: str) -> Path:
+    with replacing(path) as stream:
+        stream.write(text.encode())
+    return path
+
+
+def _save(figure: Figure, path: Path) -> list[Path]:
+    files = []
+    for kind in ("png", "pdf"):
+        file = path.with_name(f"{path.name}.{kind}")
+        with replacing(file) as stream:
+            figure.savefig(stream, format=kind, dpi=150)
+        figure.set_layout_engine("none")  # the first one stays
+        files.append(file)
+    return files

@@ -1,0 +1,193 @@
+"""What came out of a run, and of several seeds together."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from newton_summary.experiments.config import ExperimentConfig, NewtonSummaryConfig, flatten
+from newton_summary.experiments.rundir import Run
+
+OPTIMIZER_LABELS = {
+    "newton_summary": "NewtonSummary",
+    "adam": "Adam",
+    "kfac": "K-FAC",
+    "sgd": "SGD",
+    "lbfgs": "L-BFGS",
+}
+MODEL_LABELS = {
+    "mlp": "MLP",
+    "lenet": "LeNet",
+    "vgg11": "VGG-11'",
+    "big_mlp": "BigMLP",
+    "vbig_mlp": "VBigMLP",
+    "resnet18": "ResNet-18",
+    "autoencoder": "Autoencoder",
+    "gpt": "GPT",
+    "rosenbrock": "Rosenbrock",
+}
+DATA_LABELS = {
+    "mnist": "MNIST",
+    "cifar10": "CIFAR-10",
+    "embedded": "embedded MNIST",
+    "addition": "addition",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The numbers that are compared between runs; nan where there is none."""
+
+    status: str  # "finished", "diverged" or "unfinished"
+    epochs: int  # that were completed
+    train_loss: float  # of the last epoch
+    best_train_loss: float  # the lowest of all epochs
+    best_epoch: int  # that with the lowest validation loss
+    validation_loss: float  # at the best epoch
+    test_loss: float  # at the best epoch
+    test_accuracy: float  # at the best epoch
+    last_test_loss: float
+    last_test_accuracy: float
+    seconds: float  # of training alone
+    seconds_per_epoch: float
+    memory_gib: float
+
+
+def outcome(run: Run) -> Outcome:
+    """Sum a run up."""
+    trained = [row for row in run.rows if row["epoch"] > 0]
+    losses = [value for value in run.column("train_loss") if math.isfinite(value)]
+    best = best_row(run)
+    last = run.rows[-1] if run.rows else {}
+    seconds = [row["seconds"] for row in trained]
+    return Outcome(
+        status="diverged" if run.diverged else "finished" if run.finished else "unfinished",
+        epochs=max(run.epoch, 0),
+        train_loss=_number(last.get("train_loss")),
+        best_train_loss=min(losses, default=math.nan),
+        best_epoch=int(best.get("epoch", 0)),
+        validation_loss=_number(best.get("validation_loss")),
+        test_loss=_number(best.get("test_loss")),
+        test_accuracy=_number(best.get("test_accuracy")),
+        last_test_loss=_number(last.get("test_loss")),
+        last_test_accuracy=_number(last.get("test_accuracy")),
+        seconds=sum(seconds),
+        seconds_per_epoch=statistics.median(seconds) if seconds else math.nan,
+        memory_gib=_number(last.get("memory_gib")),
+    )
+
+
+def best_row(run: Run) -> dict[str, Any]:
+    """Return the row of the epoch with the lowest validation loss."""
+    rows = [row for row in run.rows if row.get("validation_loss") is not None]
+    return min(rows, key=lambda row: float(row["validation_loss"]), default={})
+
+
+def as_dict(result: Outcome) -> dict[str, Any]:
+    """Return values that JSON holds."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in asdict(result).items()
+    }
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
+
+
+# --- several runs --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A number over several seeds; those that are not finite are counted, not averaged."""
+
+    values: tuple[float, ...]
+
+    @property
+    def finite(self) -> list[float]:
+        """The values that count."""
+        return [value for value in self.values if math.isfinite(value)]
+
+    @property
+    def mean(self) -> float:
+        """Mean of the finite ones, nan without any."""
+        return statistics.fmean(self.finite) if self.finite else math.nan
+
+    @property
+    def std(self) -> float:
+        """Standard deviation, nan with fewer than two values."""
+        return statistics.stdev(self.finite) if len(self.finite) > 1 else math.nan
+
+    def __str__(self) -> str:
+        """Return mean ± standard deviation."""
+        if not self.finite:
+            return "-"
+        text = f"{self.mean:.4g}"
+        return text if math.isnan(self.std) else f"{text} ± {self.std:.2g}"
+
+
+def spread(results: Iterable[Outcome], name: str) -> Spread:
+    """Return one number of several outcomes."""
+    return Spread(tuple(float(getattr(result, name)) for result in results))
+
+
+def setup_label(config: ExperimentConfig) -> str:
+    """Return the model and its data, as in ``"LeNet / CIFAR-10"``."""
+    model, data = config.model.name, config.data.name
+    label = MODEL_LABELS.get(model, model) + (", NTK" if config.model.ntk else "")
+    return label if data == "nothing" else f"{label} / {DATA_LABELS.get(data, data)}"
+
+
+def optimizer_label(config: ExperimentConfig) -> str:
+    """Return the optimizer, with what sets it apart from the paper's NewtonSummary."""
+    optimizer = config.optimizer
+    label = OPTIMIZER_LABELS.get(optimizer.name, optimizer.name)
+    if not isinstance(optimizer, NewtonSummaryConfig):
+        return label
+    marks = [
+        optimizer.partition if optimizer.partition != "canonical" else "",
+        "diagonal" if optimizer.diagonal else "",
+        optimizer.averaging if optimizer.averaging != "window" else "",
+        f"direction {optimizer.direction}" if optimizer.direction != "gradient" else "",
+    ]
+    marks = [mark for mark in marks if mark]
+    return f"{label} ({', '.join(marks)})" if marks else label
+
+
+def group_by(runs: Sequence[Run], key: Callable[[Run], Any]) -> dict[Any, list[Run]]:
+    """Return runs by a key, in the order in which keys come up."""
+    groups: dict[Any, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(key(run), []).append(run)
+    return groups
+
+
+# Fields that do not tell one method from another.
+NOT_OF_A_METHOD = {"seed", "epochs", "recipe", "data.root", "data.download", "device"}
+
+
+def method_labels(runs: Sequence[Run]) -> dict[Path, str]:
+    """Return the optimizer of each run, with the fields in which runs of one label differ.
+
+    Runs of one setup that have the same label differ in their seed alone.
+    """
+    labels: dict[Path, str] = {}
+    groups = group_by(runs, lambda run: (setup_label(run.config), optimizer_label(run.config)))
+    for (_, label), group in groups.items():
+        settings = [flatten(run.config) for run in group]
+        varied = [
+            name
+            for name in settings[0]
+            if name not in NOT_OF_A_METHOD
+            and not name.startswith("measure.")
+            and any(other[name] != settings[0][name] for other in settings)
+        ]
+        for run, values in zip(group, settings, strict=True):
+            marks = [f"{name.rpartition('.')[2]}={values[name]}" for name in varied]
+            labels[run.path] = ", ".join([label, *marks])
+    return labels

@@ -1,0 +1,152 @@
+"""Grids of hyperparameters and seeds: one run directory for each point."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from newton_summary.experiments.config import ExperimentConfig, flatten
+from newton_summary.experiments.errors import UserError
+from newton_summary.experiments.recipes import RECIPES
+
+LONGEST_NAME = 120
+NOT_IN_NAME = {"recipe", "epochs", "data.root", "data.download", "seed"}
+
+
+def run_name(config: ExperimentConfig) -> str:
+    """Return a name for a run: what it changes of its recipe, and its seed.
+
+    >>> from dataclasses import replace
+    >>> run_name(replace(RECIPES["rosenbrock"](), batch_size=2))
+    'batch_size=2,seed=0'
+    """
+    now = flatten(config)
+    recipe = RECIPES.get(config.recipe)
+    default = {} if recipe is None else flatten(recipe())
+    changes = [n for n in now if n not in NOT_IN_NAME and now[n] != default.get(n)]
+    name = ",".join(f"{n}={now[n]}".replace("/", "_") for n in [*changes, "seed"])
+    if len(name) > LONGEST_NAME:
+        digest = hashlib.md5(name.encode(), usedforsecurity=False).hexdigest()[:8]
+        name = f"{name[: LONGEST_NAME - 9]}-{digest}"
+    return name
+
+
+def grid(values: Mapping[str, Sequence[str]]) -> Iterator[dict[str, str]]:
+    """Give every combination of the values of some options."""
+    for combination in itertools.product(*values.values()):
+        yield dict(zip(values, combination))
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run of a sweep ended."""
+
+    config: ExperimentConfig
+    path: Path
+    outcome: dict[str, Any] | None  # None if it failed
+    error: str | None = None
+    skipped: bool = False  # it had been done before
+
+
+def run_one(config: ExperimentConfig, path: Path, threads: int | None = None) -> Result:
+    """Train one point; what goes wrong is returned, so that the others go on."""
+    import torch
+
+    from newton_summary.experiments.results import as_dict, outcome
+    from newton_summary.experiments.rundir import CONFIG, Run
+    from newton_summary.experiments.training import train
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        done = (path / CONFIG).is_file() and Run.load(path).epoch >= config.epochs
+        run = train(config, path)
+        return Result(config, path, as_dict(outcome(run)), skipped=done)
+    except Exception as error:  # whatever it is, the other runs do not depend on it
+        text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        return Result(config, path, None, text.splitlines()[0] if text else "unknown")
+
+
+def run_all(
+    configs: Sequence[ExperimentConfig],
+    root: Path,
+    jobs: int,
+    done: Callable[[Result], None],
+) -> list[Result]:
+    """Train all points, some at a time, and return how they ended, in their order.
+
+    Args:
+        configs: The points.
+        root: Directory of the run directories.
+        jobs: How many at a time. On one machine these are processes with one thread each; inside
+            ``joblib.parallel_config(backend="dask")`` or ``"ray"`` they go to a cluster.
+        done: Is called after each run.
+    """
+    try:
+        from joblib import Parallel, delayed
+    except ImportError:
+        raise UserError(
+            "A sweep needs joblib: pip install 'newton-summary[experiments]'."
+        ) from None
+    names = [run_name(config) for config in configs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"The grid has the point {twice} twice.")
+    threads = 1 if jobs > 1 else None
+    work = (delayed(run_one)(c, root / n, threads) for c, n in zip(configs, names, strict=True))
+    results: dict[Path, Result] = {}
+    for result in Parallel(n_jobs=jobs, return_as="generator_unordered")(work):
+        results[result.path] = result
+        done(result)
+    return [results[root / name] for name in names]
+
+
+# --- the table at the end ------------------------------------------------------------------------
+
+
+def table(results: Sequence[Result], varied: Sequence[str]) -> list[list[str]]:
+    """Return rows of text, header first: each point with its numbers over seeds, best first."""
+    from newton_summary.experiments.results import Spread
+
+    columns = [name for name in varied if name != "seed"]
+    points: dict[tuple[Any, ...], list[Result]] = {}
+    for result in results:
+        values = flatten(result.config)
+        points.setdefault(tuple(values[name] for name in columns), []).append(result)
+    rows = []
+    for point, runs in points.items():
+        numbers = {
+            name: Spread(tuple(_value(run, name) for run in runs))
+            for name in ("train_loss", "validation_loss", "test_loss", "test_accuracy")
+        }
+        lowest = min(numbers["train_loss"].finite, default=None)
+        troubles = [
+            f"{count} {what}"
+            for what in ("diverged", "failed")
+            if (count := sum(_status(run) == what for run in runs))
+        ]
+        mean = numbers["validation_loss"].mean
+        cells = [
+            *(str(value) for value in point),
+            str(len(runs)),
+            "-" if lowest is None else f"{lowest:.4g}",
+            *(str(number) for number in numbers.values()),
+            ", ".join(troubles),
+        ]
+        rows.append((bool(troubles), mean if mean == mean else float("inf"), cells))
+    rows.sort(key=lambda row: row[:2])
+    header = [*columns, "runs", "best train", "train", "validation", "test", "accuracy", ""]
+    return [header, *(cells for *_, cells in rows)]
+
+
+def _value(result: Result, name: str) -> float:
+    value = None if result.outcome is None else result.outcome[name]
+    return float("nan") if value is None else float(value)
+
+
+def _status(result: Result) -> str:
+    return "failed" if result.outcome is None else str(result.outcome["status"])

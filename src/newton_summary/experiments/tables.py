@@ -1,0 +1,296 @@
+"""The paper's tables from run directories, each next to the paper's own values."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from newton_summary.experiments.config import NewtonSummaryConfig
+from newton_summary.experiments.recipes import PARTITIONS
+from newton_summary.experiments.results import (
+    Spread,
+    group_by,
+    method_labels,
+    outcome,
+    setup_label,
+    spread,
+)
+from newton_summary.experiments.rundir import Run
+
+# App. J: training loss, seconds, gigabytes; VGG-11' on CIFAR-10, 100 epochs.
+PAPER_PARTITIONS = {
+    "trivial": (8.12e-1, 2512, 2.49),
+    "weights-biases": (7.64e-1, 2855, 2.49),
+    "blocks-2": (5.94e-1, 3182, 2.38),
+    "alternate-2": (5.70e-1, 3422, 2.08),
+    "blocks-4": (1.50e-2, 3674, 1.97),
+    "alternate-4": (5.37e-2, 4180, 1.91),
+    "canonical": (3.05e-4, 4612, 1.88),
+}
+
+# App. M: seconds of whole runs.
+PAPER_TIMES = {
+    "MLP / MNIST": {"Adam": 2848, "K-FAC": 2953, "NewtonSummary": 3315},
+    "LeNet / CIFAR-10": {"Adam": 2944, "K-FAC": 3022, "NewtonSummary": 3369},
+    "BigMLP / CIFAR-10": {"Adam": 1777, "K-FAC": 2989, "NewtonSummary": 4365},
+    "VGG-11' / CIFAR-10": {"Adam": 1696, "K-FAC": 3117, "NewtonSummary": 4613},
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text, with a name for files and a title for readers."""
+
+    name: str
+    title: str
+    header: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    note: str = ""
+
+    def markdown(self) -> str:
+        """Return the table in Markdown."""
+        lines = [f"### {self.title}", ""]
+        for cells in (self.header, ("---",) * len(self.header), *self.rows):
+            lines.append("| " + " | ".join(cells) + " |")
+        return "\n".join([*lines, "", *([self.note, ""] if self.note else [])])
+
+    def csv(self) -> str:
+        """Return the table as comma-separated values."""
+        stream = io.StringIO()
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerows([self.header, *self.rows])
+        return stream.getvalue()
+
+
+def results_table(runs: Sequence[Run]) -> Table:
+    """Return losses and accuracy by setup and optimizer, over seeds (Section 6.2, App. I)."""
+    rows = []
+    for (setup, optimizer), group in _by_method(runs).items():
+        results = [outcome(run) for run in group]
+        rows.append(
+            (
+                setup,
+                optimizer,
+                str(len(group)),
+                _range([result.epochs for result in results]),
+                str(spread(results, "train_loss")),
+                str(spread(results, "best_train_loss")),
+                str(spread(results, "test_loss")),
+                _percent(spread(results, "test_accuracy")),
+                _troubles([result.status for result in results]),
+            )
+        )
+    header = (
+        *("setup", "optimizer", "seeds", "epochs", "train loss", "best train loss"),
+        *("test loss", "test accuracy", ""),
+    )
+    note = (
+        "Training loss: mean over the last epoch, and the lowest of all epochs. Test: at the epoch "
+        "of the lowest validation loss. Mean ± standard deviation over seeds. The paper shows "
+        "these as curves, without numbers."
+    )
+    return Table("results", "Results", header, rows, note)
+
+
+def partition_table(runs: Sequence[Run]) -> Table | None:
+    """Return loss, time and memory by partition (App. J)."""
+    studied = [run for run in runs if _is_paper_mode(run) and not _optimizer(run).diagonal]
+    rows = []
+    for setup, group in group_by(studied, lambda run: setup_label(run.config)).items():
+        by_partition = group_by(group, lambda run: _optimizer(run).partition)
+        if len(by_partition) < 2:
+            continue
+        known = setup == "VGG-11' / CIFAR-10"
+        order = [p for p in PARTITIONS if p in by_partition]
+        for partition in [*order, *(p for p in by_partition if p not in order)]:
+            results = [outcome(run) for run in by_partition[partition]]
+            paper = PAPER_PARTITIONS.get(partition) if known else None
+            rows.append(
+                (
+                    setup,
+                    partition,
+                    _range([result.epochs for result in results]),
+                    str(spread(results, "train_loss")),
+                    "-" if paper is None else f"{paper[0]:.3g}",
+                    str(spread(results, "seconds")),
+                    "-" if paper is None else str(paper[1]),
+                    str(spread(results, "memory_gib")),
+                    "-" if paper is None else f"{paper[2]} GB",
+                )
+            )
+    header = (
+        *("setup", "partition", "epochs", "train loss", "paper", "training s", "paper"),
+        *("memory GiB", "paper"),
+    )
+    note = "The paper's values are those of 100 epochs."
+    return (
+        Table("partitions", "Choice of the partition (App. J)", header, rows, note)
+        if rows
+        else None
+    )
+
+
+def diagonal_table(runs: Sequence[Run]) -> Table | None:
+    """Compare NewtonSummary with its diagonal approximation (App. K)."""
+    studied = [
+        run for run in runs if _is_paper_mode(run) and _optimizer(run).partition == "canonical"
+    ]
+    rows = []
+    for setup, group in group_by(studied, lambda run: setup_label(run.config)).items():
+        if not any(_optimizer(run).diagonal for run in group):
+            continue
+
+        def settings(run: Run) -> tuple[bool, float, float]:
+            optimizer = _optimizer(run)
+            return optimizer.diagonal, optimizer.lr, optimizer.lambda_int
+
+        for (diagonal, lr, lambda_int), same in sorted(group_by(group, settings).items()):
+            results = [outcome(run) for run in same]
+            rows.append(
+                (
+                    setup,
+                    "diagonal" if diagonal else "full",
+                    f"{lr:g}",
+                    f"{lambda_int:g}",
+                    _range([result.epochs for result in results]),
+                    str(spread(results, "best_train_loss")),
+                    str(spread(results, "train_loss")),
+                    _troubles([result.status for result in results]),
+                )
+            )
+    header = (
+        *("setup", "Hbar", "lambda_1", "lambda_int", "epochs", "best train loss", "train loss"),
+        "",
+    )
+    note = 'The paper (App. K): the diagonal approximation "performs worse or is more unstable".'
+    return (
+        Table("diagonal", "Diagonal approximation (App. K)", header, rows, note) if rows else None
+    )
+
+
+def times_table(runs: Sequence[Run]) -> Table:
+    """Return the time of an epoch by setup and optimizer, and its ratio to Adam's (App. M)."""
+    rows = []
+    label_of = method_labels(runs)
+    for setup, group in group_by(runs, lambda run: setup_label(run.config)).items():
+        methods = group_by(group, lambda run: label_of[run.path])
+        times = {
+            label: spread([outcome(run) for run in same], "seconds_per_epoch")
+            for label, same in methods.items()
+        }
+        adam = next((t.mean for label, t in times.items() if label.startswith("Adam")), math.nan)
+        paper = PAPER_TIMES.get(setup, {})
+        for label, same in methods.items():
+            measured = [run.environment().get("adam_seconds") for run in same]
+            beside = Spread(tuple(float(value) for value in measured if value)).mean
+            rows.append(
+                (
+                    setup,
+                    label,
+                    str(times[label]),
+                    _ratio(times[label].mean, adam),
+                    _ratio(times[label].mean, beside),
+                    _ratio(paper.get(label), paper.get("Adam")),
+                    str(spread([outcome(run) for run in same], "memory_gib")),
+                    _devices(same),
+                )
+            )
+    header = (
+        *("setup", "optimizer", "s per epoch", "over Adam", "over Adam, same process"),
+        *("paper, over Adam", "memory GiB", "machine"),
+    )
+    note = (
+        "Seconds of training alone, without evaluation and measurements. In the same process: "
+        "against some steps of Adam that were timed at the end of the run."
+    )
+    return Table("times", "Times and memory (App. M)", header, rows, note)
+
+
+def runs_table(runs: Sequence[Run]) -> Table:
+    """Return where each number comes from: directory, command, date and machine."""
+    rows = []
+    for run in runs:
+        sessions = run.environment().get("sessions") or [{}]
+        last = sessions[-1]
+        rows.append(
+            (
+                str(run.path),
+                str(run.config.seed),
+                outcome(run).status,
+                str(last.get("started", "-")),
+                str(last.get("gpu") or last.get("device") or "-"),
+                str(last.get("torch", "-")),
+                str(last.get("commit") or "-"),
+            )
+        )
+    header = ("run", "seed", "status", "started", "machine", "torch", "commit")
+    return Table("runs", "Runs", header, rows)
+
+
+def all_tables(runs: Sequence[Run]) -> list[Table]:
+    """Return every table that these runs have something for."""
+    tables = [
+        results_table(runs),
+        partition_table(runs),
+        diagonal_table(runs),
+        times_table(runs),
+        runs_table(runs),
+    ]
+    return [table for table in tables if table is not None]
+
+
+# --- cells ---------------------------------------------------------------------------------------
+
+
+def _by_method(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
+    labels = method_labels(runs)
+    return group_by(runs, lambda run: (setup_label(run.config), labels[run.path]))
+
+
+def _optimizer(run: Run) -> NewtonSummaryConfig:
+    assert isinstance(run.config.optimizer, NewtonSummaryConfig)
+    return run.config.optimizer
+
+
+def _is_paper_mode(run: Run) -> bool:
+    optimizer = run.config.optimizer
+    return (
+        isinstance(optimizer, NewtonSummaryConfig)
+        and optimizer.averaging == "window"
+        and optimizer.direction == "gradient"
+    )
+
+
+def _range(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _percent(value: Spread) -> str:
+    if not value.finite:
+        return "-"
+    error = "" if math.isnan(value.std) else f" ± {100 * value.std:.2g}"
+    return f"{100 * value.mean:.2f}{error} %"
+
+
+def _ratio(value: float | None, unit: float | None) -> str:
+    if value is None or unit is None or not unit > 0 or math.isnan(value):
+        return "-"
+    return f"{value / unit:.2f}"
+
+
+def _troubles(statuses: Sequence[str]) -> str:
+    counts = {s: statuses.count(s) for s in ("diverged", "unfinished") if s in statuses}
+    return ", ".join(f"{count} {status}" for status, count in counts.items())
+
+
+def _devices(runs: Sequence[Run]) -> str:
+    names = {
+        str(session.get("gpu") or session.get("device", "-"))
+        for run in runs
+        for session in run.environment().get("sessions", [])
+    }
+    return ", ".join(sorted(names)) or "-"
