@@ -13,6 +13,8 @@ The first line is in :func:`summarize_sweep`; each rule adds its terms of the ot
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -197,6 +199,12 @@ def backward(tape: Tape, params: Params) -> tuple[list[Tensor], dict[int, Tensor
     return gradient, adjoints  # type: ignore[return-value]
 
 
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Switch off an autocast around the measurement: the tape says in which dtype each step is."""
+    on = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()
+
+
 def summarize_sweep(
     closure: Closure,
     params: Params,
@@ -253,7 +261,7 @@ def summarize_sweep(
     S = len(partition)
     Hbar, D3 = np.zeros((S, S)), np.zeros(S)
     for groups in group_chunks(S, parts):
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast(loss.device.type):
             sweep = Sweep(tape, adjoints, u, partition, order, groups)
             sweep.run(last_uses, consume=parts == 1)
             H, D = sweep.totals()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -93,7 +94,7 @@ def group_chunks(S: int, parts: int) -> Iterator[Sequence[int]]:
         return
     pieces = min(2 * parts, S)
     cuts = [round(i * S / pieces) for i in range(pieces + 1)]
-    chunks = [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    chunks = [range(a, b) for a, b in pairwise(cuts)]
     for i, first in enumerate(chunks):
         for second in chunks[i + 1 :]:
             yield [*first, *second]

@@ -7,11 +7,12 @@ calls are noted instead; calls that do not touch the parameters are left alone.
 
 from __future__ import annotations
 
+import sys
 import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class Recorder(TorchFunctionMode):
 
     def record(self, closure: Closure) -> Tape:
         """Run the loss and return its tape."""
-        with self, plain_checkpoints():
+        with self, plain_checkpoints(), not_compiled():
             loss = closure()
         for tensor, version in self.loose:
             if tensor._version != version:
@@ -388,6 +389,12 @@ def plain_checkpoints() -> Iterator[None]:
         yield
     finally:
         delattr(CheckpointFunction, "apply")
+
+
+def not_compiled() -> AbstractContextManager[Any]:
+    """Let compiled functions run as they are written: their kernels cannot be recorded."""
+    used = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if used else nullcontext()
 
 
 class Circumstances:
