@@ -83,7 +83,8 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
 def table(results: list[dict[str, Any]]) -> str:
     """Return the comparison in Markdown: one row for each model and seed."""
     lines = [
-        "| model | seed | Adam, best of five | at rate | NewtonSummary | ratio | test accuracy | time |",
+        "| model | seed | Adam, best of five | at rate | NewtonSummary | ratio | test accuracy "
+        "| time |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for lr in sorted({r["lr"] or 0 for r in results if r["optimizer"] != "adam"}):

@@ -3,8 +3,8 @@
     python benchmarks/engine.py --out results            # everything, on the GPU if there is one
     python benchmarks/engine.py --models mlp lenet --device cpu --batch 200
 
-Compares the sweep with nested differentiation, with ``torch.func`` (vmap of jvp of grad), and with S
-Hessian-vector products, which is what a library of Hessian-vector products would do for order 2.
+Compares the sweep with nested differentiation, with ``torch.func`` (vmap of jvp of grad), and with
+S Hessian-vector products, which is what a library of such products would do for order 2.
 Writes a JSON file with the environment, prints a table, and draws the cost against S and the batch.
 """
 
@@ -24,12 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import newton_summary as ns
-from newton_summary.derivatives import BACKENDS
-from newton_summary.derivatives.probe import Probe
 from newton_summary.experiments import models
 
 
@@ -117,7 +114,7 @@ def measure(run: Callable[[], Any], device: str, seconds: float = 2.0) -> dict[s
         run()
         sync(device)
         times.append(1000 * (time.perf_counter() - t0))
-        if time.perf_counter() - start > 3 * seconds:
+        if time.perf_counter() - start > 3 * seconds and len(times) > 1:
             break
     peak = (torch.cuda.max_memory_allocated() - held) / 2**30 if device == "cuda" else float("nan")
     warm = times[1:] or times
@@ -226,7 +223,13 @@ def run_case(
                 model, case.loss_fn, batch, partition=part, direction=u, order=order, backend=name
             )
 
-        row = dict(model=case.name, S=len(part), batch=batch_size, method=name, order=order)
+        row: dict[str, Any] = {
+            "model": case.name,
+            "S": len(part),
+            "batch": batch_size,
+            "method": name,
+            "order": order,
+        }
         try:
             results: list[Any] = []
 
@@ -251,7 +254,10 @@ def run_case(
     return rows
 
 
-HEADER = f"{'model':15s} {'S':>4s} {'batch':>6s} {'method':10s} {'order':>5s} {'ms':>10s} {'gradients':>9s} {'GiB':>7s}"
+HEADER = (
+    f"{'model':15s} {'S':>4s} {'batch':>6s} {'method':10s} {'order':>5s} {'ms':>10s} "
+    f"{'gradients':>9s} {'GiB':>7s}"
+)
 
 
 def table_row(row: dict[str, Any]) -> str:
@@ -295,72 +301,62 @@ def draw(result: dict[str, Any], folder: Path) -> None:
     import matplotlib.pyplot as plt
 
     rows = [r for r in result["results"] if "error" not in r]
-    figure, axes = plt.subplots(figsize=(7.5, 5))
-    markers = {"sweep": "o", "nested": "s", "torch.func": "^", "hvp": "v"}
-    for method, marker in markers.items():
-        for order, filled in ((2, "none"), (3, None)):
+    figure, axes = plt.subplots(figsize=(9, 5))
+    for color, (method, marker) in enumerate(
+        {"sweep": "o", "hvp": "v", "nested": "s", "torch.func": "^"}.items()
+    ):
+        for order in (2, 3):
             some = [r for r in rows if r["method"] == method and r["order"] == order]
-            if some:
-                axes.scatter(
-                    [r["S"] for r in some],
-                    [r["gradients"] for r in some],
-                    marker=marker,
-                    s=45,
-                    facecolors=filled,
-                    edgecolors=f"C{list(markers).index(method)}",
-                    color=None if filled else f"C{list(markers).index(method)}",
-                    label=f"{method}, order {order}",
-                )
+            face = f"C{color}" if order == 3 else "none"
+            axes.scatter(
+                [r["S"] for r in some],
+                [r["gradients"] for r in some],
+                marker=marker,
+                s=45,
+                facecolors=face,
+                edgecolors=f"C{color}",
+                label=f"{method}, order {order}" if some else None,
+            )
     S = sorted({r["S"] for r in rows})
     axes.plot(S, [(s + 4) / 3 for s in S], "k--", lw=1, label="(S + 4) / 3")
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="number of groups S",
-        ylabel="time, in gradients of the same batch",
-    )
-    axes.legend(fontsize=8)
+    axes.set(xscale="log", yscale="log", xlabel="number of groups S")
+    axes.set_ylabel("time, in gradients of the same batch")
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
     axes.set_title("Cost of a summary, every model of the benchmark", loc="left")
     figure.tight_layout()
     figure.savefig(folder / "engine_cost.png", dpi=150)
-    if "scaling" not in result:
-        return
-    figure, panels = plt.subplots(2, 2, figsize=(9, 6.5))
-    for column, key, label in (
-        (0, "S", "groups S (MLPs of 5 to 40 layers, and blocks of one of 20)"),
-        (1, "batch", "samples in the batch (LeNet)"),
-    ):
+    if "scaling" in result:
+        draw_scaling(result["scaling"], folder)
+
+
+def draw_scaling(scaling: dict[str, list[dict[str, Any]]], folder: Path) -> None:
+    """Draw time and memory of the sweep against S and against the batch."""
+    import matplotlib.pyplot as plt
+
+    deeper = [r for r in scaling["S"] if r["model"].startswith("mlp")]
+    finer = [r for r in scaling["S"] if r["model"].startswith("blocks")]
+    series = {
+        "MLPs of 5, 10, 20, 40 layers": ("S", deeper),
+        "an MLP of 20 layers, in more and more groups": ("S", finer),
+        "LeNet": ("batch", scaling["batch"]),
+    }
+    labels = {"ms": "time, ms", "gradients": "time, in gradients", "GiB": "peak memory, GiB"}
+    figure, panels = plt.subplots(2, 3, figsize=(12, 6.5))
+    for column, (title, (key, some)) in enumerate(series.items()):
         for order in (2, 3):
-            some = [
-                r for r in result["scaling"][key] if r["method"] == "sweep" and r["order"] == order
-            ]
-            some.sort(key=lambda r: r[key])
-            for row, quantity in enumerate(("ms", "GiB")):
-                if key == "S":
-                    for deepening, style in ((True, "o-"), (False, "s--")):
-                        part = [r for r in some if r["model"].startswith("mlp") is deepening]
-                        name = "deeper" if deepening else "20 layers, more blocks"
-                        panels[row, column].plot(
-                            [r["S"] for r in part],
-                            [r[quantity] for r in part],
-                            style,
-                            label=f"order {order}, {name}",
-                            color=f"C{order}",
-                        )
-                else:
-                    panels[row, column].plot(
-                        [r[key] for r in some],
-                        [r[quantity] for r in some],
-                        "o-",
-                        label=f"order {order}",
-                        color=f"C{order}",
-                    )
-                panels[row, column].set(
-                    xlabel=label, ylabel="time, ms" if quantity == "ms" else "peak memory, GiB"
-                )
-                panels[row, column].set_ylim(bottom=0)
-                panels[row, column].set_xlim(left=0)
-                panels[row, column].legend(fontsize=7)
+            part = [r for r in some if r["method"] == "sweep" and r["order"] == order]
+            part.sort(key=lambda r: r[key])
+            x = [r[key] for r in part]
+            time_unit = "ms" if key == "batch" else "gradients"
+            for row, quantity in enumerate((time_unit, "GiB")):
+                panel = panels[row, column]
+                panel.plot(x, [r[quantity] for r in part], "o-", label=f"order {order}")
+                panel.set_ylabel(labels[quantity])
+        for panel in panels[:, column]:
+            panel.set(xlim=(0, None), ylim=(0, None))
+            panel.set_xlabel("samples in the batch" if key == "batch" else "number of groups S")
+            panel.legend(fontsize=8)
+        panels[0, column].set_title(title, loc="left", fontsize=10)
     figure.tight_layout()
     figure.savefig(folder / "engine_scaling.png", dpi=150)
 

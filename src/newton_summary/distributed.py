@@ -1,4 +1,4 @@
-"""Sums over the ranks of torch.distributed: a summary is S^2 + 2S + 2 numbers, whatever the model."""
+"""Sums over the ranks of torch.distributed: a summary is S^2 + 2S + 2 numbers for any model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def mean_over_ranks(summary: Summary) -> Summary:
     numbers = torch.cat([part.double() for part in present]) * summary.num_samples
     message = torch.cat([numbers, numbers.new_tensor([summary.num_samples])])
     dist.all_reduce(message)
-    means = iter((message[:-1] / message[-1]).split([part.numel() for part in present]))
+    sizes = [part.numel() for part in present]
+    means = iter(torch.split(message[:-1] / message[-1], sizes))
 
     def take(old: Tensor | None) -> Tensor | None:
         return None if old is None else next(means).reshape(old.shape).to(old)

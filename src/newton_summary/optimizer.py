@@ -92,9 +92,9 @@ class NewtonSummary(Optimizer):
             exponential weights, and keeps each group's step length from one refresh to the next;
             ``"window"`` averages the last few summaries and keeps the rates, as the paper does.
         ramp: Use 1/ramp of the rates until the second refresh, 2/ramp until the third, and so on
-            up to all of them: the first averages hold few summaries of a loss that changes fast. Costs some
-            speed in the first ``ramp * summary_period`` steps. 0 for none. If not given, 10 where
-            ``curvature`` has more than one batch, and else 0.
+            up to all of them: the first averages hold few summaries of a loss that changes fast.
+            Costs some speed in the first ``ramp * summary_period`` steps. 0 for none. If not given,
+            10 where ``curvature`` has more than one batch, and else 0.
         summary_decay: Weight of the past in ``averaging="normalized"``.
         absolute_D3: With ``averaging="normalized"``, average abs(D3): noise then makes the cubic
             term larger, where with signs it makes it smaller.

@@ -122,7 +122,7 @@ def verify(
         direction = {name: value.double() for name, value in direction.items()}
     with Probe(exact, loss_fn, _in_double(data), groups) as probe:
         u = find_direction(direction, probe)
-        closure, size = next(iter(probe.closures()))
+        closure, _ = next(iter(probe.closures()))
         arguments = (closure, probe.params, u, groups)
         sweep = summarize_sweep(*arguments)
         coarse, fine = (summarize_differences(*arguments, 3, factor) for factor in (1.0, 0.25))
