@@ -138,6 +138,17 @@ def test_curves_show_every_seed_and_the_mean(runs):
     assert len(figures.test_curves(runs[:4]).axes) == 2
 
 
+def test_main_optimizers_keep_their_colours_and_none_is_used_twice(runs):
+    panels = figures.training_curves(runs).axes
+    for axis in panels:
+        means = [line for line in axis.lines if not line.get_label().startswith("_")]
+        looks = {line.get_label(): line.get_color() for line in means}
+        assert len(set(looks.values())) == len(looks)
+        assert all(
+            figures.FIXED[label] == c for label, c in looks.items() if label in figures.FIXED
+        )
+
+
 def test_diagonal_is_dotted(runs):
     figure = figures.diagonal_curves(runs)
     (axis,) = figure.axes
@@ -175,9 +186,9 @@ def test_report_writes_everything_and_the_page_shows_it(runs, tmp_path):
     names = {file.name for file in files}
     for table in ("results", "partitions", "diagonal", "times", "runs"):
         assert {f"{table}.md", f"{table}.csv"} <= names
-    for figure in ("training_curves", "test_curves", "diagonal_curves", "06_custom_hbar"):
+    for figure in ("training_curves", "test_curves", "diagonal_curves", "04_custom_hbar"):
         assert {f"{figure}.png", f"{figure}.pdf"} <= names
-    assert {"06_custom_eta.png"} <= names
+    assert {"04_custom_eta.png"} <= names
     page = files[0].read_text()
     for file in files[1:]:
         content = file.read_bytes()

@@ -205,6 +205,8 @@ def sweep(args: list[str]) -> int:
     if options.jobs < 1:
         raise UserError(f"--jobs {options.jobs}: write 1 or more.")
     values = {name: text.split(",") for name, text in fields.items()}
+    if len(values.get("epochs", [])) > 1:
+        raise UserError("--epochs takes one value in a sweep: the metrics have the earlier epochs.")
     configs = []
     for point in grid(values):
         tokens = chain.from_iterable(tokens_of(recipe, *item) for item in point.items())

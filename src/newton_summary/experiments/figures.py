@@ -26,6 +26,8 @@ from newton_summary.summary import Block
 
 # Okabe and Ito's colours, which most colour-blind readers tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+FIXED = dict(zip(("NewtonSummary", "Adam", "K-FAC", "SGD", "L-BFGS"), COLOURS))
+STYLES = ("-", "--", "-.")  # after all colours are used up
 PANEL = (4.2, 3.2)  # inches
 SMOOTHED = 5  # averages of rates over epochs, in a long run
 Array = npt.NDArray[np.float64]
@@ -64,27 +66,39 @@ def diagonal_curves(runs: Sequence[Run]) -> Figure | None:
 def _curves(runs: Sequence[Run], metrics: Sequence[tuple[str, str, bool]]) -> Figure:
     setups = group_by(runs, lambda run: setup_label(run.config))
     label_of = method_labels(runs)
-    labels = list(dict.fromkeys(label_of[run.path] for run in runs))
     rows, columns = len(metrics), len(setups)
     figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for column, (setup, group) in enumerate(setups.items()):
         for row, (metric, title, logarithmic) in enumerate(metrics):
             axis = axes[row][column]
-            for label, same in group_by(group, lambda run: label_of[run.path]).items():
-                colour = COLOURS[labels.index(label) % len(COLOURS)]
-                style = ":" if "diagonal" in label else "-"
-                _curve(axis, same, metric, label, colour, style)
+            methods = group_by(group, lambda run: label_of[run.path])
+            looks = _looks(list(methods))
+            for label, same in methods.items():
+                _curve(axis, same, metric, label, *looks[label])
             axis.set_title(setup, loc="left")
             axis.set_xlabel("epoch")
             axis.set_ylabel(title)
+            axis.set_xlim(0, max(1, *(run.epoch for run in group)))
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
             if logarithmic and any(_positive(line.get_ydata()) for line in axis.lines):
                 axis.set_yscale("log")
-            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
             axis.grid(alpha=0.3)
-            if row == 0 and axis.lines:
-                axis.legend(fontsize="small", frameon=False)
+            if row == rows - 1 and axis.lines:
+                place = {"loc": "upper left", "bbox_to_anchor": (0, -0.2), "ncols": 1}
+                axis.legend(fontsize="small", frameon=False, **place)
     return figure
+
+
+def _looks(labels: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return a colour and a line style for each label; the main optimizers have their own."""
+    free = [colour for colour in COLOURS if colour not in {FIXED.get(label) for label in labels}]
+    others = [label for label in labels if label not in FIXED]
+    looks = {label: (FIXED[label], "-") for label in labels if label in FIXED}
+    for i, label in enumerate(others):
+        style = STYLES[i // len(free) % len(STYLES)]
+        looks[label] = free[i % len(free)], ":" if "diagonal" in label else style
+    return looks
 
 
 def _curve(

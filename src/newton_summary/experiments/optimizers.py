@@ -90,7 +90,17 @@ def make_stepper(config: OptimizerConfig, task: Task, train: Split) -> Stepper:
         config: Which optimizer, with its settings.
         task: The model and its loss.
         train: The training samples, of which NewtonSummary draws batches of its own.
+
+    Raises:
+        UserError: For settings that the optimizer does not take.
     """
+    try:
+        return _make_stepper(config, task, train)
+    except ValueError as error:
+        raise UserError(f"optimizer: {error}") from None
+
+
+def _make_stepper(config: OptimizerConfig, task: Task, train: Split) -> Stepper:
     params = list(task.model.parameters())
     if isinstance(config, AdamConfig):
         betas = (config.beta1, config.beta2)
@@ -139,26 +149,23 @@ def _newton_summary(config: NewtonSummaryConfig, task: Task, train: Split) -> Ne
     direction = None
     if config.direction == "adam":
         direction = Adam(task.model.parameters(), lr=1e-3)
-    try:
-        return NewtonSummary(
-            checked_partition(task, config.partition),
-            lr=config.lr,
-            lambda_int=config.lambda_int,
-            momentum=config.momentum,
-            eta_momentum=config.eta_momentum,
-            summary_period=config.summary_period,
-            summary_window=config.summary_window,
-            warmup=config.warmup,
-            direction=direction,
-            curvature=(task.loss, Batches(train, config.curvature_batch_size, drop_last=True)),
-            averaging=config.averaging,
-            diagonal=config.diagonal,
-            negative=config.negative,
-            keep_last_good=config.averaging != "window",  # the paper uses no safeguards
-            backend=config.backend,
-        )
-    except ValueError as error:
-        raise UserError(f"optimizer: {error}") from None
+    return NewtonSummary(
+        checked_partition(task, config.partition),
+        lr=config.lr,
+        lambda_int=config.lambda_int,
+        momentum=config.momentum,
+        eta_momentum=config.eta_momentum,
+        summary_period=config.summary_period,
+        summary_window=config.summary_window,
+        warmup=config.warmup,
+        direction=direction,
+        curvature=(task.loss, Batches(train, config.curvature_batch_size, drop_last=True)),
+        averaging=config.averaging,
+        diagonal=config.diagonal,
+        negative=config.negative,
+        keep_last_good=config.averaging != "window",  # the paper uses no safeguards
+        backend=config.backend,
+    )
 
 
 def checked_partition(task: Task, spec: str) -> Partition:

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from newton_summary.experiments.errors import UserError
-from newton_summary.experiments.results import optimizer_label, setup_label
+from newton_summary.experiments.results import group_by, method_labels, setup_label
 from newton_summary.experiments.rundir import Run, replacing
 from newton_summary.experiments.tables import all_tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-MOST_RUNS_DRAWN = 40  # with figures of their own
 
 
 def make_report(runs: Sequence[Run], out: Path) -> list[Path]:
@@ -49,7 +47,10 @@ def make_report(runs: Sequence[Run], out: Path) -> list[Path]:
 
 
 def _figures(runs: Sequence[Run]) -> list[tuple[str, str, Figure]]:
-    """Return the figures with a name for their files and a title."""
+    """Return the figures with a name for their files and a title.
+
+    Hbar and the learning rates are drawn for the first seed of each method.
+    """
     try:
         from newton_summary.experiments import figures
     except ImportError as error:
@@ -61,9 +62,12 @@ def _figures(runs: Sequence[Run]) -> list[tuple[str, str, Figure]]:
         ("test_curves", "Test loss and accuracy", figures.test_curves(runs)),
         ("diagonal_curves", "Whole Hbar and its diagonal", figures.diagonal_curves(runs)),
     ]
-    for number, run in enumerate(runs[:MOST_RUNS_DRAWN]):
+    labels = method_labels(runs)
+    methods = group_by(runs, lambda run: (setup_label(run.config), labels[run.path]))
+    for number, ((setup, label), seeds) in enumerate(methods.items()):
+        run = seeds[0]  # the others look alike
         name = f"{number:02}_{run.config.recipe}"
-        what = f"{setup_label(run.config)}, {optimizer_label(run.config)}, seed {run.config.seed}"
+        what = f"{setup}, {label}, seed {run.config.seed}"
         found.append((f"{name}_hbar", f"Hbar: {what}", figures.hessian_figure(run)))
         found.append((f"{name}_eta", f"Learning rates: {what}", figures.eta_figure(run)))
     return [(name, title, figure) for name, title, figure in found if figure is not None]
