@@ -252,8 +252,9 @@ def summarize_sweep(
             if may_split:
                 raise StackTooLarge(needed, limit, loss)
             parts = min(-(-needed // limit), len(partition))
-    gradient, adjoints = backward(tape, params)
-    gbar = partition.inner(dict(zip(params, gradient, strict=True)), u)
+    with without_autocast(loss.device.type):
+        gradient, adjoints = backward(tape, params)
+        gbar = partition.inner(dict(zip(params, gradient, strict=True)), u)
     how = {"loss": loss, "partition": partition, "backend": "sweep"}
     if order == 1:
         check_finite(loss)

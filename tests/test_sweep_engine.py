@@ -1,0 +1,787 @@
+"""The sweep as a whole: any code in a loss, and never a silently wrong number."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from newton_summary import Partition, Summary, make_partition, summarize
+from newton_summary.derivatives.probe import CannotDifferentiate, Probe
+from newton_summary.derivatives.sweep import summarize_sweep
+from oracle import finite_differences
+
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """Three layers, a parameter of its own, and one that no loss reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 4)
+        self.b = nn.Linear(4, 4)
+        self.c = nn.Linear(4, 2)
+        self.scale = nn.Parameter(torch.randn(4))
+        self.unused = nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tail(torch.tanh(self.a(x)))
+
+    def tail(self, h: Tensor) -> Tensor:
+        return self.c(torch.tanh(self.b(h)) * self.scale)
+
+
+def net(dtype: torch.dtype = torch.float64) -> Net:
+    torch.manual_seed(0)
+    model = Net().to(dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5)
+    return model
+
+
+def batch(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(5, 3, generator=torch.Generator().manual_seed(1), dtype=dtype)
+
+
+def plain(model: Net, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def direction(partition: Partition) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return {
+        name: (torch.randn(p.shape, generator=generator) / p.numel() ** 0.5).to(p.dtype)
+        for name, p in partition.params.items()
+    }
+
+
+def measure(
+    model: nn.Module, loss: Loss, x: Any, backend: str = "sweep", **options: Any
+) -> Summary:
+    partition = make_partition(model, options.pop("partition", "canonical"))
+    u = direction(partition)
+    return summarize(model, loss, x, partition=partition, direction=u, backend=backend, **options)
+
+
+def errors(actual: Summary, expected: Summary) -> list[float]:
+    """Return the errors of gbar, Hbar and D3, each relative to the largest entry."""
+    return [
+        float((a - e).abs().max() / e.abs().max())
+        for a, e in zip(
+            (actual.gbar, actual.Hbar, actual.D3),
+            (expected.gbar, expected.Hbar, expected.D3),
+            strict=True,
+        )
+    ]
+
+
+def differences(model: nn.Module, loss: Loss, x: Tensor) -> Summary:
+    partition = make_partition(model, "canonical")
+    return finite_differences(model, loss, x, partition, direction(partition))
+
+
+# --- orders, partitions, precision ---------------------------------------------------------------
+
+
+def test_orders_agree() -> None:
+    first, second, third = (measure(net(), plain, batch(), order=order) for order in (1, 2, 3))
+    assert first.Hbar is None and first.D3 is None and second.D3 is None
+    assert torch.equal(first.gbar, third.gbar) and torch.equal(second.gbar, third.gbar)
+    assert torch.equal(first.loss, third.loss)
+    torch.testing.assert_close(second.Hbar, third.Hbar, rtol=0, atol=1e-14)
+
+
+class Tied(nn.Module):
+    """One matrix used three times, at the beginning, transposed, and at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4)
+        self.middle = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        h = torch.tanh(self.middle(self.table(words)))
+        return self.head(h + torch.sin(h @ self.table.weight.T) @ self.table.weight)
+
+
+SPECS: dict[str, Any] = {
+    "canonical": "canonical",
+    "trivial": "trivial",
+    "weights-biases": "weights-biases",
+    "blocks-2": "blocks-2",
+    "discrete": "discrete",
+    "across the depth": {"ends": r"^(a|c)\.weight", "rest": ...},
+    "inside a tensor": {
+        "rows": [("a.weight", slice(0, 2))],
+        "the others": [("a.weight", slice(2, None)), "b.weight", "c.bias"],
+        "rest": ["a.bias", "b.bias", "c.weight", "scale", "unused"],
+    },
+}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_any_partition(spec: str) -> None:
+    model = net()
+    actual, expected = (
+        measure(model, plain, batch(), backend, partition=SPECS[spec])
+        for backend in ("sweep", "nested")
+    )
+    assert max(errors(actual, expected)) < 1e-12
+
+
+@pytest.mark.parametrize("spec", ["canonical", "trivial", {"all": [".*"]}])
+def test_tied_weights(spec: Any) -> None:
+    torch.manual_seed(0)
+    model, words = Tied().double(), torch.tensor([[0, 2], [4, 2], [1, 1]])
+
+    def loss(model: nn.Module, words: Tensor) -> Tensor:
+        return F.cross_entropy(model(words).transpose(1, 2), words.flip(0))
+
+    spec = spec if isinstance(spec, str) else {"all": list(make_partition(model, "trivial").params)}
+    actual, expected = (
+        measure(model, loss, words, backend, partition=spec) for backend in ("sweep", "nested")
+    )
+    assert max(errors(actual, expected)) < 1e-12
+
+
+@pytest.mark.parametrize("spec", ["canonical", "discrete"])
+def test_groups_in_chunks_give_the_same(spec: str) -> None:
+    model = net()
+    partition = make_partition(model, spec)
+    u = direction(partition)
+    with Probe(model, plain, batch(), partition) as probe:
+        ((closure, _),) = probe.closures()
+        whole, chunks = (
+            summarize_sweep(closure, probe.params, u, partition, stack_limit=limit)
+            for limit in (None, 3000)
+        )
+    assert max(errors(chunks, whole)) < 1e-13
+
+
+def test_float32_agrees_with_nested_float32() -> None:
+    model, x = net(torch.float32), batch(torch.float32)
+    actual, expected = (measure(model, plain, x, backend) for backend in ("sweep", "nested"))
+    assert actual.Hbar.dtype == torch.float32
+    assert max(errors(actual, expected)) < 1e-4
+
+
+def test_autocast_in_the_loss_and_around_the_measurement() -> None:
+    model, x = net(torch.float32), batch(torch.float32)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+        assert y.dtype == torch.bfloat16
+        return y.float().square().mean()
+
+    expected = measure(model, plain, x)
+    inside = measure(model, loss, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        around = measure(model, plain, x)
+        nothing = measure(model, lambda m, x: with_autocast_off(plain, m, x), x)
+    assert 1e-4 < max(errors(inside, expected)) < 0.05
+    assert 1e-4 < max(errors(around, expected)) < 0.05
+    assert max(errors(nothing, expected)) < 1e-6  # the sweep itself is not under that autocast
+
+
+def with_autocast_off(loss: Loss, model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return loss(model, x)
+
+
+def test_generic_operation_is_run_again_under_its_autocast() -> None:
+    """Operators by their full name have no rule."""
+    model, x = net(torch.float32), batch(torch.float32)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = torch.ops.aten.linear.default(torch.tanh(model.a(x)), model.b.weight)
+        assert y.dtype == torch.bfloat16
+        return y.float().square().mean()
+
+    exact = measure(model, lambda m, x: with_autocast_off(loss_without_autocast, m, x), x)
+    assert max(errors(measure(model, loss, x), exact)) < 0.03
+
+
+def loss_without_autocast(model: nn.Module, x: Tensor) -> Tensor:
+    return F.linear(torch.tanh(model.a(x)), model.b.weight).square().mean()
+
+
+def test_several_batches_are_weighted_by_their_size() -> None:
+    model, x = net(), batch()
+    data = torch.utils.data.DataLoader(x, batch_size=3)
+    parts, whole = measure(model, plain, data), measure(model, plain, x)
+    assert max(errors(parts, whole)) < 1e-12
+    assert max(errors(parts, measure(model, plain, data, "nested"))) < 1e-12
+
+
+# --- code that the sweep records itself ----------------------------------------------------------
+
+RECORDED: dict[str, Loss] = {}
+
+
+def recorded(loss: Loss) -> Loss:
+    RECORDED[loss.__name__] = loss
+    return loss
+
+
+@recorded
+def parameters_used_once(model: Net, x: Tensor) -> Tensor:
+    return plain(model, x)
+
+
+@recorded
+def control_flow(model: Net, x: Tensor) -> Tensor:
+    h = model.a(x)
+    h = torch.tanh(h) if h.sum() > 0 else torch.sigmoid(h)
+    for _ in range(2 + int(h.detach().sum() > 1e6)):
+        h = torch.tanh(model.b(h))
+    return model.c(h).square().mean()
+
+
+@dataclasses.dataclass
+class Output:
+    logits: Tensor
+    extra: dict[str, list[Tensor]]
+
+
+@recorded
+def results_in_dicts_and_dataclasses(model: Net, x: Tensor) -> Tensor:
+    h = torch.tanh(model.a(x))
+    output = Output(model.tail(h), {"hidden": [h, h.exp()]})
+    return output.logits.square().mean() + sum(t.mean() for t in output.extra["hidden"])
+
+
+@recorded
+def buffer_filled_in_a_loop(model: Net, x: Tensor) -> Tensor:
+    out = x.new_zeros(5, 3, 4)
+    h = torch.tanh(model.a(x))
+    for i in range(3):
+        h = torch.tanh(model.b(h))
+        out[:, i] = h * model.scale
+    return model.c(out.mean(1)).square().mean() + out[:, 1:].exp().mean()
+
+
+@recorded
+def list_of_rows(model: Net, x: Tensor) -> Tensor:
+    return torch.stack([model(row) for row in x]).square().mean()
+
+
+@recorded
+def views_written_to(model: Net, x: Tensor) -> Tensor:
+    h = model.a(x) * 1
+    left, right, flat = h[:, :2], h[:, 1:], h.view(-1)
+    left.sin_()
+    flat[3:9] *= 2
+    right[0] = model.scale[1:]
+    return model.tail(h * flat.sum()).square().mean() + left.exp().sum() * right.mean()
+
+
+@recorded
+def written_after_use(model: Net, x: Tensor) -> Tensor:
+    h = model.a(x) * 1
+    row = h[0]
+    before = torch.sin(row) + torch.cos(h[1])  # sin and cos keep their input: clone what they get
+    kept = torch.tanh(h.clone()[:, 1])
+    h = h.clone()
+    h.mul_(2).add_(1)
+    return model.tail(h).square().mean() + (before * model.scale).sum() * kept.mean()
+
+
+@recorded
+def parameter_copied_and_written_to(model: Net, x: Tensor) -> Tensor:
+    weight = model.b.weight * 1
+    weight[0] = 0
+    weight.view(-1)[5] *= 3
+    weight.diagonal().add_(model.scale)
+    return model.c(F.linear(torch.tanh(model.a(x)), weight)).square().mean()
+
+
+@recorded
+def constant_written_to_after_use(model: Net, x: Tensor) -> Tensor:
+    factor = torch.full((4,), 2.0, dtype=x.dtype)
+    h = torch.tanh(model.a(x)) * factor.exp() - factor
+    factor.mul_(3)
+    return model.tail(h + factor).square().mean()
+
+
+@recorded
+def checkpoint_without_reentry(model: Net, x: Tensor) -> Tensor:
+    h = checkpoint(lambda z: torch.tanh(model.a(z)), x, use_reentrant=False)
+    return checkpoint(model.tail, h, use_reentrant=False).square().mean()
+
+
+@recorded
+def leaves_that_are_no_parameters(model: Net, x: Tensor) -> Tensor:
+    noise = torch.zeros(5, 4, dtype=x.dtype, requires_grad=True)
+    return model.tail(torch.tanh(model.a(x)) + noise.exp()).square().mean() + noise.sum()
+
+
+@recorded
+def functional_parameters(model: Net, x: Tensor) -> Tensor:
+    doubled = {name: 2 * p for name, p in model.c.named_parameters()}
+    return functional_call(model.c, doubled, (torch.tanh(model.a(x)),)).square().mean()
+
+
+@recorded
+def lists_of_tensors(model: Net, x: Tensor) -> Tensor:
+    h = torch.tanh(model.a(x))
+    first, second = torch._foreach_mul([h, model.b(h)], [model.b(h), h])
+    return model.c(first * second).square().mean()
+
+
+@recorded
+def operators_of_aten(model: Net, x: Tensor) -> Tensor:
+    h = torch.ops.aten.addmm(model.a.bias, x, model.a.weight.t())
+    y = model.tail(torch.ops.aten.tanh.default(h))
+    return torch.ops.aten.mean.default(torch.ops.aten.mul.Tensor(y, y))
+
+
+@recorded
+def sparse_matrix(model: Net, x: Tensor) -> Tensor:
+    graph = (torch.ones(5, 5, dtype=x.dtype) - torch.eye(5, dtype=x.dtype)).to_sparse()
+    return model.tail(torch.tanh(torch.sparse.mm(graph, model.a(x)))).square().mean()
+
+
+@recorded
+def random_numbers(model: Net, x: Tensor) -> Tensor:
+    h = torch.tanh(model.a(x))
+    h = h + torch.randn_like(h) * model.scale
+    kept = torch.bernoulli(torch.full_like(h, 0.7))
+    return model.tail(F.dropout(h * kept, 0.3)).square().mean()
+
+
+@recorded
+def eigenvalues_and_eigenvectors(model: Net, x: Tensor) -> Tensor:
+    """Two results of one operation, of which the loss uses both."""
+    values, vectors = torch.linalg.eigh(model.b.weight + model.b.weight.T)
+    return (torch.tanh(model.a(x)) @ vectors.square()).square().mean() * values.exp().sum()
+
+
+@recorded
+def states_of_a_cell(model: Net, x: Tensor) -> Tensor:
+    """The state h of an LSTM is computed from its state c."""
+    gates = torch.cat([model.b.weight] * 4)
+    zeros = x.new_zeros(5, 4)
+    h, c = torch.ops.aten.lstm_cell(
+        torch.tanh(model.a(x)), [zeros, zeros + 0.3], gates, gates.sin()
+    )
+    return (h.exp() * c).square().mean() + (c.cos() * model.scale).mean()
+
+
+@recorded
+def keywords(model: Net, x: Tensor) -> Tensor:
+    h = torch.mm(input=x, mat2=model.a.weight.t())
+    h = torch.add(input=h, other=model.a.bias, alpha=2)
+    h = torch.matmul(torch.tanh(input=h), other=model.b.weight)
+    h = torch.cat(tensors=[h, torch.mul(input=h, other=h)], dim=1)[:, 2:6]
+    h = torch.addcmul(input=h, tensor1=h, tensor2=model.scale, value=2)
+    return torch.sum(input=torch.where(condition=h > 0, input=h.sin(), other=h.exp())) / 7
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_code_that_the_sweep_records(name: str) -> None:
+    model = net()
+    actual = measure(model, RECORDED[name], batch())
+    assert actual.backend == "sweep"
+    error = errors(actual, differences(model, RECORDED[name], batch()))
+    assert error[0] < 1e-12
+    assert error[1] < 1e-8
+    assert error[2] < 1e-5
+
+
+def test_reentrant_checkpoint_is_looked_through() -> None:
+    """There ``torch.autograd.grad`` does not see the parameters: nothing else to compare with."""
+
+    def loss(model: Net, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        return checkpoint(model, x, use_reentrant=True).square().mean()
+
+    model = net()
+    assert max(errors(measure(model, loss, batch()), measure(model, plain, batch()))) < 1e-13
+
+
+def test_compiled_model_runs_as_it_is_written() -> None:
+    model = net()
+    compiled = torch.compile(model.tail, backend="eager")
+
+    def loss(model: Net, x: Tensor) -> Tensor:
+        return compiled(torch.tanh(model.a(x))).square().mean()
+
+    actual = measure(model, loss, batch())
+    assert max(errors(actual, measure(model, plain, batch()))) < 1e-13
+
+
+def test_forward_hooks_of_modules_are_a_part_of_the_loss() -> None:
+    model = net()
+    model.b.register_forward_hook(lambda module, inputs, output: output * inputs[0].exp())
+    model.c.register_forward_pre_hook(lambda module, inputs: (inputs[0].sin(),))
+    error = errors(measure(model, plain, batch()), differences(model, plain, batch()))
+    assert error[1] < 1e-8 and error[2] < 1e-5
+
+
+def test_hooks_on_gradients_rest() -> None:
+    def loss(model: Net, x: Tensor) -> Tensor:
+        h = torch.tanh(model.a(x))
+        h.register_hook(lambda gradient: 3 * gradient)
+        return model.tail(h).square().mean()
+
+    model = net()
+    with pytest.warns(UserWarning, match="hooks rest"):
+        actual = measure(model, loss, batch())
+    assert max(errors(actual, measure(model, plain, batch()))) < 1e-13
+
+
+@pytest.mark.parametrize("kind", ["float", "bfloat16", "half", "to", "type", "type_as"])
+def test_conversions(kind: str) -> None:
+    def convert(h: Tensor) -> Tensor:
+        if kind == "to":
+            return h.to("cpu", torch.float32).to(h)
+        if kind == "type":
+            return h.type(torch.float32).type("torch.DoubleTensor")
+        if kind == "type_as":
+            return h.type_as(torch.zeros(1)).type_as(h)
+        return getattr(h, kind)().double().cpu()
+
+    def loss(model: Net, x: Tensor) -> Tensor:
+        return model.tail(convert(torch.tanh(model.a(x)))).square().mean()
+
+    model = net()
+    error = max(errors(measure(model, loss, batch()), measure(model, plain, batch())))
+    assert 0 < error < (0.05 if kind in ("bfloat16", "half") else 1e-6)
+
+
+# --- numbers that autograd takes for constants ---------------------------------------------------
+# Here the loss says that a number does not move, although it does: the derivatives are those that
+# autograd means, as ``nested`` has them.
+
+CONSTANTS: dict[str, Loss] = {}
+
+
+def constant(loss: Loss) -> Loss:
+    CONSTANTS[loss.__name__] = loss
+    return loss
+
+
+@constant
+def detached(model: Net, x: Tensor) -> Tensor:
+    h = torch.tanh(model.a(x))
+    return model.tail(h / h.detach().abs().max()).square().mean()
+
+
+@constant
+def detached_in_place(model: Net, x: Tensor) -> Tensor:
+    h = torch.tanh(model.a(x))
+    z = model.b(h) * 1
+    z.detach_()
+    return model.tail(torch.tanh(z + h)).square().mean()
+
+
+@constant
+def data_of_a_tensor(model: Net, x: Tensor) -> Tensor:
+    h = torch.tanh(model.a(x))
+    return model.tail(h / h.data.abs().max()).square().mean()
+
+
+@constant
+def straight_through(model: Net, x: Tensor) -> Tensor:
+    h = torch.tanh(model.a(x))
+    return model.tail(h + (h.round() - h).detach()).square().mean()
+
+
+@constant
+def computed_without_gradients(model: Net, x: Tensor) -> Tensor:
+    h = torch.tanh(model.a(x))
+    with torch.no_grad():
+        largest = h.abs().amax(0)
+        first = model.b.weight[0]
+    return model.tail(h / largest * first).square().mean()
+
+
+@constant
+def changed_without_gradients(model: Net, x: Tensor) -> Tensor:
+    h = model.a(x) * 1
+    column = h[:, 1]
+    with torch.no_grad():
+        h.clamp_(-0.5, 0.5)
+        column.mul_(2)
+        h[:, 3].zero_()
+    return model.tail(torch.tanh(h)).square().mean() * column.exp().sum()
+
+
+@constant
+def through_numpy(model: Net, x: Tensor) -> Tensor:
+    h = torch.tanh(model.a(x))
+    return model.tail(h * torch.from_numpy(2 * h.detach().numpy())).square().mean()
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_what_autograd_takes_for_constant(name: str) -> None:
+    model = net()
+    actual, expected = (
+        measure(model, CONSTANTS[name], batch(), backend) for backend in ("sweep", "nested")
+    )
+    assert max(errors(actual, expected)) < 1e-12
+
+
+def test_spectral_norm_in_training_moves_its_vectors_without_gradients() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        parametrizations.spectral_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)
+    ).double()
+    actual, expected = (measure(model, plain, batch(), b) for b in ("sweep", "nested"))
+    assert max(errors(actual, expected)) < 1e-12
+
+
+def test_padding_of_an_embedding_never_moves() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(4, 3, padding_idx=1), nn.Tanh(), nn.Linear(3, 2)).double()
+    words = torch.tensor([[0, 1], [1, 3], [2, 2]])
+    actual, expected = (measure(model, plain, words, b) for b in ("sweep", "nested"))
+    assert max(errors(actual, expected)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("read", "call"),
+    [
+        (lambda t: t.item(), "item"),
+        (lambda t: float(t), "float"),
+        (lambda t: t.tolist(), "tolist"),
+        (lambda t: torch.tensor([t, 1.0])[0], "torch.tensor"),
+    ],
+)
+def test_a_number_read_out_is_warned_about(read: Callable[[Tensor], Any], call: str) -> None:
+    def loss(model: Net, x: Tensor) -> Tensor:
+        h = torch.tanh(model.a(x))
+        return model.tail(h * read(h.abs().max())).square().mean()
+
+    model = net()
+    with pytest.warns(UserWarning, match=rf"{call}\(\) on a tensor that depends on the parameters"):
+        actual = measure(model, loss, batch())
+    assert max(errors(actual, measure(model, loss, batch(), "nested"))) < 1e-12
+
+
+def test_a_number_read_out_of_something_else_is_nobodys_business() -> None:
+    def loss(model: Net, x: Tensor) -> Tensor:
+        return model(x * x.max().item()).square().mean() * float(model.a.weight.detach().sum())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        measure(net(), loss, batch())
+
+
+# --- what the sweep cannot record: another backend, and the reason -------------------------------
+
+
+class Square(torch.autograd.Function):
+    """A function that autograd, and only autograd, can differentiate."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+class Doubling(Tensor):
+    """A tensor whose sums are twice as large."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result * 2 if func is Tensor.add else result
+
+
+FALLS_BACK: dict[str, tuple[str, Loss]] = {}
+
+
+def falls_back(reason: str) -> Callable[[Loss], Loss]:
+    def note(loss: Loss) -> Loss:
+        FALLS_BACK[loss.__name__] = (reason, loss)
+        return loss
+
+    return note
+
+
+@falls_back("SquareBackward")
+def custom_function(model: Net, x: Tensor) -> Tensor:
+    return model.tail(Square.apply(model.a(x))).square().mean()
+
+
+@falls_back("SquareBackward")
+def custom_function_at_the_end(model: Net, x: Tensor) -> Tensor:
+    return Square.apply(model(x).mean())
+
+
+@falls_back(r"torch\.autograd\.grad")
+def gradient_penalty(model: Net, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    y = model(x).sum()
+    (slope,) = torch.autograd.grad(y, x, create_graph=True)
+    return slope.square().mean() + y.square() / 10
+
+
+@falls_back(r"torch\.autograd\.grad")
+def nothing_but_a_gradient(model: Net, x: Tensor) -> Tensor:
+    y = model(x).square().sum()
+    return torch.autograd.grad(y, model.scale, create_graph=True)[0].sum()
+
+
+@falls_back("cannot be recorded")
+def vmapped(model: Net, x: Tensor) -> Tensor:
+    return model.tail(torch.vmap(lambda row: torch.tanh(model.a(row)))(x)).square().mean()
+
+
+@falls_back("cannot be recorded")
+def gradient_by_functorch(model: Net, x: Tensor) -> Tensor:
+    def energy(h: Tensor) -> Tensor:
+        return model.tail(h).square().sum()
+
+    return torch.func.grad(energy)(torch.tanh(model.a(x))).square().mean()
+
+
+@falls_back("several tensors in place")
+def lists_written_to(model: Net, x: Tensor) -> Tensor:
+    h = torch.tanh(model.a(x))
+    written = [h * 1, model.b(h) * 1]
+    torch._foreach_mul_(written, [model.b(h), h])
+    return model.c(written[0] * written[1]).square().mean()
+
+
+@falls_back("class Doubling")
+def tensor_subclass(model: Net, x: Tensor) -> Tensor:
+    h = torch.tanh(model.a(x)).as_subclass(Doubling) + 1.0
+    return model.tail(h.as_subclass(Tensor)).square().mean()
+
+
+@pytest.mark.parametrize("name", FALLS_BACK)
+def test_fallback_is_right_and_says_why(name: str) -> None:
+    reason, loss = FALLS_BACK[name]
+    model = net()
+    with pytest.raises(CannotDifferentiate, match=reason):
+        measure(model, loss, batch())
+    with pytest.warns(UserWarning, match=f"Falling back from 'sweep'.*{reason}"):
+        actual = measure(model, loss, batch(), "auto")
+    assert actual.backend != "sweep"
+    assert reason.strip("\\") in actual.reason or "autograd.grad" in actual.reason
+    error = errors(actual, differences(model, loss, batch()))
+    assert error[1] < 1e-6 and error[2] < 1e-4
+
+
+def memory_shared_by_detach(model: Net, x: Tensor) -> Tensor:
+    h = torch.sigmoid(model.a(x)) + 0
+    h.detach().mul_(2)
+    return model.tail(h).square().mean()
+
+
+def memory_shared_by_data(model: Net, x: Tensor) -> Tensor:
+    h = model.a(x) * 1
+    h.data.mul_(2)
+    return model.tail(h).square().mean()
+
+
+def data_replaced(model: Net, x: Tensor) -> Tensor:
+    h = model.a(x) * 1
+    h.data = torch.ones_like(h)
+    return model.tail(h).square().mean()
+
+
+def view_through_detach(model: Net, x: Tensor) -> Tensor:
+    h = torch.sigmoid(model.a(x)) + 0
+    y = model.tail(h)
+    h.detach()[:, 0].zero_()
+    return y.square().mean() + h.mean()
+
+
+@pytest.mark.parametrize(
+    "loss", [memory_shared_by_detach, memory_shared_by_data, data_replaced, view_through_detach]
+)
+def test_changes_behind_the_back_of_autograd_are_noticed(loss: Loss) -> None:
+    with pytest.raises(CannotDifferentiate, match="changed in place"):
+        measure(net(), loss, batch())
+
+
+def test_operator_of_a_library_falls_back() -> None:
+    """The gradient of such an operator may be computed in its forward pass: no second one."""
+
+    @torch.library.custom_op("newton_summary_tests::cube", mutates_args=())
+    def cube(x: Tensor) -> Tensor:
+        return x**3
+
+    cube.register_autograd(
+        lambda ctx, gradient: 3 * ctx.x**2 * gradient,
+        setup_context=lambda ctx, inputs, output: setattr(ctx, "x", inputs[0]),
+    )
+    with pytest.raises(CannotDifferentiate, match="cube"):
+        measure(net(), lambda model, x: model.tail(cube(model.a(x))).square().mean(), batch())
+
+
+def test_reading_grad_is_said() -> None:
+    def loss(model: Net, x: Tensor) -> Tensor:
+        assert model.a.weight.grad is None
+        return plain(model, x)
+
+    with pytest.raises(CannotDifferentiate, match=r"\.grad"):
+        measure(net(), loss, batch())
+
+
+# --- losses that are none ------------------------------------------------------------------------
+
+
+def scaled_under_no_grad(model: Net) -> None:
+    with torch.no_grad():
+        model.a.weight.mul_(0.9)
+
+
+def scaled_through_data(model: Net) -> None:
+    model.a.weight.data.mul_(0.9)
+
+
+def scaled_through_a_view(model: Net) -> None:
+    with torch.no_grad():
+        model.a.weight[0].mul_(0.9)
+
+
+def scaled_through_detach(model: Net) -> None:
+    model.a.weight.detach().view(-1)[1:].mul_(0.9)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [scaled_under_no_grad, scaled_through_data, scaled_through_a_view, scaled_through_detach],
+)
+def test_loss_that_changes_a_parameter(change: Callable[[Net], None]) -> None:
+    def loss(model: Net, x: Tensor) -> Tensor:
+        change(model)
+        return plain(model, x)
+
+    model = net()
+    before = model.a.weight.detach().clone()
+    with pytest.raises(ValueError, match=r"a\.weight"):
+        measure(model, loss, batch())
+    assert torch.equal(model.a.weight, before)
+
+
+def test_loss_that_does_not_depend_on_the_parameters() -> None:
+    def loss(model: Net, x: Tensor) -> Tensor:
+        return torch.zeros(3, requires_grad=True).exp().sum()
+
+    with pytest.raises(ValueError, match="does not depend on the parameters"):
+        measure(net(), loss, batch())
