@@ -1,5 +1,6 @@
 """The command line: what it prints, what it writes, and what it says of mistakes."""
 
+import io
 import json
 import subprocess
 import sys
@@ -152,6 +153,27 @@ def test_run_writes_prints_and_goes_on(call):
     assert code == 0 and (folder / "metrics.jsonl").read_bytes() == before
     code, out, _ = call(*args, "--epochs", "3")
     assert "going on after epoch 2" in out and Run.load(folder).epoch == 3
+
+
+def test_terminal_shows_a_bar_and_the_time_left():
+    from rich.console import Console
+
+    from newton_summary.experiments.progress import watching
+
+    console = Console(force_terminal=True, width=100, record=True, file=io.StringIO())
+    row = {"epoch": 1, "train_loss": None, "validation_loss": 2.0, "validation_accuracy": 0.5}
+    row |= {"test_loss": 3.0, "test_accuracy": None, "seconds": 1.0, "status": "diverged"}
+    with watching(console, "a run") as reporter:
+        reporter.start(RECIPES["rosenbrock"](), 10, 2)
+        reporter.step(3, 5)
+        reporter.measure(3, 0, 4)
+        reporter.progress.refresh()
+        reporter.measure(3, 4, 4)
+        reporter.row({**row, "lr": 0.25, "eta": {"x": 2.0, "y": -1.0}})
+    shown = console.export_text()
+    assert "a run" in shown and "going on after epoch 2" in shown
+    assert "epoch 3/5" in shown and "50%" in shown and "left" in shown and "measuring" in shown
+    assert "train -  validation 2 (50.0%)  test 3  lr 0.25  eta -1 to 2  1.0 s  diverged" in shown
 
 
 def test_run_for_scripts(call):

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import struct
+import tarfile
 import urllib.error
 
 import numpy as np
@@ -116,6 +117,21 @@ def test_files_are_fetched_once_with_a_bar(official, tmp_path, monkeypatch, caps
     assert len(asked) == 4 and "fetching train-images" in capsys.readouterr().err
     again = load_dataset("mnist", validation=5)
     assert len(asked) == 4 and torch.equal(first.train.inputs, again.train.inputs)
+
+
+def test_cifar10_is_unpacked_from_its_archive(official, tmp_path, monkeypatch, capsys):
+    archive = tmp_path / "archive.tar.gz"
+    with tarfile.open(archive, "w:gz") as files_of:
+        files_of.add(official / "cifar-10-batches-bin", "cifar-10-batches-bin")
+    content = archive.read_bytes()
+    monkeypatch.setitem(files.MD5, files.CIFAR10_ARCHIVE, hashlib.md5(content).hexdigest())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(files.urllib.request, "urlopen", lambda *a, **k: Response(content))
+    fetched = load_dataset("cifar10", validation=2)
+    there = load_dataset("cifar10", root=official, validation=2)
+    assert torch.equal(fetched.train.inputs, there.train.inputs)
+    folder = tmp_path / "cache" / "newton_summary"
+    assert [path.name for path in folder.iterdir()] == ["cifar-10-batches-bin"]
 
 
 def test_no_network_is_one_line(tmp_path, monkeypatch):

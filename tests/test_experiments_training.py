@@ -124,6 +124,7 @@ def test_ntk_parameterisation_computes_the_same(tmp_path):
         ({"dtype": "float8"}, "dtype = 'float8'"),
         ({"device": "cuda:77"}, "The device 'cuda:77' is not there"),
         ({"device": "abacus"}, "The device 'abacus' is not there"),
+        ({"device": "meta"}, "The device 'meta' is not there"),
         ({"optimizer": AdamConfig(lr=math.nan)}, "optimizer.lr = nan"),
         ({"optimizer": NewtonSummaryConfig(partition="blocks-9")}, "partition = 'blocks-9'"),
         ({"schedule": ScheduleConfig(factor=2)}, "schedule.factor = 2"),
@@ -273,6 +274,15 @@ def test_two_processes_do_not_share_a_directory(tmp_path):
                     train(tiny(), tmp_path)
 
     train(tiny(), tmp_path, Meanwhile())
+
+
+def test_kill_during_the_very_first_write(tmp_path):
+    """A file that was not completed does not make the directory somebody else's."""
+    (tmp_path / ".config.json.123.part").write_text('{"recipe": "cus')
+    assert train(tiny(), tmp_path).finished
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        *("checkpoint.pt", "config.json", "environment.json", "metrics.jsonl", "summaries.pt"),
+    ]
 
 
 def test_full_disk_is_one_line_and_the_run_goes_on_later(tmp_path, monkeypatch):

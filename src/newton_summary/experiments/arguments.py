@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from typing import Annotated, Any, TypeVar
 
 from newton_summary.experiments.config import ExperimentConfig, flatten, option_names
@@ -81,18 +81,14 @@ def parse_fields(
 
     import tyro
 
-    @dataclass(frozen=True)
-    class Everything:
-        options: Any
-        config: Any
-
     kinds = {"options": type(options), "config": ExperimentConfig}
-    Everything.__annotations__ = {
-        name: Annotated[kind, tyro.conf.arg(name="")] for name, kind in kinds.items()
-    }
-    Everything.__doc__ = type(options).__doc__
+    unnamed = tyro.conf.arg(name="")  # --optimizer.lr, not --config.optimizer.lr
+    both = make_dataclass(
+        "Arguments", [(name, Annotated[kind, unnamed]) for name, kind in kinds.items()]
+    )
+    both.__doc__ = type(options).__doc__
     args = [_spelled(arg) for arg in args]
-    result = parse(Everything(options, recipe), args, command)
+    result: Any = parse(both(options, recipe), args, command)
     return result.config, result.options
 
 

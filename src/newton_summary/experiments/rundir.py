@@ -241,14 +241,14 @@ class RunWriter:
         self.path, self.config = path, config
         self.rows: list[Row] = []
         self.summaries: list[Measured] = []
-        self._lock: IO[bytes] | None = None
+        self._lock: int | None = None  # a descriptor of the directory
         self.known = self._check()
 
     def _check(self) -> Run | None:
         """Return the run that is there already, or say why this one may not go there."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{self.path} is a file, not a directory.")
-        if not self.path.is_dir() or not any(self.path.iterdir()):
+        if not self.path.is_dir() or all(_is_part(file) for file in self.path.iterdir()):
             return None
         if not (self.path / CONFIG).is_file():
             raise UserError(
@@ -272,14 +272,16 @@ class RunWriter:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise cannot_write(self.path, error) from None
-        checkpoint = read_checkpoint(self.path) if self.known is not None else None
+        self._acquire()
+        self.known = self._check()  # once more, now that nobody else writes
+        for file in filter(_is_part, self.path.iterdir()):
+            file.unlink()  # what a kill has left
+        checkpoint = read_checkpoint(self.path)
         last = -1 if checkpoint is None else int(checkpoint["epoch"])
         self.rows = [row for row in read_rows(self.path / METRICS) if row["epoch"] <= last]
         if last >= 0:
             self.summaries = [m for m in read_summaries(self.path) if m.epoch <= last]
-        if self.known is None or flatten(self.config) != flatten(Run.load(self.path).config):
-            write_json(self.path / CONFIG, to_dict(self.config))
-        self._acquire()
+        write_json(self.path / CONFIG, to_dict(self.config))
         with replacing(self.path / METRICS) as stream:
             stream.writelines(_line(row) for row in self.rows)
         self._write_summaries()
@@ -294,11 +296,11 @@ class RunWriter:
             import fcntl
         except ImportError:  # not on Windows
             return
-        self._lock = (self.path / CONFIG).open("rb")
+        self._lock = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            self._lock.close()
+            self.close()
             raise UserError(f"{self.path} is being written by another process.") from None
 
     def add_summary(self, measured: Measured) -> None:
@@ -330,8 +332,14 @@ class RunWriter:
     def close(self) -> Run:
         """Let others in; return the run as it is now."""
         if self._lock is not None:
-            self._lock.close()
+            os.close(self._lock)
+            self._lock = None
         return Run(self.path, self.config, list(self.rows))
+
+
+def _is_part(file: Path) -> bool:
+    """Whether a file is one that :func:`replacing` had not completed."""
+    return file.name.startswith(".") and file.name.endswith(".part")
 
 
 def _line(row: Row) -> bytes:

@@ -86,9 +86,8 @@ def train(
     reporter = reporter or Reporter()
     with _precision(config), _memory_errors():
         session = Session(config, device)
-        checkpoint = writer.start(environment(device))
         try:
-            session.restore(checkpoint)
+            session.restore(writer.start(environment(device)))
             session.run(writer, reporter)
             if compare_speed and not isinstance(config.optimizer, AdamConfig):
                 writer.add_environment(adam_seconds=session.adam_seconds())
@@ -293,7 +292,7 @@ def find_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device)
+        torch.zeros(1, device=device).tolist()  # which a meta device has not
     except Exception as error:  # torch raises many kinds, with long texts
         reason = str(error).splitlines()[0].rstrip(".")
         raise UserError(f"The device {name!r} is not there: {reason}.") from None
