@@ -145,8 +145,8 @@ FLAT = names("sign sgn floor ceil round trunc fix special_round")
 
 
 def _tanh(x: Tensor, y: Tensor) -> Derivatives:
-    f1 = 1 - y * y
-    return f1, (y * f1).mul_(-2), torch.addcmul(4 * f1, f1, f1, value=-6)
+    f1 = (y * y).neg_().add_(1)
+    return f1, (y * f1).mul_(-2), (f1 * -6).add_(4).mul_(f1)
 
 
 def _sigmoid(x: Tensor, y: Tensor) -> Derivatives:
@@ -158,10 +158,9 @@ def _sigmoid(x: Tensor, y: Tensor) -> Derivatives:
 def _scaled_elu(x: Tensor, height: float, slope: float, rate: float) -> Derivatives:
     """``slope x`` for x > 0, ``height (exp(rate x) - 1)`` otherwise."""
     positive = x > 0
-    e = torch.exp(torch.clamp(x * rate, max=0)) * (height * rate)
-    zero = torch.zeros((), dtype=x.dtype, device=x.device)
-    f2 = torch.where(positive, zero, e * rate)
-    return torch.where(positive, torch.full_like(zero, slope), e), f2, f2 * rate
+    f1 = torch.clamp(x, max=0).mul_(rate).exp_().mul_(height * rate)
+    f2 = (f1 * rate).masked_fill_(positive, 0)
+    return f1.masked_fill_(positive, slope), f2, f2 if rate == 1 else f2 * rate
 
 
 def _elu(
