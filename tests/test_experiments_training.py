@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiment_cases import shrink, tiny, use_random_images
 from newton_summary.experiments import rundir, training
@@ -364,3 +365,26 @@ def test_runs_are_found_below_a_directory(tmp_path):
     (tmp_path / "a" / "b" / "config.json").write_text("{")
     with pytest.raises(UserError, match="cannot be read"):
         find_runs([tmp_path])
+
+
+class NoWaiting(TorchDispatchMode):
+    """Fails where a number is read from a tensor, for which a GPU would have to be waited for."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket._qualified_op_name.rpartition("::")[2]
+        assert name not in {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}, name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("optimizer", [KFACConfig(covariance_period=2), SGDConfig()])
+def test_a_step_does_not_wait_for_the_device(optimizer):
+    """Adam and NewtonSummary read numbers where these are on the CPU anyway; L-BFGS always."""
+    session = Session(tiny(optimizer), torch.device("cpu"))
+    batches = list(session.batches)
+    for batch in batches:
+        session.stepper.step(batch)
+    total = torch.zeros((), dtype=torch.float64)
+    with NoWaiting():
+        for batch in batches:
+            total += session.stepper.step(batch).double() * len(batch[0])
+    assert math.isfinite(total)
