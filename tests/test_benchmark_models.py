@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from oracle import finite_differences
 
 import newton_summary as ns
 from newton_summary.experiments import models
+from oracle import finite_differences
 
 
 def images(count, channels, size=32):
