@@ -142,6 +142,8 @@ def chosen_summaries(run: Run) -> list[tuple[str, Measured]]:
     if nearest.epoch != first.epoch:
         exact = nearest.epoch == best
         titles.append((f"epoch {nearest.epoch}" + (", best validation" if exact else ""), nearest))
+    elif chosen[-1].epoch != first.epoch:  # the start was best
+        titles.append((f"epoch {chosen[-1].epoch}, the last", chosen[-1]))
     return titles
 
 

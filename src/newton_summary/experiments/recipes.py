@@ -61,7 +61,7 @@ SETUPS = {
         ModelConfig("lenet"), DataConfig("cifar10"), 200, 3e-4, (1e-4, 3e-2), (0.3, 1.0)
     ),
     "vgg_cifar10": Setup(
-        ModelConfig("vgg11"), DataConfig("cifar10"), 100, 1e-5, (3e-4, 3e-2), (0.3, 1.0)
+        ModelConfig("vgg11"), DataConfig("cifar10"), 100, 1e-5, (3e-4, 3e-2), (0.3, 1.0), 1e-3
     ),
     "bigmlp_cifar10": Setup(
         ModelConfig("big_mlp"), DataConfig("cifar10"), 100, 1e-5, (1e-5, 1e-2), (0.1, 3.0), 1e-3
