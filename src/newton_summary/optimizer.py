@@ -319,7 +319,8 @@ class NewtonSummary(Optimizer):
 
     def _scaled(self, motion: Motion, solution: Tensor) -> Factors:
         """Return lr * solution of every group, (S,), as the motion likes it."""
-        lrs = [group["lr"] * self._ramp_factor for group in self.param_groups]
+        factor = self._ramp_factor
+        lrs = [group["lr"] * factor for group in self.param_groups]
         on_device = any(isinstance(lr, Tensor) for lr in lrs)
         known = self._factors
         if known is None or on_device or known[0] is not solution or known[1] != lrs:

@@ -40,6 +40,9 @@ REDUCTIONS: dict[str, Callable[[Tensor], Any]] = {  # of a tensor (2, 3, 4)
     "amax": lambda x: x.amax(1),
     "amax over several": lambda x: torch.amax(x, dim=(0, 2), keepdim=True),
     "amin of all": lambda x: x.amin(),
+    "amax of equal entries": lambda x: torch.stack([x, x, x - 3]).amax(0),
+    "max of equal entries": lambda x: torch.stack([x, x]).max() * torch.cat([x, x]).min(),
+    "maximum of equal entries": lambda x: torch.maximum(x, x) + torch.minimum(x, 2 * x),
     "aminmax": lambda x: torch.aminmax(x, dim=1),
     "max": lambda x: x.max(),
     "min": lambda x: torch.min(x),
@@ -63,7 +66,7 @@ REDUCTIONS: dict[str, Callable[[Tensor], Any]] = {  # of a tensor (2, 3, 4)
     "cummin": lambda x: torch.cummin(x, dim=-1),
     "quantile": lambda x: x.quantile(0.3),
     "quantile over a dimension": lambda x: x.quantile(torch.tensor([0.2, 0.7]).double(), dim=1),
-    "prod": lambda x: x.prod(),
+    "prod": lambda x: (1 + x[0]).prod(),
     "prod over a dimension": lambda x: x.prod(1),
     "prod with keepdim": lambda x: torch.prod(x, dim=-1, keepdim=True),
     "cumsum": lambda x: x.cumsum(1),
@@ -215,6 +218,7 @@ case("copysign", lambda x: torch.copysign(x, torch.tensor(-1.0)), (2, 3), generi
 case("level functions", lambda x: sum(f(3 * x) for f in LEVEL) * x, (2, 3))
 case("special.xlogy", torch.special.xlogy, (2, 3), (3,), domain=positive)
 case("xlogy of zeros", lambda x: torch.xlogy(x.relu(), x.relu()), (2, 3))
+case("division with rounding", lambda x: x.div(0.3, rounding_mode="floor") * x, (2, 3))
 case("sign and round", lambda x: x * x.sign() + x.round() * x.floor() + x.ceil() * x, (2, 3))
 case("digamma", torch.digamma, (2, 3), domain=positive, generic="digamma")
 case("lgamma", torch.lgamma, (2, 3), domain=positive, generic="lgamma")
