@@ -189,9 +189,9 @@ layer(
 layer(
     "TransformerEncoder",
     lambda: nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(2, 1, 2, batch_first=True), 2, nn.LayerNorm(2)
+        nn.TransformerEncoderLayer(4, 2, 2, batch_first=True), 2, nn.LayerNorm(4)
     ),
-    (1, 3, 2),
+    (1, 2, 4),
 )
 
 # --- parametrisations, recurrent layers -----------------------------------------------------------
