@@ -62,8 +62,8 @@ def summarize(
             with the number of batches done and their total (None while it is not known).
         stack_limit: Bytes that the sweep's derivatives of all groups may take at a time. Beyond it
             batches are split where the loss is a mean over samples (that is checked), and else the
-            groups are swept in chunks. If not given, batches are split beyond 4 GiB, groups are
-            swept in chunks beyond half of the free memory.
+            groups are swept in chunks. If not given, batches are split beyond 64 MiB on a CPU and
+            4 GiB elsewhere, groups are swept in chunks beyond half of the free memory.
         stderr: Also give the standard errors over batches (or over the parts that these are split
             into), ``gbar_stderr`` and ``Hbar_stderr``, and keep the batches' summaries in
             ``parts``, from which :func:`learning_rates` tells the errors of the rates. They hold
@@ -203,8 +203,10 @@ def find_partition(model: nn.Module, partition: Partition | Spec) -> Partition:
     return partition.to()  # the model may have moved since
 
 
-# How batches are split for a model, found once: (loss, S, order) -> (batch size, size of a part).
-_splits: WeakKeyDictionary[nn.Module, dict[Any, tuple[int, int | None]]] = WeakKeyDictionary()
+# How batches are split for a model, found once for a loss, a mode, S, order and limit: the size of
+# the batch and of its parts. By the loss itself, which is kept so that its id is not given away: two
+# that share their code may differ in what they have closed over.
+_splits: WeakKeyDictionary[nn.Module, dict[Any, tuple[int, int | None, Any]]] = WeakKeyDictionary()
 
 
 def _within_limit(
@@ -217,10 +219,11 @@ def _within_limit(
     """Sweep all batches, in parts if the stack of a whole one would be too large."""
     probe.recorded = True
     known = _splits.setdefault(probe.model, {})
-    key = (getattr(probe.loss_fn, "__code__", None), len(probe.partition), order, stack_limit)
+    modes = tuple(module.training for module in probe.model.modules())
+    key = (id(probe.loss_fn), modes, len(probe.partition), order, stack_limit)
     may_split = probe.microbatch is None
     if may_split and key in known:
-        size, part = known[key]
+        size, part, _ = known[key]
         if part is None or probe.largest_batch() == size:
             may_split, probe.microbatch = False, part
     run = partial(summarize_sweep, stack_limit=stack_limit, may_split=may_split)
@@ -228,7 +231,9 @@ def _within_limit(
         return _mean_summary(probe, u, run, order, report)
     except StackTooLarge as large:
         part = probe.split_to_fit(large.limit / large.needed, large.loss)
-        known[key] = (probe.largest_batch(), part)
+        if len(known) >= 16:  # somebody makes a new loss for every measurement
+            known.clear()
+        known[key] = (probe.largest_batch(), part, probe.loss_fn)
     run = partial(summarize_sweep, stack_limit=stack_limit)
     return _mean_summary(probe, u, run, order, report)
 

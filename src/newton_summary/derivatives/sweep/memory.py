@@ -12,8 +12,11 @@ from newton_summary.derivatives.sweep.rules import is_curved
 from newton_summary.derivatives.sweep.tape import Tape
 from newton_summary.partition import Partition
 
-SPLIT_LIMIT = 4 * 2**30  # bytes; a larger stack would rarely be faster
-SMALL = 2**30  # bytes
+# Bytes of the stack beyond which a batch is split. On a CPU because smaller arrays stay in its cache
+# (a summary of LeNet on 1,000 images takes 0.3 s instead of 0.5), elsewhere to save memory.
+SPLIT_BEYOND = {"cpu": 2**26}
+SPLIT_BEYOND_ELSEWHERE = 2**32
+SMALL = 2**30  # bytes; so much is taken to be free
 WORKING_COPIES = 3  # of the largest stack, while a rule computes
 
 
@@ -64,20 +67,22 @@ def stack_bytes(tape: Tape, last_uses: list[list[int]], partition: Partition, or
 
 
 def default_limit(device: torch.device, needed: int, may_split: bool) -> int:
-    """Return half of the free memory, and 4 GiB at most if the batch can be split.
+    """Return half of the free memory; less if the batch can be split.
 
     Does not ask for the free memory where little is needed: that takes longer than a small sweep.
     """
-    if needed <= SMALL:
-        return SMALL
+    most = SPLIT_BEYOND.get(device.type, SPLIT_BEYOND_ELSEWHERE) if may_split else None
+    enough = SMALL if most is None else min(SMALL, most)
+    if needed <= enough:
+        return enough
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     elif hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
-        return SPLIT_LIMIT
-    return min(SPLIT_LIMIT, free // 2) if may_split else free // 2
+        free = 2 * SPLIT_BEYOND_ELSEWHERE
+    return free // 2 if most is None else min(most, free // 2)
 
 
 def group_chunks(S: int, parts: int) -> Iterator[Sequence[int]]:
@@ -89,7 +94,7 @@ def group_chunks(S: int, parts: int) -> Iterator[Sequence[int]]:
     >>> [list(groups) for groups in group_chunks(4, 2)]
     [[0, 1], [0, 2], [0, 3], [1, 2], [1, 3], [2, 3]]
     """
-    if parts <= 1:
+    if parts <= 1 or S <= 2:
         yield range(S)
         return
     pieces = min(2 * parts, S)

@@ -1,0 +1,95 @@
+"""Whatever the limit of the stack, the numbers are the same, and coupled samples stay together."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import newton_summary as ns
+from newton_summary.derivatives.sweep.memory import group_chunks
+
+
+def make_net(*extra):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3), *extra, nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(27, 4)
+    ).double()
+
+
+def make_batch(n=24):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 1, 8, 8, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 4, (n,), generator=generator)
+
+
+class Counted:
+    """A loss that remembers how large its batches were."""
+
+    def __init__(self, coupling=0.0):
+        self.coupling = coupling
+        self.sizes = []
+
+    def __call__(self, model, batch):
+        self.sizes.append(len(batch[0]))
+        logits = model(batch[0])
+        return F.cross_entropy(logits, batch[1]) + self.coupling * logits.mean(0).square().sum()
+
+
+def assert_same(actual, expected):
+    for name in ("loss", "gbar", "Hbar", "D3"):
+        a, e = getattr(actual, name), getattr(expected, name)
+        torch.testing.assert_close(a, e, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("limit", [2**40, 2**17, 2**14, 2**10, 1])
+def test_parts_of_a_batch_add_up(limit):
+    net, loss_fn = make_net(), Counted()
+    expected = ns.summarize(net, Counted(), make_batch(), backend="nested")
+    for _ in range(2):  # the second time, how to split is known
+        assert_same(ns.summarize(net, loss_fn, make_batch(), stack_limit=limit), expected)
+    assert (min(loss_fn.sizes) < 24) == (limit < 2**17 + 1)
+
+
+@pytest.mark.parametrize("limit", [2**16, 2**12])
+@pytest.mark.parametrize("extra", [nn.BatchNorm2d(3), nn.Dropout(0.5)], ids=["norm", "dropout"])
+def test_coupled_or_random_samples_stay_together(extra, limit):
+    net = make_net(extra)
+    expected = ns.summarize(net, Counted(), make_batch(), backend="nested")
+    for _ in range(2):
+        assert_same(ns.summarize(net, Counted(), make_batch(), stack_limit=limit), expected)
+
+
+@pytest.mark.parametrize("coupling", [1.0, 1e-4, 1e-9])
+def test_a_loss_that_couples_samples_is_not_split(coupling):
+    """A little coupling too: it is held against rounding, not against the loss."""
+    net, loss_fn = make_net(), Counted(coupling)
+    expected = ns.summarize(net, Counted(coupling), make_batch(), backend="nested")
+    assert_same(ns.summarize(net, loss_fn, make_batch(), stack_limit=2**14), expected)
+
+
+def test_what_is_known_of_one_loss_is_not_taken_for_another():
+    def make_loss(coupling):
+        return lambda model, batch: Counted(coupling)(model, batch)
+
+    net = make_net()
+    for coupling in (0.0, 1.0):
+        expected = ns.summarize(net, make_loss(coupling), make_batch(), backend="nested")
+        actual = ns.summarize(net, make_loss(coupling), make_batch(), stack_limit=2**14)
+        assert_same(actual, expected)
+
+
+def test_what_is_known_in_evaluation_is_not_taken_for_training():
+    net, loss_fn = make_net(nn.BatchNorm2d(3)), Counted()
+    for mode in (False, True, False):
+        net.train(mode)
+        expected = ns.summarize(net, Counted(), make_batch(), backend="nested")
+        assert_same(ns.summarize(net, loss_fn, make_batch(), stack_limit=2**14), expected)
+
+
+@pytest.mark.parametrize("S", [1, 2, 3, 7, 20])
+@pytest.mark.parametrize("parts", [1, 2, 3, 50])
+def test_every_two_groups_meet_in_a_chunk(S, parts):
+    chunks = [set(chunk) for chunk in group_chunks(S, parts)]
+    for s in range(S):
+        for t in range(S):
+            assert any({s, t} <= chunk for chunk in chunks)
