@@ -150,6 +150,16 @@ NUMBER: dict[str, Callable[[Tensor], Any]] = {  # of a tensor of no dimensions
 }
 for name, operation in NUMBER.items():
     case(f"{name} of a number", operation, ())
+ROWS = torch.tensor([[0.0], [1.0], [2.0]])  # a factor that makes a row zero
+ZERO_ROWS: dict[str, Callable[[Tensor], Any]] = {  # of a tensor (3, 4): torch's derivative is 0
+    "norm": lambda x: (x * ROWS).norm(dim=1),
+    "norm 3": lambda x: (x * ROWS).norm(3, dim=1),
+    "std": lambda x: (x * ROWS).std(1),
+    "normalize": lambda x: F.normalize(x * ROWS, dim=1),
+    "cosine_similarity": lambda x: F.cosine_similarity(x * ROWS, x),
+}
+for name, operation in ZERO_ROWS.items():
+    case(f"{name} of a row of zeros", operation, (3, 4))
 case("maximum", torch.maximum, (3, 4), (4,))
 case("minimum", torch.minimum, (3, 4), (3, 1))
 case("fmax and fmin", lambda a, b: torch.fmax(a, b) * torch.fmin(a, b), (3, 4), (3, 4))
