@@ -45,8 +45,9 @@ STATUS = {
     "saddle": "Hbar^-1 gbar, which is not a minimum: there is no cubic term and Hbar is not "
     "positive definite. Use lambda_int > 0.",
     "no-minimum": "The model has no minimum: it falls without end along groups that have no cubic "
-    "term (D3 = 0 or lambda_int = 0). The rates are nan. Use lambda_int > 0, or merge the groups "
-    "that have D3 = 0 with others.",
+    "term (D3 = 0 or lambda_int = 0). The rates are nan. Use lambda_int > 0, merge the groups that "
+    "have D3 = 0 with others, or freeze those on which the loss does not depend, such as the bias "
+    "of a layer before a batch norm.",
     "overflow": "The minimum is too far away for the floating-point type: the cubic term is almost "
     "nothing where Hbar is not positive definite. The rates are nan. Use a larger lambda_int.",
     "not-finite": "The summary has entries that are not finite, so the rates are nan. Look at the "

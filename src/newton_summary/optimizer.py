@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -476,8 +476,8 @@ class NewtonSummary(Optimizer):
     def _check_same(self, saved: dict[str, Any]) -> None:
         if saved["groups"] != list(self.partition.names):
             raise ValueError(
-                f"The checkpoint has the groups {saved['groups'][:5]}... and this optimizer "
-                f"{list(self.partition.names[:5])}... Make the same partition."
+                f"The checkpoint has the groups {_first_names(saved['groups'])}, and this "
+                f"optimizer {_first_names(self.partition.names)}. Make the same partition."
             )
         for part, mine, written in (
             ("direction", self.direction, "direction=..."),
@@ -494,6 +494,10 @@ class NewtonSummary(Optimizer):
         """Return what a copy needs: buffers are made anew, a scheduler's wrapper stays behind."""
         state = {k: v for k, v in self.__dict__.items() if k != "step"}
         return state | {"_motion": None, "_factors": None}
+
+
+def _first_names(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
 
 
 def _has_several_batches(loader: Any) -> bool:

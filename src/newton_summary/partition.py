@@ -429,8 +429,11 @@ def make_partition(model: nn.Module, spec: Spec = "canonical") -> Partition:
         spec: One of
 
             - ``"canonical"`` (one group per tensor), ``"trivial"`` (one group),
-              ``"weights-biases"``, ``"blocks-4"``, ``"alternate-4"``, ``"chunks-5"`` (any number),
-              ``"discrete"`` (one group per number);
+              ``"weights-biases"`` (two groups), ``"discrete"`` (one group per number);
+            - with any number, ``"chunks-5"`` (five runs of consecutive layers), ``"blocks-4"`` (the
+              same, with the last layer apart), ``"alternate-4"`` (every fourth layer together, with
+              the last layer apart); in each of these, weights and biases are groups of their own. A
+              norm counts with the layer beside it;
             - a mapping from the name of a group to a regular expression that is searched in the
               parameters' names, to ``...`` for all that no other group takes, or to a list as
               below;
@@ -587,8 +590,9 @@ def _name_and_index(member: Any, group: str) -> tuple[str, Any]:
         return member, None
     if isinstance(member, tuple) and len(member) == 2 and isinstance(member[0], str):
         return member
+    held = "a tensor" if isinstance(member, Tensor) else repr(member)
     raise TypeError(
-        f"Group {group!r} holds {member!r}: write the name of a parameter, or a pair (name, index) "
+        f"Group {group!r} holds {held}: write the name of a parameter, or a pair (name, index) "
         f"for a part of one."
     )
 

@@ -24,7 +24,9 @@ TOLERANCE = 1e-4  # of the largest entry in a group's row of Hbar, and of the la
 class Verification:
     """How far the sweep is from central differences, group by group.
 
-    ``print`` it for a table with a verdict for every group. ``ok`` is true if no group differs.
+    ``print`` it for a table with a verdict for every group. ``ok`` is true if no group differs; a
+    group that is unclear, because differences themselves depend on their step, does not count
+    against it.
     """
 
     names: tuple[str, ...]

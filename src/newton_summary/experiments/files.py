@@ -137,7 +137,8 @@ def _find(
         missing = next(name for name in names if not (places[0] / name).is_file())
         raise DataError(
             f"{missing} is not in {places[0]}. Name the folder of the official files with "
-            f"--data-root or {ENVIRONMENT}, or leave both out to fetch them."
+            f"--data-root or {ENVIRONMENT}, or leave out both (and --data.no-download) to fetch "
+            f"them."
         )
     fetch(places[0])
     return [places[0] / name for name in names]

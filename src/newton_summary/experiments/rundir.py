@@ -263,7 +263,10 @@ class RunWriter:
                     f"{new.get(name)}. Choose another --run-dir."
                 )
         if self.config.epochs < run.epoch:
-            raise UserError(f"{self.path} has {run.epoch} epochs already, more than were asked.")
+            raise UserError(
+                f"{self.path} has {run.epoch} epochs already, more than were asked. Ask for as "
+                f"many or more, or choose another --run-dir."
+            )
         return replace(run, config=self.config)
 
     def start(self, session: Mapping[str, Any]) -> dict[str, Any] | None:
