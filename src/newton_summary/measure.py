@@ -204,7 +204,7 @@ def find_partition(model: nn.Module, partition: Partition | Spec) -> Partition:
 
 
 # How batches are split for a model, found once for a loss, a mode, S, order and limit: the size of
-# the batch and of its parts. By the loss itself, which is kept so that its id is not given away: two
+# the batch and of its parts. By the loss itself, which is kept so that its id stays its own: two
 # that share their code may differ in what they have closed over.
 _splits: WeakKeyDictionary[nn.Module, dict[Any, tuple[int, int | None, Any]]] = WeakKeyDictionary()
 

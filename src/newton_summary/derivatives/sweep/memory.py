@@ -12,8 +12,8 @@ from newton_summary.derivatives.sweep.rules import is_curved
 from newton_summary.derivatives.sweep.tape import Tape
 from newton_summary.partition import Partition
 
-# Bytes of the stack beyond which a batch is split. On a CPU because smaller arrays stay in its cache
-# (a summary of LeNet on 1,000 images takes 0.3 s instead of 0.5), elsewhere to save memory.
+# Bytes of the stack beyond which a batch is split. On a CPU because smaller arrays stay in its
+# cache (LeNet on 1,000 images takes 0.3 s instead of 0.5), elsewhere to save memory.
 SPLIT_BEYOND = {"cpu": 2**26}
 SPLIT_BEYOND_ELSEWHERE = 2**32
 SMALL = 2**30  # bytes; so much is taken to be free
