@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
-from newton_summary.derivatives.sweep.tape import find_tensors
+from newton_summary.derivatives.norms import ELEMENTARY
 
 
 def names(text: str) -> list[str]:
@@ -37,15 +36,47 @@ POSITIONAL = names("""
     condition input self tensors other mat1 mat2 vec vec1 vec2 batch1 batch2 tensor tensor1 tensor2
 """)
 
-_names: dict[Any, str] = {}
+
+@dataclass(frozen=True)
+class Call:
+    """What is known of a function of torch, whatever its arguments."""
+
+    name: str
+    in_place: bool  # whether it changes its first argument
+    passes: bool  # whether it only answers a question about a tensor
+    accesses: bool  # whether it reads or writes an attribute, or hooks into a gradient
+    elementary: Callable[..., Any] | None  # what to run instead, for norms
+    inside: Callable[..., Any] | None  # its body, where torch writes it in Python
+
+    @classmethod
+    def of(cls, func: Callable[..., Any]) -> Call:
+        """Return what is known of a function."""
+        name = canonical_name(func)
+        return cls(
+            name,
+            writes_in_place(func),
+            name in PASS,
+            name.endswith((".get", ".set")) or name in GRADIENT_HOOKS,
+            ELEMENTARY.get(python_function(func)),
+            without_override_check(func) if isinstance(func, types.FunctionType) else None,
+        )
+
+
+_calls: dict[Any, Call] = {}
+
+
+def look_up(func: Callable[..., Any]) -> Call:
+    """Return what is known of a function, found out once."""
+    try:
+        return _calls[func]
+    except KeyError:
+        return _calls.setdefault(func, Call.of(func))
+    except TypeError:  # it cannot be a key
+        return Call.of(func)
 
 
 def canonical_name(func: Callable[..., Any]) -> str:
     """Return one name for all spellings of an operation: ``add`` for ``+`` and ``add_``."""
-    try:
-        return _names[func]
-    except (KeyError, TypeError):
-        pass
     name = str(getattr(func, "__name__", func))
     if name == "__get__":  # an attribute, such as x.T or x.shape
         name = str(getattr(getattr(func, "__self__", None), "__name__", "attribute"))
@@ -59,8 +90,6 @@ def canonical_name(func: Callable[..., Any]) -> str:
         name = name[:-1]
     elif name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"):
         name = {"itruediv": "div"}.get(name[2:-2], name[3:-2])
-    with suppress(TypeError):
-        _names[func] = name
     return name
 
 
@@ -72,26 +101,14 @@ def python_function(func: Callable[..., Any]) -> Callable[..., Any]:
     return func
 
 
-def written_tensors(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[Tensor]:
-    """Return the tensors that a call changes."""
-    first = [*args, *kwargs.values()][:1] if writes_in_place(func, kwargs) else []
-    return find_tensors([*first, kwargs.get("out")])
-
-
-def writes_in_place(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call changes its first argument."""
+def writes_in_place(func: Callable[..., Any]) -> bool:
+    """Whether a function changes its first argument."""
     name = str(getattr(func, "__name__", ""))
     return (
         name == "__setitem__"
         or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__"))
         or (name.endswith("_") and not name.endswith("__"))
-        or kwargs.get("inplace") is True
     )
-
-
-_inside: dict[Any, Callable[..., Any] | None] = {}
 
 
 def without_override_check(func: types.FunctionType) -> Callable[..., Any] | None:
@@ -100,16 +117,13 @@ def without_override_check(func: types.FunctionType) -> Callable[..., Any] | Non
     Its body then runs with the recorder active, and every call inside it is seen. None if the
     function is not of torch, or has no such check, so that it would call us again and again.
     """
-    if func not in _inside:
-        checks = [name for name in PYTHON_CHECKS if name in func.__code__.co_names]
-        checks = [name for name in checks if name in func.__globals__]
-        if func.__module__ and func.__module__.startswith("torch") and checks:
-            names = {**func.__globals__, **dict.fromkeys(checks, lambda *args: False)}
-            copy = types.FunctionType(
-                func.__code__, names, func.__name__, func.__defaults__, func.__closure__
-            )
-            copy.__kwdefaults__ = func.__kwdefaults__
-            _inside[func] = copy
-        else:
-            _inside[func] = None
-    return _inside[func]
+    checks = [name for name in PYTHON_CHECKS if name in func.__code__.co_names]
+    checks = [name for name in checks if name in func.__globals__]
+    if not checks or not (func.__module__ or "").startswith("torch"):
+        return None
+    unchecked = {**func.__globals__, **dict.fromkeys(checks, lambda *args: False)}
+    copy = types.FunctionType(
+        func.__code__, unchecked, func.__name__, func.__defaults__, func.__closure__
+    )
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy

@@ -8,7 +8,6 @@ calls are noted instead; calls that do not touch the parameters are left alone.
 from __future__ import annotations
 
 import sys
-import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -22,18 +21,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
-from newton_summary.derivatives.norms import ELEMENTARY
 from newton_summary.derivatives.probe import CannotDifferentiate, Closure
 from newton_summary.derivatives.sweep.calls import (
     GRADIENT_HOOKS,
-    PASS,
     POSITIONAL,
     READS_OUT,
-    canonical_name,
-    python_function,
-    without_override_check,
-    writes_in_place,
-    written_tensors,
+    look_up,
 )
 from newton_summary.derivatives.sweep.tape import (
     Op,
@@ -41,7 +34,6 @@ from newton_summary.derivatives.sweep.tape import (
     Value,
     changed_in_place,
     find_tensors,
-    find_values,
     positions_in,
     version_of,
 )
@@ -96,50 +88,56 @@ class Recorder(TorchFunctionMode):
         self, func: Callable[..., Any], types_: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = canonical_name(func)
-        if name in PASS:
+        call = look_up(func)
+        if call.passes:
             return func(*args, **kwargs)
-        if name.endswith((".get", ".set")) or name in GRADIENT_HOOKS:
-            return self._access(name, func, args, kwargs)
+        if call.accesses:
+            return self._access(call.name, func, args, kwargs)
+        in_place = call.in_place or kwargs.get("inplace") is True
         if not torch.is_grad_enabled():
-            return self._run_unrecorded(func, args, kwargs)
-        elementary = ELEMENTARY.get(python_function(func))
-        if elementary is not None:
+            return self._run_unrecorded(func, args, kwargs, in_place)
+        if call.elementary is not None:
             with self:
-                return elementary(*args, **kwargs)
-        if isinstance(func, types.FunctionType):
-            inside = without_override_check(func)
-            if inside is not None and func not in self.entered:
-                self.entered.append(func)
-                try:
-                    with self:
-                        return inside(*args, **kwargs)
-                finally:
-                    self.entered.pop()
-        if not any(t.requires_grad for t in find_tensors((args, kwargs))):
-            return self._run_unrecorded(func, args, kwargs)
+                return call.elementary(*args, **kwargs)
+        if call.inside is not None and func not in self.entered:
+            self.entered.append(func)
+            try:
+                with self:
+                    return call.inside(*args, **kwargs)
+            finally:
+                self.entered.pop()
+        tensors = find_tensors((args, kwargs) if kwargs else args)
+        if not any(t.requires_grad for t in tensors):
+            return self._run_unrecorded(func, args, kwargs, in_place)
         for keyword in POSITIONAL if kwargs else ():
             if keyword in kwargs:
                 kwargs = dict(kwargs)
                 args = (*args, kwargs.pop(keyword))
-        if name in self.decomposed:
+        has_complex = any(t.is_complex() for t in tensors)
+        if call.name in self.decomposed and not has_complex:
             with self:
-                result = self._run_decomposed(name, func, args, kwargs)
+                result = self._run_decomposed(call.name, args, kwargs, in_place)
             if result is not NotImplemented:
                 return result
-        return self._run(name, func, args, kwargs)
+        return self._run(call.name, func, args, kwargs, in_place, has_complex)
 
     # --- ways to run a call -----------------------------------------------------------------------
 
     def _run(
-        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        name: str,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        in_place: bool,
+        has_complex: bool,
     ) -> Any:
         """Run a call, and note it if its result depends on the parameters."""
         if name in READS_OUT:
             self._warn_about_reading(name)
-        in_place = writes_in_place(func, kwargs)
-        op = Op(name, func, self._wrap(args), self._wrap(kwargs), [])
-        op.inputs = [v.slot for v in find_values((op.args, op.kwargs)) if v.slot is not None]
+        inputs: list[int] = []
+        op = Op(name, func, self._wrap(args, inputs), self._wrap(kwargs, inputs), [])
+        op.inputs = inputs
         owner = self._before_writing(args[0]) if in_place else None
         if name in self.prepare:
             result, op.saved = self.prepare[name](func, args, kwargs)
@@ -153,19 +151,16 @@ class Recorder(TorchFunctionMode):
         results = list(result) if isinstance(result, tuple | list) else [result]
         op.outputs = [self._note(tensor, op, in_place) for tensor in results]
         if op.inputs and any(output is not None for output in op.outputs):
-            op.complex = any(t.is_complex() for t in find_tensors((args, results)))
+            op.complex = has_complex or any(t.is_complex() for t in find_tensors(results))
             self.ops.append(op)
             if owner is not None:
                 self._write_to_owner(owner, args[0])
         return result
 
     def _run_decomposed(
-        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool
     ) -> Any:
         """Run several elementary operations in the place of one."""
-        if any(t.is_complex() for t in find_tensors((args, kwargs))):
-            return NotImplemented
-        in_place = writes_in_place(func, kwargs)
         try:
             first = args[0].clone() if in_place else args[0]
             result = self.decomposed[name](first, *args[1:], **kwargs)
@@ -174,14 +169,21 @@ class Recorder(TorchFunctionMode):
         return args[0].copy_(result) if in_place and result is not NotImplemented else result
 
     def _run_unrecorded(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        in_place: bool,
     ) -> Any:
         """Run a call whose result does not depend on the parameters.
 
         What it writes into a tensor that does changes the number and not its derivatives: autograd
         does not see it.
         """
-        written = written_tensors(func, args, kwargs)
+        if not in_place and "out" not in kwargs:
+            return func(*args, **kwargs)
+        first = [*args, *kwargs.values()][:1] if in_place else []
+        written = find_tensors([*first, kwargs.get("out")])
         old = {id(owner): owner for owner in map(owner_of, written) if id(owner) in self.values}
         values = [self._value_of(owner) for owner in old.values()]
         for tensor in written:
@@ -263,16 +265,19 @@ class Recorder(TorchFunctionMode):
             f"module or torch.autograd.grad"
         )
 
-    def _wrap(self, tree: Any) -> Any:
-        """Replace every tensor by its value."""
+    def _wrap(self, tree: Any, inputs: list[int]) -> Any:
+        """Replace every tensor by its value, and list the slots."""
         if isinstance(tree, Tensor):
-            return self._value_of(tree)
+            value = self._value_of(tree)
+            if value.slot is not None:
+                inputs.append(value.slot)
+            return value
         if isinstance(tree, tuple) and type(tree) is tuple:
-            return tuple(self._wrap(x) for x in tree)
+            return tuple([self._wrap(x, inputs) for x in tree])
         if isinstance(tree, list):
-            return [self._wrap(x) for x in tree]
+            return [self._wrap(x, inputs) for x in tree]
         if isinstance(tree, dict):
-            return {key: self._wrap(x) for key, x in tree.items()}
+            return {key: self._wrap(x, inputs) for key, x in tree.items()} if tree else tree
         return tree
 
     # --- writing in place -------------------------------------------------------------------------

@@ -156,6 +156,8 @@ def each_row(multiply: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
 
 def linear(sweep: Sweep, op: Op, x: Value, weight: Value, bias: Any = None) -> Any:
     """``x W^T + b``, the batch of x flattened to one dimension."""
+    if weight.tensor.dim() == 1:
+        return matmul(sweep, op, x, weight)
     dtype = op.out.tensor.dtype
     out_shape = op.out.tensor.shape
     X, W = cast(x.now, dtype), cast(weight.now, dtype)

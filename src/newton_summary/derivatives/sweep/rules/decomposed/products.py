@@ -11,14 +11,6 @@ import torch
 from torch import Tensor
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """A linear layer with a single vector as its weight."""
-    if weight.dim() > 1:
-        return NotImplemented
-    y = torch.matmul(input, weight)
-    return y if bias is None else y + bias
-
-
 def addmm(input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """``beta input + alpha a @ b``; also baddbmm and addmv."""
     return torch.add(input if beta == 1 else input * beta, torch.matmul(a, b), alpha=alpha)
@@ -167,7 +159,6 @@ def _written_out(equation: str, operands: Sequence[Tensor]) -> str:
 
 
 PRODUCTS: dict[str, Callable[..., Any]] = {
-    "linear": linear,
     **dict.fromkeys(["addmm", "addmv", "baddbmm"], addmm),
     "addbmm": addbmm,
     "addr": addr,
