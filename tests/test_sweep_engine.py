@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from newton_summary import Partition, Summary, make_partition, summarize
@@ -731,6 +732,28 @@ def test_operator_of_a_library_falls_back() -> None:
     )
     with pytest.raises(CannotDifferentiate, match="cube"):
         measure(net(), lambda model, x: model.tail(cube(model.a(x))).square().mean(), batch())
+
+
+class Louder(TorchFunctionMode):
+    """Makes every tanh twice as large."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return 2 * result if func is torch.tanh else result
+
+
+def test_function_modes_inside_and_outside_of_the_loss() -> None:
+    def loss(model: Net, x: Tensor) -> Tensor:
+        with Louder():
+            return plain(model, x)
+
+    model = net()
+    inside = measure(model, loss, batch())
+    assert max(errors(inside, measure(model, loss, batch(), "nested"))) < 1e-12
+    with Louder(), pytest.raises(CannotDifferentiate, match="Louder"):
+        measure(model, plain, batch())
+    with torch.device("cpu"):
+        measure(model, plain, batch())
 
 
 def test_reading_grad_is_said() -> None:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
@@ -74,6 +75,12 @@ class Recorder(TorchFunctionMode):
 
     def record(self, closure: Closure) -> Tape:
         """Run the loss and return its tape."""
+        for mode in _get_current_function_mode_stack():
+            if not isinstance(mode, DeviceContext):
+                raise CannotDifferentiate(
+                    f"sweep: {type(mode).__name__}, which is active around the measurement, may "
+                    f"change what an operation does"
+                )
         with self, plain_checkpoints(), not_compiled():
             loss = closure()
         for tensor, version in self.loose:

@@ -185,7 +185,8 @@ def ctc_loss(
     logs = log_probs[:, None] if log_probs.dim() == 2 else log_probs
     device = logs.device
     steps, counts = (
-        torch.as_tensor(x, device=device).reshape(-1) for x in (input_lengths, target_lengths)
+        torch.as_tensor(x, dtype=torch.int64, device=device).reshape(-1)
+        for x in (input_lengths, target_lengths)
     )
     labels = _padded(targets, counts, len(steps))
     path = torch.full((len(steps), 2 * labels.shape[1] + 1), blank, device=device)
