@@ -14,6 +14,7 @@ from torch import nn
 import newton_summary as ns
 from newton_summary import motion as motion_module
 from newton_summary.averaging import NormalizedAverage
+from newton_summary.rate_rules import RateRules
 from newton_summary.summary import Summary
 
 SIZE = 24  # samples in a batch
@@ -215,7 +216,7 @@ def step_quadratic(model, opt, steps=1):
 
 
 MODES = {
-    "paper": {"averaging": "window", "keep_last_good": False, "ramp": 0},
+    "paper": {"averaging": "window", "keep_last_good": False, "shorten": False, "ramp": 0},
     "default": {"ramp": 0},  # which has a test of its own
 }
 
@@ -582,3 +583,38 @@ def test_one_curvature_batch_has_no_ramp():
     assert ns.NewtonSummary(part, curvature=(loss_fn, CURVATURE[:1])).ramp == 0
     assert ns.NewtonSummary(part, curvature=(loss_fn, CURVATURE)).ramp == 10
     assert ns.NewtonSummary.paper(part, curvature=(loss_fn, CURVATURE)).ramp == 0
+
+
+@pytest.mark.parametrize("lambda_int", [0.0, 1.0])
+def test_rates_that_would_raise_the_model_without_their_partners_are_shortened(lambda_int):
+    """Two groups that act alike get rates of opposite sign; one of them alone would overshoot."""
+    summary = Summary(
+        gbar=torch.tensor([1.0, 0.5], dtype=torch.float64),
+        Hbar=torch.tensor([[1.0, 0.999], [0.999, 1.0]], dtype=torch.float64),
+        D3=torch.tensor([1e-3, 1e-3], dtype=torch.float64),
+    )
+
+    def model(eta):
+        D = summary.D3.abs() ** (1 / 3)
+        cubic = lambda_int / 6 * (D * eta).norm() ** 3
+        return float(-eta @ summary.gbar + eta @ summary.Hbar @ eta / 2 + cubic)
+
+    full = RateRules(lambda_int=lambda_int, shorten=False).solve(summary)
+    cut = full.eta.clamp_min(0)
+    assert full.eta.min() < 0 and model(cut) > 0
+    rates = RateRules(lambda_int=lambda_int).solve(summary)
+    assert rates.status == "shortened" and rates.ok
+    factor = float(rates.eta.max() / cut.max())
+    assert 0 < factor < 1 and torch.allclose(rates.eta, factor * cut)
+    best = min(model(t * cut) for t in torch.linspace(0, 1, 20001))
+    assert model(rates.eta) == pytest.approx(best, abs=1e-5) and model(rates.eta) <= best < 0
+
+
+def test_rates_that_lower_the_model_are_cut_and_no_more():
+    summary = Summary(
+        gbar=torch.tensor([1.0, -0.1], dtype=torch.float64),
+        Hbar=torch.eye(2, dtype=torch.float64),
+        D3=torch.zeros(2, dtype=torch.float64),
+    )
+    rates = RateRules().solve(summary)
+    assert rates.ok and rates.status != "shortened" and rates.eta.tolist() == [1.0, -0.1]

@@ -451,7 +451,7 @@ def summary_of(g, H, D3):
 def test_ridge_adds_a_fraction_of_the_diagonal():
     summary = summary_of([1.0, -2.0], [[4.0, 1.0], [1.0, -5.0]], [1.0, 2.0])
     lifted = summary_of([1.0, -2.0], [[4.4, 1.0], [1.0, -4.5]], [1.0, 2.0])
-    actual = RateRules(ridge=0.1).solve(summary)
+    actual = RateRules(ridge=0.1, shorten=False).solve(summary)
     torch.testing.assert_close(actual.eta, ns.learning_rates(lifted).eta)
 
 
@@ -654,7 +654,7 @@ def test_sparse_gradients_are_refused():
 def test_paper_mode_has_none_of_the_additions():
     opt = ns.NewtonSummary.paper(ns.make_partition(make_net()), lr=0.3, lambda_int=1.0)
     rules = opt._refresh.rules
-    assert rules == RateRules(keep_last_good=False)
+    assert rules == RateRules(keep_last_good=False, shorten=False)
     assert opt._refresh.min_decrease is None and not opt._refresh.average.lengths
     assert (opt.summary_period, opt.warmup, opt.defaults["momentum"]) == (10, 3, 0.9)
 

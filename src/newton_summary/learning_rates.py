@@ -52,7 +52,9 @@ STATUS = {
     "nothing where Hbar is not positive definite. The rates are nan. Use a larger lambda_int.",
     "not-finite": "The summary has entries that are not finite, so the rates are nan. Look at the "
     "loss and at the direction it was measured with.",
-    # These two only from the optimizer, which does not use negative rates:
+    # These three only from the optimizer, which does not use negative rates:
+    "shortened": "Negative rates were set to zero, and the others are so large without them that "
+    "the model rises: they were shortened by one factor, to where the model is lowest.",
     "no-positive-rate": "Every rate is negative or zero: by this measurement the loss rises along "
     "the direction. Measure on larger batches, or average over more of them.",
     "no-decrease": "The loss of the curvature batch did not fall as predicted, however short the "
@@ -60,7 +62,7 @@ STATUS = {
 }
 """What each ``LearningRates.status`` means, and what to do about it."""
 
-USABLE = ("minimum", "newton", "flat", "hard-case")
+USABLE = ("minimum", "newton", "flat", "hard-case", "shortened")
 
 _EPS = float(np.finfo(np.float64).eps)
 
@@ -94,7 +96,7 @@ class LearningRates:
         how = f"lambda_int = {self.lambda_int:g}" + (", diagonal of Hbar" if self.diagonal else "")
         return (
             f"{text_table(rows, right=[1, 2])}\n"
-            f"{how}, radius {self.radius:.4g}, predicted change of the loss "
+            f"{how}, radius {self.radius:.4g}, predicted change of the loss, to second order, "
             f"{self.model_change:+.4g}\n{self.status}: {STATUS[self.status]}"
         )
 

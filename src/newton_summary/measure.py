@@ -100,7 +100,12 @@ def summarize(
                 if name == names[-1]:
                     raise
                 reason = str(error)
-                warnings.warn(f"Falling back from {name!r}: {reason}", stacklevel=2)
+                following = names[names.index(name) + 1]
+                warnings.warn(
+                    f"Falling back from {name!r} to {following!r}, because of "
+                    f"{reason.removeprefix(f'{name}: ')}",
+                    stacklevel=2,
+                )
             else:
                 parts, summary = summary.parts, replace(summary, reason=reason, parts=())
                 summary = mean_over_ranks(summary) if over_ranks else summary

@@ -113,6 +113,8 @@ class NewtonSummary(Optimizer):
             one to six evaluations of the loss a refresh, and shortens steps where there is noise.
         keep_last_good: Whether a saddle point (possible with ``lambda_int=0``), or rates that are
             all zero, count as unusable. Rates that are not finite always do.
+        shorten: Where negative rates were cut and the cubic model predicts that the others then
+            raise the loss, shorten these to where the model is lowest along them. Costs nothing.
         backend: How summaries are computed, see :func:`summarize`.
         microbatch: Split curvature batches into parts of so many samples, see :func:`summarize`.
 
@@ -149,6 +151,7 @@ class NewtonSummary(Optimizer):
         max_growth: float | None = None,
         min_decrease: float | None = None,
         keep_last_good: bool = True,
+        shorten: bool = True,
         backend: str = "auto",
         microbatch: int | None = None,
     ):
@@ -190,6 +193,7 @@ class NewtonSummary(Optimizer):
                 max_eta=max_eta,
                 max_growth=max_growth,
                 keep_last_good=keep_last_good,
+                shorten=shorten,
             ),
             min_decrease,
             backend,
@@ -246,7 +250,13 @@ class NewtonSummary(Optimizer):
             warmup=warmup,
             curvature=curvature,
             diagonal=diagonal,
-            **{"averaging": "window", "keep_last_good": False, "ramp": 0, **options},
+            **{
+                "averaging": "window",
+                "keep_last_good": False,
+                "shorten": False,
+                "ramp": 0,
+                **options,
+            },
         )
 
     # --- a step -----------------------------------------------------------------------------------

@@ -158,6 +158,11 @@ class Partition:
         Raises:
             ValueError: If a parameter is divided among groups, which torch does not allow.
         """
+        if any(p.is_meta for p in self.params.values()):
+            raise ValueError(
+                "This partition was read from a file, so its parameters have no values. Make one "
+                "of the live model with make_partition(model, ...)."
+            )
         divided = [name for name, label in self.labels.items() if not isinstance(label, int)]
         if divided:
             raise ValueError(
@@ -454,6 +459,8 @@ def make_partition(model: nn.Module, spec: Spec = "canonical") -> Partition:
     0  first  mixed       15  0.weight (3, 4), 0.bias (3,)
     1  rest   mixed        8  2.weight (2, 3), 2.bias (2,)
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"The model is of type {type(model).__name__}: give a torch.nn.Module.")
     model = unwrap(model)
     params = trainable(model)
     if not params:

@@ -30,6 +30,7 @@ class RateRules:
     max_eta: float | None = None
     max_growth: float | None = None
     keep_last_good: bool = True
+    shorten: bool = True
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -61,7 +62,31 @@ class RateRules:
             rates = learning_rates(summary, self.lambda_int, diagonal=self.diagonal)
         if rates.ok and not bool((rates.eta > 0).any()):
             rates = replace(rates, status="no-positive-rate")
+        if rates.ok and self.shorten and bool((rates.eta < 0).any()):
+            rates = self._shortened(rates, summary)
         return rates
+
+    def _shortened(self, rates: LearningRates, summary: Summary) -> LearningRates:
+        """Shorten rates that are too large without the negative ones that they came with.
+
+        Groups that act alike come out with large rates of opposite sign. Cut to zero, the negative
+        ones no longer hold the others back. Along t eta_+ the model is
+        T(t) = -a t + b t^2 / 2 + c t^3 / 3; where it rises at t = 1, its minimum is taken.
+        """
+        eta = rates.eta.double().clamp_min(0)
+        H = summary.hessian().double()
+        H = H.diagonal().diag() if self.diagonal else H
+        a, b = float(eta @ summary.gbar.double()), float(eta @ H @ eta)
+        c = 0.0
+        if summary.D3 is not None and self.lambda_int > 0:
+            D = summary.D3.double().abs() ** (1 / 3)
+            c = self.lambda_int / 2 * float((D * eta).norm()) ** 3
+        if -a + b / 2 + c / 3 < 0:
+            return rates
+        if a <= 0 or not math.isfinite(b + c):
+            return replace(rates, status="no-positive-rate")
+        t = 2 * a / (b + math.sqrt(b * b + 4 * a * c))  # T rises at 1, so b or c is positive
+        return replace(rates, eta=(t * eta).to(rates.eta), status="shortened")
 
     def _solve_without_negative(self, summary: Summary) -> LearningRates:
         """Solve again without the groups whose rate is negative, until there are none."""

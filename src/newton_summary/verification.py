@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,18 @@ from newton_summary.derivatives.differences import summarize_differences
 from newton_summary.derivatives.probe import LossFn, Probe
 from newton_summary.derivatives.sweep import summarize_sweep
 from newton_summary.directions import Direction, find_direction
-from newton_summary.partition import Spec, make_partition, text_table, unwrap
+from newton_summary.partition import (
+    Partition,
+    Spec,
+    make_partition,
+    text_table,
+    trainable,
+    unwrap,
+)
 from newton_summary.summary import Summary
 
+# Steps of the differences: two long ones, and two that hardly ever meet a kink.
+STEP_FACTORS = (1.0, 0.25, 1e-2, 2.5e-3)
 TOLERANCE = 1e-4  # of the largest entry in a group's row of Hbar, and of the largest D3
 
 
@@ -92,21 +102,21 @@ def verify(
     loss_fn: LossFn,
     data: Any,
     *,
-    partition: Spec = "canonical",
+    partition: Partition | Spec = "canonical",
     direction: Direction = "gradient",
 ) -> Verification:
     """Compare the sweep with central differences of gradients on a model of your own.
 
     Works on a copy of the model in float64, where differences are good to about 1e-6, and shares no
     code with the sweep but the loss itself: gradients come from torch's own backward pass. Takes
-    about 4S gradients, so a small batch will do.
+    about 8S gradients, so a small batch will do.
 
     Args:
         model: Any module that can be copied.
         loss_fn: ``loss_fn(model, batch)`` as for :func:`summarize`. It has to use the model it is
             given, since that is the copy.
         data: One batch, or an iterable of batches of which the first is taken.
-        partition: What :func:`make_partition` takes.
+        partition: A partition of the model, or what :func:`make_partition` takes.
         direction: ``"gradient"`` or a mapping, as for :func:`summarize`.
 
     Returns:
@@ -118,20 +128,28 @@ def verify(
     True
     """
     exact = copy.deepcopy(unwrap(model)).double()
-    groups = make_partition(exact, partition)
+    if isinstance(partition, Partition):
+        groups = Partition(partition.names, trainable(exact), partition.labels, exact)
+    else:
+        groups = make_partition(exact, partition)
     if not isinstance(direction, str):
-        assert not isinstance(direction, torch.optim.Optimizer), "give verify a mapping"
+        if not isinstance(direction, Mapping):
+            raise TypeError(
+                f"The direction is of type {type(direction).__name__}: verify works on a copy of "
+                f"the model, so give it 'gradient' or a mapping from parameter name to tensor."
+            )
         direction = {name: value.double() for name, value in direction.items()}
     with Probe(exact, loss_fn, _in_double(data), groups) as probe:
         u = find_direction(direction, probe)
         closure, _ = next(iter(probe.closures()))
         arguments = (closure, probe.params, u, groups)
         sweep = summarize_sweep(*arguments)
-        coarse, fine = (summarize_differences(*arguments, 3, factor) for factor in (1.0, 0.25))
-    by_step = [_errors(sweep, differences) for differences in (coarse, fine)]
-    H_error, D3_error = (torch.minimum(*errors) for errors in zip(*by_step, strict=True))
-    H_doubt, D3_doubt = _errors(fine, coarse)
-    return Verification(groups.names, H_error, D3_error, H_doubt, D3_doubt, sweep, coarse)
+        by_step = [summarize_differences(*arguments, 3, factor) for factor in STEP_FACTORS]
+    errors = [_errors(sweep, differences) for differences in by_step]
+    doubts = [_errors(a, b) for a, b in (by_step[:2], by_step[2:])]
+    H_error, D3_error = (torch.stack(some).amin(0) for some in zip(*errors, strict=True))
+    H_doubt, D3_doubt = (torch.stack(some).amin(0) for some in zip(*doubts, strict=True))
+    return Verification(groups.names, H_error, D3_error, H_doubt, D3_doubt, sweep, by_step[0])
 
 
 def _errors(a: Summary, b: Summary) -> tuple[Tensor, Tensor]:
