@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -52,6 +53,13 @@ REDUCTIONS: dict[str, Callable[[Tensor], Any]] = {  # of a tensor (2, 3, 4)
     "max of two": lambda x: torch.max(x[0], x[1]),
     "min of two": lambda x: torch.min(x[0], x[1]),
     "median": lambda x: x.median(),
+    "max over an axis": lambda x: torch.max(x, axis=1, keepdims=True),
+    "max over an axis of numpy": lambda x: torch.max(x, np.int64(0)),
+    "softmax over an axis": lambda x: torch.softmax(x, axis=0) * torch.log_softmax(x, axis=1),
+    "sort over an axis": lambda x: torch.sort(x, axis=0)[0] + torch.topk(x, 2, axis=0)[0],
+    "logsumexp over an axis": lambda x: torch.logsumexp(x, axis=(0, 1)),
+    "names of numpy": lambda x: torch.add(x1=x, x2=x.sum(axis=0)) * torch.sum(a=x, axis=1)[:, None],
+    "var over an axis": lambda x: x.var(axis=0) * x.std(axis=0, keepdims=True),
     "median over a dimension": lambda x: x.median(1),
     "nanmedian": lambda x: x.nanmedian(-1, keepdim=True),
     "mode": lambda x: x.mode(1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -158,6 +159,12 @@ INDEX: dict[str, Any] = {  # of a tensor (3, 4, 2, 2)
     "tensor, no dimensions": torch.tensor(1),
     "True": True,
     "range": range(2),
+    "array": np.array([2, 0]),
+    "mask as a list": [True, False, True],
+    "mask as an array": np.arange(12).reshape(3, 4) % 3 == 0,
+    "mask of no dimensions": torch.tensor(True),
+    "lists": ([0, 1], [3, 0]),
+    "lists apart": ([0, 1], slice(None), [1, 0]),
 }
 for name, index in INDEX.items():
     case(f"x[{name}]", lambda x, i=index: x[i], (3, 4, 2, 2))

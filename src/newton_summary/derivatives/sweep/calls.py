@@ -35,6 +35,15 @@ GRADIENT_HOOKS = frozenset(["register_hook", "register_post_accumulate_grad_hook
 POSITIONAL = names("""
     condition input self tensors other mat1 mat2 vec vec1 vec2 batch1 batch2 tensor tensor1 tensor2
 """)
+# Names that torch takes from numpy.
+NUMPY_NAMES = {
+    "axis": "dim",
+    "keepdims": "keepdim",
+    "x": "input",
+    "a": "input",
+    "x1": "input",
+    "x2": "other",
+}
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,15 @@ def canonical_name(func: Callable[..., Any]) -> str:
     elif name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"):
         name = {"itruediv": "div"}.get(name[2:-2], name[3:-2])
     return name
+
+
+def in_position(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Write keywords by the names that torch has for them, and the tensors among them first."""
+    kwargs = {NUMPY_NAMES.get(key, key): value for key, value in kwargs.items()}
+    moved = [kwargs.pop(key) for key in POSITIONAL if key in kwargs]
+    return (*args, *moved), kwargs
 
 
 def python_function(func: Callable[..., Any]) -> Callable[..., Any]:

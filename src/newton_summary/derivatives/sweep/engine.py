@@ -118,7 +118,9 @@ class Sweep:
     def _pass(self, op: Op) -> None:
         try:
             result = rule_for(op)(self, op, *op.args, **op.kwargs)
-        except TypeError as error:
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             raise CannotDifferentiate(
                 f"sweep: {op.name!r} is called in a way that its rule does not know: {error}"
             ) from error

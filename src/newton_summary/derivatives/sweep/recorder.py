@@ -25,8 +25,8 @@ from torch.utils.hooks import RemovableHandle
 from newton_summary.derivatives.probe import CannotDifferentiate, Closure
 from newton_summary.derivatives.sweep.calls import (
     GRADIENT_HOOKS,
-    POSITIONAL,
     READS_OUT,
+    in_position,
     look_up,
 )
 from newton_summary.derivatives.sweep.tape import (
@@ -75,7 +75,7 @@ class Recorder(TorchFunctionMode):
 
     def record(self, closure: Closure) -> Tape:
         """Run the loss and return its tape."""
-        for mode in _get_current_function_mode_stack():
+        for mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             if not isinstance(mode, DeviceContext):
                 raise CannotDifferentiate(
                     f"sweep: {type(mode).__name__}, which is active around the measurement, may "
@@ -116,10 +116,8 @@ class Recorder(TorchFunctionMode):
         tensors = find_tensors((args, kwargs) if kwargs else args)
         if not any(t.requires_grad for t in tensors):
             return self._run_unrecorded(func, args, kwargs, in_place)
-        for keyword in POSITIONAL if kwargs else ():
-            if keyword in kwargs:
-                kwargs = dict(kwargs)
-                args = (*args, kwargs.pop(keyword))
+        if kwargs:
+            args, kwargs = in_position(args, kwargs)
         has_complex = any(t.is_complex() for t in tensors)
         if call.name in self.decomposed and not has_complex:
             with self:

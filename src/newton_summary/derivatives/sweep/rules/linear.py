@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -88,7 +89,7 @@ def getitem(sweep: Sweep, op: Op, x: Value, index: Any) -> Tangent | None:
     if t is None:
         return None
     full = full_index(plain(index), x.tensor.dim())
-    if any(isinstance(i, Tensor | list) for i in full):
+    if any(isinstance(i, Tensor) for i in full):
         # Index the first dimensions with the stack behind them: tensors among the indices may move
         # their own dimension to the front.
         return t.map(lambda rows: rows.movedim(0, -1)[full].movedim(-1, 0))
@@ -121,7 +122,12 @@ def put(old: Tensor, index: tuple[Any, ...], new: Tensor) -> Tensor:
 
 def full_index(index: Any, ndim: int) -> tuple[Any, ...]:
     """Write an index with a slice for every dimension that it leaves out."""
-    parts = list(index) if isinstance(index, tuple) else [index]
+    if isinstance(index, list) and any(isinstance(i, Sequence | Tensor | slice) for i in index):
+        raise CannotDifferentiate("sweep: an index of nested lists may mean two things")
+    parts = [
+        torch.as_tensor(i) if isinstance(i, list | range | np.ndarray) else i
+        for i in (index if isinstance(index, tuple) else [index])
+    ]
     consumed = sum(
         i.dim() if isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) else 1
         for i in parts

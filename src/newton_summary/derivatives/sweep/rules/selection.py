@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
@@ -79,13 +80,13 @@ def extremum(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Any:
     indices = op.saved[1]
     default = -1
     dim = kwargs.get("dim", next((a for a in args[_position(op.name) :][:1]), default))
-    dim = dim if isinstance(dim, int) and not isinstance(dim, bool) else default
+    dim = default if dim is None or isinstance(dim, bool) else index(dim)
     keepdim = indices.dim() == x.tensor.dim()
     along = dim % x.tensor.dim() + 1
-    index = indices if keepdim else indices.unsqueeze(along - 1)
+    chosen_ones = indices if keepdim else indices.unsqueeze(along - 1)
 
     def choose(rows: Tensor) -> Tensor:
-        chosen = rows.gather(along, index.expand(rows.shape[0], *index.shape))
+        chosen = rows.gather(along, chosen_ones.expand(rows.shape[0], *chosen_ones.shape))
         return chosen if keepdim else chosen.squeeze(along)
 
     return [t.map(choose), None]
