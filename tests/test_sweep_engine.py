@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 from torch.utils.checkpoint import checkpoint
 
 from newton_summary import Partition, Summary, make_partition, summarize
@@ -391,6 +391,18 @@ def keywords(model: Net, x: Tensor) -> Tensor:
     h = torch.cat(tensors=[h, torch.mul(input=h, other=h)], dim=1)[:, 2:6]
     h = torch.addcmul(input=h, tensor1=h, tensor2=model.scale, value=2)
     return torch.sum(input=torch.where(condition=h > 0, input=h.sin(), other=h.exp())) / 7
+
+
+def halved(a: Tensor, *, x: Tensor) -> Tensor:
+    """A function of somebody's library that takes part in torch's protocol."""
+    if has_torch_function((a, x)):
+        return handle_torch_function(halved, (a, x), a, x=x)
+    return a * x / 2
+
+
+@recorded
+def function_of_a_library(model: Net, x: Tensor) -> Tensor:
+    return model.tail(halved(torch.tanh(model.a(x)), x=model.scale)).square().mean()
 
 
 @pytest.mark.parametrize("name", RECORDED)

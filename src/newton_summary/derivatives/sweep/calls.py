@@ -54,6 +54,7 @@ class Call:
     in_place: bool  # whether it changes its first argument
     passes: bool  # whether it only answers a question about a tensor
     accesses: bool  # whether it reads or writes an attribute, or hooks into a gradient
+    of_torch: bool  # whether its keywords are those of torch
     elementary: Callable[..., Any] | None  # what to run instead, for norms
     inside: Callable[..., Any] | None  # its body, where torch writes it in Python
 
@@ -66,6 +67,7 @@ class Call:
             writes_in_place(func),
             name in PASS,
             name.endswith((".get", ".set")) or name in GRADIENT_HOOKS,
+            not isinstance(func, types.FunctionType) or of_torch(func),
             ELEMENTARY.get(python_function(func)),
             without_override_check(func) if isinstance(func, types.FunctionType) else None,
         )
@@ -129,6 +131,11 @@ def writes_in_place(func: Callable[..., Any]) -> bool:
     )
 
 
+def of_torch(func: types.FunctionType) -> bool:
+    """Whether a Python function is of torch."""
+    return (func.__module__ or "").startswith("torch")
+
+
 def without_override_check(func: types.FunctionType) -> Callable[..., Any] | None:
     """Return a function that torch writes in Python, without the check that called us.
 
@@ -137,7 +144,7 @@ def without_override_check(func: types.FunctionType) -> Callable[..., Any] | Non
     """
     checks = [name for name in PYTHON_CHECKS if name in func.__code__.co_names]
     checks = [name for name in checks if name in func.__globals__]
-    if not checks or not (func.__module__ or "").startswith("torch"):
+    if not checks or not of_torch(func):
         return None
     unchecked = {**func.__globals__, **dict.fromkeys(checks, lambda *args: False)}
     copy = types.FunctionType(

@@ -116,7 +116,7 @@ class Recorder(TorchFunctionMode):
         tensors = find_tensors((args, kwargs) if kwargs else args)
         if not any(t.requires_grad for t in tensors):
             return self._run_unrecorded(func, args, kwargs, in_place)
-        if kwargs:
+        if kwargs and call.of_torch:
             args, kwargs = in_position(args, kwargs)
         has_complex = any(t.is_complex() for t in tensors)
         if call.name in self.decomposed and not has_complex:
