@@ -7,7 +7,7 @@
 | bilinear | ``bilinear.py`` | linear layers, convolutions, matrix and elementwise products |
 | elementwise | ``elementwise.py`` | activations and other functions of one number |
 | normalize | ``normalize.py`` | softmax and its kin, the standardisation of norm layers |
-| decomposed | ``decomposed.py`` | recorded as several of the above: attention, losses |
+| decomposed | ``decomposed/`` | recorded as several of the above: attention, losses, LSTMs |
 | generic | ``generic.py`` | everything else |
 
 A rule takes (sweep, operation, *arguments) with every tensor among the arguments as a ``Value``.
