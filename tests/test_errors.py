@@ -294,3 +294,14 @@ def test_complex_parameters():
     model = nn.Linear(2, 2, dtype=torch.complex64)
     with pytest.raises(ValueError, match=r"'weight' is complex.*real"):
         summarize(model, lambda model, x: model(x).abs().mean(), torch.ones(3, 2).cfloat())
+
+
+def test_a_dataset_is_not_a_batch():
+    data = torch.utils.data.TensorDataset(torch.randn(4, 3), torch.randn(4, 1))
+    with pytest.raises(TypeError, match=r"TensorDataset.*DataLoader"):
+        summarize(nn.Linear(3, 1), lambda model, batch: model(batch[0]).sum(), data)
+
+
+def test_what_is_no_module_is_said():
+    with pytest.raises(TypeError, match=r"generator.*Module"):
+        make_partition(nn.Linear(3, 1).parameters())

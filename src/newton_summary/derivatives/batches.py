@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
 
 
 def _as_batches(data: Any) -> Iterable[Any]:
@@ -21,6 +22,11 @@ def _as_batches(data: Any) -> Iterable[Any]:
         return [data]
     if isinstance(data, list):
         return [data] if any(isinstance(x, Tensor | np.ndarray) for x in data) else data
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        raise TypeError(
+            f"The data is a {type(data).__name__}, a set of samples. Give batches of them: "
+            f"torch.utils.data.DataLoader(dataset, batch_size=...)."
+        )
     if not isinstance(data, Iterable):
         return [data]
     return list(data) if isinstance(data, Iterator) else data  # it can be read only once
