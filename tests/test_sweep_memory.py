@@ -93,3 +93,19 @@ def test_every_two_groups_meet_in_a_chunk(S, parts):
     for s in range(S):
         for t in range(S):
             assert any({s, t} <= chunk for chunk in chunks)
+
+
+def test_how_to_split_is_found_once_also_for_a_loader():
+    """A second measurement records parts at once, whatever the data comes in."""
+    net, loss_fn = make_net(), Counted()
+    u = {name: torch.ones_like(p) for name, p in net.named_parameters()}
+    x, y = make_batch()
+
+    class Loader:
+        def __iter__(self):
+            yield x, y
+
+    for _ in range(2):
+        loss_fn.sizes.clear()
+        ns.summarize(net, loss_fn, Loader(), direction=u, stack_limit=2**14)
+    assert max(loss_fn.sizes) < 24 and sum(loss_fn.sizes) == 24

@@ -208,10 +208,10 @@ def find_partition(model: nn.Module, partition: Partition | Spec) -> Partition:
     return partition.to()  # the model may have moved since
 
 
-# How batches are split for a model, found once for a loss, a mode, S, order and limit: the size of
-# the batch and of its parts. By the loss itself, which is kept so that its id stays its own: two
-# that share their code may differ in what they have closed over.
-_splits: WeakKeyDictionary[nn.Module, dict[Any, tuple[int, int | None, Any]]] = WeakKeyDictionary()
+# Into parts of how many samples a model's batches are split, found once for a loss, a mode, S,
+# order and limit. By the loss itself, which is kept so that its id stays its own: two that share
+# their code may differ in what they have closed over.
+_splits: WeakKeyDictionary[nn.Module, dict[Any, tuple[int | None, Any]]] = WeakKeyDictionary()
 
 
 def _within_limit(
@@ -228,9 +228,8 @@ def _within_limit(
     key = (id(probe.loss_fn), modes, len(probe.partition), order, stack_limit)
     may_split = probe.microbatch is None
     if may_split and key in known:
-        size, part, _ = known[key]
-        if part is None or probe.largest_batch() == size:
-            may_split, probe.microbatch = False, part
+        may_split = False
+        probe.microbatch, _ = known[key]
     run = partial(summarize_sweep, stack_limit=stack_limit, may_split=may_split)
     try:
         return _mean_summary(probe, u, run, order, report)
@@ -238,7 +237,7 @@ def _within_limit(
         part = probe.split_to_fit(large.limit / large.needed, large.loss)
         if len(known) >= 16:  # somebody makes a new loss for every measurement
             known.clear()
-        known[key] = (probe.largest_batch(), part, probe.loss_fn)
+        known[key] = (part, probe.loss_fn)
     run = partial(summarize_sweep, stack_limit=stack_limit)
     return _mean_summary(probe, u, run, order, report)
 

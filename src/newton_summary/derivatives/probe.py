@@ -156,12 +156,6 @@ class Probe:
             raise ValueError("The data is empty: it gave no batch to measure.")
         self.num_parts = count
 
-    def largest_batch(self) -> int:
-        """Return the number of samples of the batch that was measured last, or comes first."""
-        if self._last_batch is None and isinstance(self._batches, list) and self._batches:
-            return count_samples(self._batches[0])
-        return count_samples(self._last_batch)
-
     def split_to_fit(self, fraction: float, loss: Tensor) -> int | None:
         """Split batches so that a part takes a fraction of the last batch, where that is allowed.
 
