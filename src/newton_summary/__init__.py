@@ -1,6 +1,7 @@
 """Exact higher-order information about the training of a network, seen through groups of layers."""
 
 from newton_summary.advice import Advice, suggest_lrs
+from newton_summary.history import History, Trial
 from newton_summary.learning_rates import LearningRates, learning_rates
 from newton_summary.measure import derivative_tensor, summarize, taylor_terms
 from newton_summary.optimizer import NewtonSummary
@@ -12,11 +13,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Advice",
+    "History",
     "LearningRates",
     "NewtonSummary",
     "Partition",
     "Summary",
     "SummaryWindow",
+    "Trial",
     "Verification",
     "__version__",
     "derivative_tensor",

@@ -21,7 +21,8 @@ from newton_summary.experiments.results import (
     optimizer_label,
     setup_label,
 )
-from newton_summary.experiments.rundir import Measured, Run
+from newton_summary.experiments.rundir import Run
+from newton_summary.history import Measured
 from newton_summary.summary import Block
 
 # Okabe and Ito's colours, which most colour-blind readers tell apart.

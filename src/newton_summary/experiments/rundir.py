@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch import Tensor
 
 from newton_summary.experiments.config import (
     ExperimentConfig,
@@ -32,7 +31,7 @@ from newton_summary.experiments.config import (
     to_dict,
 )
 from newton_summary.experiments.errors import UserError
-from newton_summary.summary import Summary
+from newton_summary.history import History, Measured
 
 CONFIG, METRICS, SUMMARIES, CHECKPOINT, ENVIRONMENT = (
     "config.json",
@@ -47,25 +46,11 @@ Row = dict[str, Any]
 # Fields that may differ when a run goes on: where things are, and how long to train.
 FREE = {"data.root", "data.download", "epochs", "recipe"}
 
-
-@dataclass(frozen=True)
-class Measured:
-    """A summary at the end of an epoch (of epoch 0: at the start)."""
-
-    epoch: int
-    kind: str  # "full": along the full-batch gradient; "optimizer": the last one it used
-    summary: Summary
-    eta: Tensor  # (S,)
-    status: str  # of the learning rates
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values and tensors."""
-        return {**vars(self), "summary": self.summary.to("cpu").state_dict()}
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> Measured:
-        """Return what :meth:`state_dict` has written."""
-        return cls(**{**state, "summary": Summary.from_state_dict(state["summary"])})
+# Metrics that are shown as curves.
+CURVES = (
+    *("train_loss", "validation_loss", "test_loss", "validation_accuracy", "test_accuracy"),
+    *("lr", "seconds"),
+)
 
 
 @dataclass
@@ -110,6 +95,23 @@ class Run:
     def summaries(self) -> list[Measured]:
         """Read the summaries."""
         return read_summaries(self.path)
+
+    def history(self, name: str | None = None) -> History:
+        """Read everything that figures and reports show; full-batch summaries if there are any."""
+        every = self.summaries()
+        measured = [m for m in every if m.kind == "full"] or every
+        metrics = [key for row in self.rows[-1:] for key in row if key in CURVES]
+        curves = {
+            key: [(row["epoch"], row[key]) for row in self.rows if row.get(key) is not None]
+            for key in metrics
+        }
+        sessions = self.environment().get("sessions") or [{}]
+        facts = {key: str(value) for key, value in sessions[-1].items() if value is not None}
+        command = " ".join(sessions[-1].get("command", []))
+        configuration = {key: str(value) for key, value in flatten(self.config).items()}
+        return History(
+            name or str(self.path), measured, curves, {**configuration, **facts, "command": command}
+        )
 
     def environment(self) -> dict[str, Any]:
         """Read the sessions of the run, and its speed."""

@@ -30,8 +30,9 @@ from newton_summary.experiments.config import AdamConfig, ExperimentConfig, chec
 from newton_summary.experiments.datasets import Batches, Dataset, Split, load_dataset
 from newton_summary.experiments.errors import UserError
 from newton_summary.experiments.optimizers import Stepper, checked_partition, make_stepper
-from newton_summary.experiments.rundir import Measured, Row, Run, RunWriter
+from newton_summary.experiments.rundir import Row, Run, RunWriter
 from newton_summary.experiments.tasks import Task, make_task
+from newton_summary.history import Measured
 from newton_summary.learning_rates import learning_rates
 from newton_summary.measure import summarize
 from newton_summary.optimizer import NewtonSummary
