@@ -115,7 +115,7 @@ class KFACConfig(OptimizerConfig):
 
 @dataclass(frozen=True)
 class NewtonSummaryConfig(OptimizerConfig):
-    """NewtonSummary; the defaults are those of the paper (App. G)."""
+    """NewtonSummary. With averaging=window it is the paper's, with none of our safeguards."""
 
     name: ClassVar[str] = "newton_summary"
 

@@ -149,7 +149,9 @@ def _newton_summary(config: NewtonSummaryConfig, task: Task, train: Split) -> Ne
     direction = None
     if config.direction == "adam":
         direction = Adam(task.model.parameters(), lr=1e-3)
-    return NewtonSummary(
+    # With the window this is the paper's optimizer, without any safeguard.
+    make = NewtonSummary.paper if config.averaging == "window" else NewtonSummary
+    return make(
         checked_partition(task, config.partition),
         lr=config.lr,
         lambda_int=config.lambda_int,
@@ -160,10 +162,8 @@ def _newton_summary(config: NewtonSummaryConfig, task: Task, train: Split) -> Ne
         warmup=config.warmup,
         direction=direction,
         curvature=(task.loss, Batches(train, config.curvature_batch_size, drop_last=True)),
-        averaging=config.averaging,
         diagonal=config.diagonal,
         negative=config.negative,
-        keep_last_good=config.averaging != "window",  # the paper uses no safeguards
         backend=config.backend,
     )
 

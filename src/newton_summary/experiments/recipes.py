@@ -37,6 +37,10 @@ PARTITIONS = (
 """Of the partition study (App. J), coarsest first."""
 
 
+DEFAULTS = NewtonSummaryConfig(lr=0.5, averaging="normalized")
+"""NewtonSummary as the package makes it when nothing is said."""
+
+
 # --- the four setups (Section 6.2, Table 6) ------------------------------------------------------
 
 
@@ -104,7 +108,7 @@ def with_newton_summary(name: str) -> ExperimentConfig:
 
 def with_normalized(name: str) -> ExperimentConfig:
     """NewtonSummary with the package's own defaults, the same for every setup."""
-    return setup(name, NewtonSummaryConfig(lr=0.3, lambda_int=1.0, averaging="normalized"))
+    return setup(name, DEFAULTS)
 
 
 def with_sgd(name: str) -> ExperimentConfig:
@@ -160,7 +164,7 @@ def embedded(model: str, optimizer: OptimizerConfig) -> ExperimentConfig:
 
 def lenet_embedded() -> ExperimentConfig:
     """LeNet on 4,500 digits with NewtonSummary."""
-    return embedded("lenet", NewtonSummaryConfig(averaging="normalized", curvature_batch_size=500))
+    return embedded("lenet", replace(DEFAULTS, curvature_batch_size=500))
 
 
 def lenet_embedded_adam() -> ExperimentConfig:
@@ -175,7 +179,7 @@ def lenet_embedded_sgd() -> ExperimentConfig:
 
 def mlp_embedded() -> ExperimentConfig:
     """MLP on 4,500 digits with NewtonSummary."""
-    return embedded("mlp", NewtonSummaryConfig(averaging="normalized", curvature_batch_size=500))
+    return embedded("mlp", replace(DEFAULTS, curvature_batch_size=500))
 
 
 def mlp_embedded_adam() -> ExperimentConfig:
@@ -202,9 +206,7 @@ def resnet18_cifar10() -> ExperimentConfig:
         model=ModelConfig("resnet18"),
         data=DataConfig("cifar10"),
         epochs=30,
-        optimizer=NewtonSummaryConfig(
-            averaging="normalized", partition="blocks-4", curvature_batch_size=500
-        ),
+        optimizer=replace(DEFAULTS, partition="blocks-4", curvature_batch_size=500),
     )
 
 
@@ -219,7 +221,7 @@ def autoencoder_mnist() -> ExperimentConfig:
         model=ModelConfig("autoencoder"),
         data=DataConfig("mnist"),
         epochs=50,
-        optimizer=NewtonSummaryConfig(lr=0.1, averaging="normalized"),
+        optimizer=replace(DEFAULTS, lr=0.1),
     )
 
 
@@ -227,7 +229,7 @@ def autoencoder_embedded() -> ExperimentConfig:
     """The autoencoder on the digits inside the package."""
     return embedded(
         "autoencoder",
-        NewtonSummaryConfig(lr=0.1, averaging="normalized", curvature_batch_size=500),
+        replace(DEFAULTS, lr=0.1, curvature_batch_size=500),
     )
 
 
@@ -237,8 +239,8 @@ def gpt_addition() -> ExperimentConfig:
         model=ModelConfig("gpt"),
         data=DataConfig("addition"),
         epochs=30,
-        optimizer=NewtonSummaryConfig(
-            averaging="normalized", partition="blocks-2", direction="adam", curvature_batch_size=500
+        optimizer=replace(
+            DEFAULTS, partition="blocks-2", direction="adam", curvature_batch_size=500
         ),
     )
 
