@@ -118,10 +118,20 @@ class History:
 
     # --- files ------------------------------------------------------------------------------------
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values and tensors."""
+        return {**vars(self), "measured": [measured.state_dict() for measured in self.measured]}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> History:
+        """Return what :meth:`state_dict` has written."""
+        measured = [Measured.from_state_dict(entry) for entry in state["measured"]]
+        curves = {k: [(x, y) for x, y in points] for k, points in state["curves"].items()}
+        return cls(**{**state, "measured": measured, "curves": curves})
+
     def save(self, path: str | Path) -> None:
         """Write the history to a file that :meth:`load` reads."""
-        state = {**vars(self), "measured": [measured.state_dict() for measured in self.measured]}
-        torch.save(state, path)
+        torch.save(self.state_dict(), path)
 
     @classmethod
     def load(cls, path: str | Path) -> History:
@@ -129,6 +139,4 @@ class History:
         state = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(state, dict) or "measured" not in state:
             raise ValueError(f"{path} holds no history. History.save writes one.")
-        measured = [Measured.from_state_dict(entry) for entry in state["measured"]]
-        curves = {k: [(x, y) for x, y in points] for k, points in state["curves"].items()}
-        return cls(**{**state, "measured": measured, "curves": curves})
+        return cls.from_state_dict(state)
