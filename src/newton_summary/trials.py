@@ -1,0 +1,137 @@
+"""Try steps along the learning rates: what the summary predicts, and what the loss does."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from newton_summary.derivatives.probe import LossFn, Probe, check_finite
+from newton_summary.derivatives.state import unmoved
+from newton_summary.directions import Direction, find_direction
+from newton_summary.distributed import is_active, sum_over_ranks
+from newton_summary.history import Trial
+from newton_summary.learning_rates import LearningRates, learning_rates
+from newton_summary.measure import find_partition
+from newton_summary.partition import Partition, Spec, trainable, unwrap
+from newton_summary.summary import Summary
+
+
+def step_trials(
+    model: nn.Module,
+    loss_fn: LossFn,
+    data: Any,
+    summary: Summary,
+    rates: LearningRates | Tensor | None = None,
+    *,
+    fractions: Sequence[float] = (0.25, 0.5, 1.0),
+    partition: Partition | Spec | None = None,
+    direction: Direction = "gradient",
+    microbatch: int | None = None,
+    distributed: str | bool = "auto",
+) -> tuple[Trial, ...]:
+    """Evaluate the loss at ``theta - fraction * U I_{P:S} eta``, and put everything back.
+
+    Call it right after :func:`summarize`, with the same model, loss, data and direction. The model
+    is afterwards as it was, bit for bit, and dropout draws as it did in the measurement. Takes one
+    pass over the data for each fraction and two more.
+
+    Args:
+        model: The model that was measured.
+        loss_fn: As for :func:`summarize`.
+        data: As for :func:`summarize`.
+        summary: The measurement, of order 2 or 3.
+        rates: Learning rates, as an object or a tensor (S,); by default those of the summary.
+        fractions: Which parts of the step to try.
+        partition: The groups of the summary, if it does not know them.
+        direction: As it was given to :func:`summarize`.
+        microbatch: As for :func:`summarize`.
+        distributed: As for :func:`summarize`.
+
+    Returns:
+        For each fraction the change of the loss that the second-order model predicts, and the real
+        one, which is infinite or nan if the step leads there. None at all if the rates are not
+        finite.
+    """
+    eta = _rates(summary, rates)
+    groups = _groups(model, summary, partition)
+    wrong = [fraction for fraction in fractions if not math.isfinite(fraction)]
+    if wrong:
+        raise ValueError(f"A fraction of the step is {wrong[0]}: write finite numbers.")
+    if not bool(torch.isfinite(eta).all()):
+        return ()
+    exact = summary.to(torch.float64)
+    trials = []
+    with Probe(model, loss_fn, data, groups, microbatch) as probe:
+        probe.over_ranks = is_active(distributed)
+        u = find_direction(direction, probe)
+        steps = groups.scale(u, eta)
+        start = _mean_loss(probe)
+        check_finite(start)
+        _compare(float(start), float(summary.loss))
+        with unmoved(probe.params.values()) as copies:
+            for fraction in fractions:
+                with torch.no_grad():
+                    for (name, p), before in zip(probe.params.items(), copies, strict=True):
+                        p.copy_(before - fraction * steps[name])
+                predicted = float(exact.predicted_change(fraction * eta))
+                trials.append(Trial(float(fraction), predicted, float(_mean_loss(probe) - start)))
+    return tuple(trials)
+
+
+def _rates(summary: Summary, rates: LearningRates | Tensor | None) -> Tensor:
+    summary.hessian()  # or say that there is none
+    if rates is None:
+        rates = learning_rates(summary, lambda_int=1.0 if summary.order == 3 else 0.0)
+    eta = rates.eta if isinstance(rates, LearningRates) else torch.as_tensor(rates)
+    if tuple(eta.shape) != (len(summary),):
+        raise ValueError(
+            f"The rates have shape {tuple(eta.shape)}, and the summary {len(summary)} groups."
+        )
+    return eta.detach().to(summary.gbar.device, torch.float64)
+
+
+def _groups(model: nn.Module, summary: Summary, partition: Partition | Spec | None) -> Partition:
+    """Return the groups of the summary, of the live model."""
+    if partition is None:
+        partition = summary.partition
+    if partition is None:
+        raise ValueError("The summary has no partition: say which groups it is of, partition=...")
+    if isinstance(partition, Partition) and all(p.is_meta for p in partition.params.values()):
+        live = trainable(unwrap(model))  # the summary was read from a file
+        if {n: p.shape for n, p in live.items()} == {
+            n: p.shape for n, p in partition.params.items()
+        }:
+            partition = Partition(partition.names, live, partition.labels, unwrap(model))
+    groups = find_partition(model, partition)
+    if summary.partition is not None and groups.names != summary.names:
+        raise ValueError("The partition has other groups than the summary.")
+    if len(groups) != len(summary):
+        raise ValueError(f"The partition has {len(groups)} groups, the summary {len(summary)}.")
+    return groups
+
+
+def _mean_loss(probe: Probe) -> Tensor:
+    """Return the mean loss over the samples of all batches and ranks, in float64."""
+    device = next(iter(probe.params.values())).device
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of the losses, and samples
+    for closure, size in probe.closures():
+        total[0] += size * closure().detach().reshape(()).to(total)
+        total[1] += size
+    if probe.over_ranks:
+        sum_over_ranks([total])
+    return (total[0] / total[1]).cpu()
+
+
+def _compare(loss: float, measured: float) -> None:
+    if math.isfinite(measured) and not math.isclose(loss, measured, rel_tol=1e-3, abs_tol=1e-9):
+        warnings.warn(
+            f"The loss is {loss:.6g}, and it was {measured:.6g} when the summary was measured: "
+            f"predicted and real changes are of different functions. Use the same data, and call "
+            f"step_trials before the model or the random state changes.",
+            stacklevel=3,
+        )
