@@ -1,0 +1,154 @@
+"""Measurements during a training with Lightning: ``pip install 'newton-summary[lightning]'``.
+
+Works with the packages ``lightning`` and ``pytorch_lightning``, which have the same contents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from newton_summary.integrations.lightning_loss import quiet, to_device, training_loss
+from newton_summary.integrations.loggers import PREFIX, Logger
+from newton_summary.integrations.monitor import Monitor
+from newton_summary.integrations.sampling import sample_batches
+from newton_summary.integrations.tensorboard import TensorBoard
+from newton_summary.integrations.wandb import WeightsAndBiases
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:
+    try:
+        from pytorch_lightning import Callback  # type: ignore[assignment]
+    except ImportError:
+        raise ImportError(
+            "The Lightning callback needs Lightning: pip install 'newton-summary[lightning]'."
+        ) from None
+
+__all__ = ["SummaryCallback", "training_loss"]
+
+
+class SummaryCallback(Monitor, Callback):
+    """Measures a LightningModule every few epochs, logs the rates, writes the report at the end.
+
+    >>> from newton_summary.integrations.lightning import SummaryCallback
+    >>> callback = SummaryCallback(every_n_epochs=5)  # Trainer(callbacks=[callback])
+
+    It has the arguments of :class:`~newton_summary.integrations.monitor.Monitor`. By default the
+    loss is that of ``training_step``, the data are samples of the training data, and the report is
+    in the directory of the trainer's logger. What ``training_step`` logs, and writes down in
+    attributes of the module, is not seen by the training: it goes on to the bit as without the
+    callback.
+
+    The trainer's loggers get ``newton_summary/loss``, ``newton_summary/predicted_change`` and
+    ``newton_summary/eta/<group>``, which ``callback_metrics`` have too; TensorBoard and W&B also
+    get the heat map of Hbar. ``callback.history`` is saved in checkpoints and goes on with them.
+    """
+
+    def batch_loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the mean loss of a batch: that of ``training_step``, or the given one."""
+        if self.loss_fn is None:
+            return training_loss(model, batch)
+        with quiet(model):
+            return self.loss_fn(model, to_device(model, batch))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Check that the report can be written."""
+        self.check_report()
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Measure what the epochs until now have made of the model."""
+        self._sum, self._batches = 0.0, 0
+        if self.is_due(trainer.current_epoch):
+            self._measure(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Add up the loss, on its device."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor):  # Lightning has divided it for the accumulation of gradients
+            self._sum = self._sum + loss.detach() * trainer.accumulate_grad_batches
+            self._batches += 1
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Take over the curves: the mean loss, and what the module and other callbacks log."""
+        epoch = trainer.current_epoch + 1
+        values = {} if not self._batches else {"train_loss": self._sum / self._batches}
+        values.update(trainer.callback_metrics)
+        for name, value in values.items():
+            # With on_step and on_epoch Lightning has a metric thrice: x, x_step and x_epoch.
+            again = name.endswith(("_step", "_epoch")) and name.rpartition("_")[0] in values
+            if not again and not name.startswith(f"{PREFIX}/"):
+                self.history.add_value(name, epoch, float(value))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Measure the trained model, and write the report."""
+        if trainer.current_epoch not in self.history.epochs:
+            self._measure(trainer, pl_module)
+        self._write(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Write the report of what there is."""
+        self._write(trainer)
+
+    def _measure(self, trainer: Any, module: Any) -> None:
+        if self.data is None:
+            self.data = sample_batches(
+                trainer.train_dataloader, self.num_batches, trainer.global_rank, trainer.world_size
+            )
+        loggers: list[Logger] = [_CallbackMetrics(trainer)]
+        if trainer.is_global_zero:
+            loggers += [_adapted(logger) for logger in trainer.loggers]
+        optimizer = next(iter(trainer.optimizers), None)
+        self.measure(
+            module, trainer.current_epoch, trainer.global_step, loggers=loggers, optimizer=optimizer
+        )
+
+    def _write(self, trainer: Any) -> None:
+        directory = trainer.log_dir or trainer.default_root_dir  # asked on every rank
+        if self.report is not None and trainer.is_global_zero and not trainer.fast_dev_run:
+            self.write_report(Path(directory) / self.report)
+
+
+class _CallbackMetrics:
+    """The numbers that other callbacks can watch."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Write numbers by name."""
+        self.trainer.callback_metrics.update({k: Tensor([v])[0] for k, v in values.items()})
+
+    def figure(self, name: str, figure: Any, step: int) -> None:
+        """Take no picture."""
+
+
+class _Metrics:
+    """A logger of Lightning that takes numbers, and pictures if its experiment does."""
+
+    def __init__(self, logger: Any, pictures: Logger | None):
+        self.logger, self.pictures = logger, pictures
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Write numbers by name."""
+        self.logger.log_metrics(dict(values), step=step)
+
+    def figure(self, name: str, figure: Any, step: int) -> None:
+        """Write a picture where that is possible."""
+        if self.pictures is not None:
+            self.pictures.figure(name, figure, step)
+
+
+def _adapted(logger: Any) -> Logger:
+    """Return a logger of Lightning as one of ours."""
+    kind = type(logger).__name__
+    if kind == "TensorBoardLogger":
+        return _Metrics(logger, TensorBoard(logger.experiment))
+    if kind == "WandbLogger":
+        return _Metrics(logger, WeightsAndBiases(logger.experiment))
+    return _Metrics(logger, None)

@@ -1,0 +1,114 @@
+"""The loss of a LightningModule: its ``training_step``, so that nobody hears of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+NOT_KEPT = frozenset(vars(nn.Module()))  # parameters, buffers, modes: a measurement keeps these
+
+
+def training_loss(module: Any, batch: Any) -> Tensor:
+    """Return what ``training_step`` gives for a batch, without logging and without a trace.
+
+    The batch is moved to the device as Lightning would do it. To train with
+    :class:`newton_summary.NewtonSummary`, return it from ``configure_optimizers`` with
+    ``curvature=(training_loss, loader)``.
+
+    Args:
+        module: A LightningModule with automatic optimization, attached to a trainer.
+        batch: As the data loader gives it.
+    """
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"{type(module).__name__} optimizes by hand, so its training_step is no function that "
+            f"returns a loss. Give loss_fn=..., with loss_fn(module, batch) -> mean loss."
+        )
+    with quiet(module):
+        batch = to_device(module, batch)
+        takes_index = len(inspect.signature(module.training_step).parameters) > 1
+        output = module.training_step(batch, 0) if takes_index else module.training_step(batch)
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"training_step of {type(module).__name__} returned {type(output).__name__} and no "
+            f"loss for a batch to measure on. Give data=... of which every batch has a loss."
+        )
+    return loss
+
+
+def to_device(module: Any, batch: Any) -> Any:
+    """Return a batch as the training loop would give it to ``training_step``."""
+    batch = module.trainer.precision_plugin.convert_input(batch)
+    batch = module.on_before_batch_transfer(batch, 0)
+    return module.trainer.strategy.batch_to_device(batch)
+
+
+@contextmanager
+def quiet(module: Any) -> Iterator[None]:
+    """Keep what a module logs and writes down in its attributes from the training."""
+    logs = {"log": _say_nothing, "log_dict": _say_nothing}
+    trainer = module.trainer
+    loggers = trainer.loggers
+    with attributes_kept(module):
+        vars(module).update(logs)
+        if loggers:
+            trainer.loggers = [_dummy_logger()]
+        try:
+            yield
+        finally:
+            trainer.loggers = loggers
+
+
+@contextmanager
+def attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Put back the attributes of a module and of all in it, such as lists of outputs and counters.
+
+    Of containers the contents are put back, of metrics (torchmetrics) also the tensors. Other
+    tensors that are changed in place, and belong into buffers, are not.
+    """
+    saved = []
+    with torch._C.DisableTorchFunction():  # nothing to record for a measurement
+        for part in module.modules():
+            live = vars(part)
+            is_metric = hasattr(type(part), "metric_state")
+            saved.append((live, {k: (v, _copied(v, is_metric)) for k, v in live.items()}))
+    try:
+        yield
+    finally:
+        for live, before in saved:
+            for name in [name for name in live if name not in before]:
+                del live[name]
+            for name, (value, copy) in before.items():
+                if name in NOT_KEPT:
+                    continue
+                live[name] = copy if isinstance(value, Tensor) else value
+                if isinstance(value, list):
+                    value[:] = copy
+                elif isinstance(value, dict | set):
+                    value.clear()
+                    value.update(copy)
+
+
+def _copied(value: Any, is_metric: bool) -> Any:
+    if isinstance(value, Tensor) and is_metric:
+        return value.clone()
+    return value.copy() if isinstance(value, list | dict | set) else value
+
+
+def _say_nothing(*args: Any, **kwargs: Any) -> None:
+    """Stand in for ``log`` and ``log_dict``."""
+
+
+def _dummy_logger() -> Any:
+    """Return Lightning's own logger that does nothing, whatever is called on it."""
+    try:
+        from lightning.pytorch.loggers.logger import DummyLogger
+    except ImportError:
+        from pytorch_lightning.loggers.logger import DummyLogger  # type: ignore[assignment]
+    return DummyLogger()

@@ -1,0 +1,238 @@
+"""A model measured again and again during its training: what all callbacks share."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import newton_summary
+from newton_summary.derivatives.probe import CannotDifferentiate, LossFn
+from newton_summary.history import History, Measured, Trial
+from newton_summary.integrations.loggers import Logger, log_measured
+from newton_summary.learning_rates import STATUS, LearningRates, learning_rates
+from newton_summary.measure import summarize
+from newton_summary.optimizer import NewtonSummary
+from newton_summary.partition import Partition, Spec, unwrap
+from newton_summary.summary import Summary
+from newton_summary.trials import step_trials
+
+REPORT = "newton_summary.html"
+
+
+class Monitor:
+    """Measures a model during its training, fills a history and logs, and writes the report.
+
+    For a training loop of one's own:
+
+    >>> from newton_summary.integrations.monitor import Monitor
+    >>> _ = torch.manual_seed(0)
+    >>> model, x, y = nn.Linear(3, 1), torch.randn(64, 3), torch.randn(64, 1)
+    >>> def loss_fn(model, batch):
+    ...     return (model(batch[0]) - batch[1]).square().mean()
+    >>> monitor = Monitor(loss_fn=loss_fn, data=(x, y), lambda_int=0.0)
+    >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> for epoch in range(3):
+    ...     _ = monitor.measure(model, epoch)
+    ...     loss_fn(model, (x, y)).backward()
+    ...     sgd.step()
+    ...     sgd.zero_grad()
+    >>> monitor.history.epochs
+    [0.0, 1.0, 2.0]
+
+    and at the end ``monitor.write_report("report.html")``. The callbacks of frameworks are monitors
+    that know where to find model, loss, data and logs.
+
+    The first measurement raises an error if something is wrong with what it is given. Later ones
+    only warn, once: a training goes on although it has diverged, or the memory is short.
+
+    Args:
+        every_n_epochs: How often a callback measures: before the training, after every so many
+            epochs, and at the end.
+        data: What to measure on, as for :func:`newton_summary.summarize`. If not given, callbacks
+            draw samples from the training data, once, and measure on these.
+        num_batches: How many batches of samples they draw.
+        loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a batch. Callbacks know a
+            default.
+        partition: The groups, as for :func:`newton_summary.summarize`.
+        lambda_int: Strength of the cubic term, as for :func:`newton_summary.learning_rates`.
+        report: Where callbacks write the report at the end; None for no report. A relative path
+            begins in the directory that the framework writes to.
+        loggers: Logs to write to, beside those that a callback finds.
+        figures: Whether to log the heat map of Hbar too.
+        trials: Whether to try the steps that were found, on the same data, so that the report can
+            show predicted against real changes of the loss. Takes five more passes over the data.
+        name: Of the history, as the report shows it.
+        **options: More arguments for :func:`newton_summary.summarize`, such as ``microbatch``,
+            ``backend`` or ``stderr``.
+
+    Attributes:
+        history: What was measured, with the curves of the training.
+    """
+
+    def __init__(
+        self,
+        every_n_epochs: int = 1,
+        *,
+        data: Any = None,
+        num_batches: int = 8,
+        loss_fn: LossFn | None = None,
+        partition: Partition | Spec = "canonical",
+        lambda_int: float = 1.0,
+        report: str | Path | None = REPORT,
+        loggers: Sequence[Logger] = (),
+        figures: bool = True,
+        trials: bool = True,
+        name: str = "run",
+        **options: Any,
+    ):
+        for what, number in (("every_n_epochs", every_n_epochs), ("num_batches", num_batches)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ValueError(f"{what}={number!r}: write a whole number, 1 or more.")
+        super().__init__()  # of the framework's callback
+        self.every_n_epochs, self.num_batches = every_n_epochs, num_batches
+        self.data, self.loss_fn = data, loss_fn
+        self.partition, self.lambda_int = partition, lambda_int
+        self.report, self.figures, self.trials = report, figures, trials
+        self.loggers = list(loggers)
+        self.options = {"order": 3 if lambda_int > 0 else 2, **options}
+        self.history = History(name)
+        self._loss = self.batch_loss  # one object: how to split batches is remembered by loss
+        self._warned = False
+
+    def batch_loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the mean loss of a batch."""
+        if self.loss_fn is None:
+            raise ValueError("There is no loss to measure: give loss_fn=... to the monitor.")
+        return self.loss_fn(model, batch)
+
+    def is_due(self, epoch: float) -> bool:
+        """Return whether to measure after so many epochs."""
+        return epoch % self.every_n_epochs == 0 and epoch not in self.history.epochs
+
+    def measure(
+        self,
+        model: nn.Module,
+        epoch: float,
+        step: int = 0,
+        *,
+        data: Any = None,
+        loggers: Sequence[Logger] = (),
+        optimizer: Optimizer | None = None,
+    ) -> Measured | None:
+        """Measure the model, add it to the history, and write to the logs.
+
+        Args:
+            model: As it is; it stays so.
+            epoch: Epochs done, which need not be whole.
+            step: Steps done, for the logs.
+            data: Instead of the monitor's.
+            loggers: Beside the monitor's own.
+            optimizer: What trains the model. If that is :class:`newton_summary.NewtonSummary` with
+                the same groups, the last summary that it used is added as well.
+
+        Returns:
+            The measurement; None if it failed, and was not the first.
+        """
+        data = self.data if data is None else data
+        if data is None:
+            raise ValueError("There is nothing to measure on: give data=... to the monitor.")
+        try:
+            summary = summarize(model, self._loss, data, partition=self.partition, **self.options)
+            rates = learning_rates(summary, self.lambda_int)
+            tried = self._try(model, data, summary, rates) if self.trials else ()
+            self.history.add(float(epoch), summary, rates, trials=tried)
+        except (ValueError, RuntimeError, CannotDifferentiate) as error:
+            if not self.history.measured:
+                raise
+            self._warn(
+                f"The model was not measured after epoch {epoch:g}, and the training goes on: "
+                f"{error}"
+            )
+            return None
+        if not rates.ok:
+            self._warn(f"The rates after epoch {epoch:g} are of no use. {STATUS[rates.status]}")
+        measured = self.history.measured[-1]
+        self._tell(model, measured, optimizer)
+        new = [measured]
+        if isinstance(optimizer, NewtonSummary):
+            last, used = optimizer.last_summary, optimizer.last_rates
+            if last is not None and used is not None and last.names == summary.names:
+                self.history.add(float(epoch), last, used, kind="optimizer")
+                new.append(self.history.measured[-1])
+        for logger in (*self.loggers, *loggers):
+            for entry in new:
+                log_measured(logger, entry, step, self.figures)
+        return measured
+
+    def write_report(self, path: str | Path | None = None) -> Path | None:
+        """Write the report.
+
+        Args:
+            path: Of the page; the monitor's ``report`` if not given.
+
+        Returns:
+            The path; None if there is nothing to write, or no path.
+        """
+        path = self.report if path is None else path
+        if path is None or not self.history.measured:
+            return None
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        newton_summary.report(self.history, path)
+        return path
+
+    def check_report(self) -> None:
+        """Raise at the start of a training if the report at its end cannot be written."""
+        if self.report is not None and importlib.util.find_spec("plotly") is None:
+            raise ImportError(
+                "The report at the end of the training needs plotly: "
+                "pip install 'newton-summary[report]', or give report=None."
+            )
+
+    def _try(
+        self, model: nn.Module, data: Any, summary: Summary, rates: LearningRates
+    ) -> tuple[Trial, ...]:
+        same = ("direction", "microbatch", "distributed")
+        options = {name: self.options[name] for name in same if name in self.options}
+        return step_trials(model, self._loss, data, summary, rates, **options)
+
+    def _warn(self, message: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"{message} (Told once.)", stacklevel=3)
+
+    def _tell(self, model: nn.Module, measured: Measured, optimizer: Optimizer | None) -> None:
+        """Write down how it was measured."""
+        model = unwrap(model)
+        params = [p for p in model.parameters() if p.requires_grad]
+        summary = measured.summary
+        self.history.facts |= {
+            "model": f"{type(model).__name__}, {sum(p.numel() for p in params):,} parameters",
+            "measured on": f"{summary.num_samples:,} samples",
+            "backend": summary.backend,
+            "lambda_int": f"{self.lambda_int:g}",
+            "device": str(params[0].device),
+            "newton_summary": newton_summary.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+        if optimizer is not None:
+            self.history.facts["trained with"] = type(optimizer).__name__
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the history as plain values and tensors."""
+        return {"history": self.history.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a history."""
+        self.history = History.from_state_dict(state["history"])

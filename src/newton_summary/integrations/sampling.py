@@ -1,0 +1,47 @@
+"""Samples of the training data to measure on, taken without disturbing the training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+from newton_summary.derivatives.state import RandomState
+
+
+def sample_batches(loader: Any, num_batches: int, rank: int = 0, ranks: int = 1) -> list[Any]:
+    """Return batches of random samples from the dataset of a loader.
+
+    The samples are the same at each call, and each rank has others. The loader itself is not read,
+    so its workers, its sampler and all random numbers stay as they are. Batches have the loader's
+    size: for batch norms the loss depends on it.
+
+    Args:
+        loader: A DataLoader, or a wrapper with the same attributes.
+        num_batches: At most so many; fewer where the dataset is small.
+        rank: Number of this process.
+        ranks: How many processes there are.
+    """
+    dataset = getattr(loader, "dataset", None)
+    batch_size = getattr(loader, "batch_size", None)
+    batch_size = batch_size or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    if not isinstance(dataset, Dataset) or isinstance(dataset, IterableDataset) or not batch_size:
+        raise ValueError(
+            f"No samples to measure on can be drawn from the training data ({type(loader).__name__}"
+            f" of {type(dataset).__name__}): that needs one DataLoader with a batch size, of a "
+            f"dataset with a length. Give data=..., a batch or a list of batches."
+        )
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type]
+    mine = order[rank::ranks].tolist()
+    # Whole batches if there is one: a batch norm cannot take the one sample that may be left over.
+    size = min(batch_size, len(mine))
+    count = min(num_batches, len(mine) // size) * size
+    random_state = RandomState(())
+    before = random_state.capture()
+    try:
+        subset = Subset(dataset, mine[:count])
+        return list(DataLoader(subset, batch_size=size, collate_fn=loader.collate_fn))
+    finally:
+        random_state.forget()
+        random_state.restore(before)

@@ -1,0 +1,61 @@
+"""Measurements in TensorBoard: ``pip install 'newton-summary[tensorboard]'``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from newton_summary.history import History
+from newton_summary.integrations.loggers import log_measured
+from newton_summary.learning_rates import LearningRates
+from newton_summary.summary import Summary
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoard:
+    """A :class:`~newton_summary.integrations.loggers.Logger` that writes with a SummaryWriter.
+
+    Args:
+        writer: ``torch.utils.tensorboard.SummaryWriter`` or one of the same methods.
+    """
+
+    def __init__(self, writer: SummaryWriter):
+        self.writer = writer
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Write numbers by name."""
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def figure(self, name: str, figure: Figure, step: int) -> None:
+        """Write a picture, and close it."""
+        self.writer.add_figure(name, figure, step, close=True)
+
+
+def log_summary(
+    writer: SummaryWriter,
+    summary: Summary,
+    rates: LearningRates,
+    step: int,
+    *,
+    figures: bool = True,
+) -> None:
+    """Write a measurement to TensorBoard.
+
+    The numbers are ``newton_summary/loss``, ``newton_summary/predicted_change`` (of a step along
+    the rates, to second order) and ``newton_summary/eta/<group>``; the picture is
+    ``newton_summary/Hbar``, if matplotlib is installed.
+
+    Args:
+        writer: ``torch.utils.tensorboard.SummaryWriter``.
+        summary: From :func:`newton_summary.summarize`.
+        rates: From :func:`newton_summary.learning_rates`.
+        step: Of the training.
+        figures: Whether to write the heat map of Hbar too.
+    """
+    history = History()
+    history.add(0, summary, rates)
+    log_measured(TensorBoard(writer), history.measured[0], step, figures)

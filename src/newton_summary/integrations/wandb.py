@@ -1,0 +1,39 @@
+"""Measurements in Weights & Biases; needs the package ``wandb``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from newton_summary.integrations.loggers import PREFIX
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class WeightsAndBiases:
+    """A :class:`~newton_summary.integrations.loggers.Logger` that writes to a run of W&B.
+
+    W&B counts calls of ``log`` and drops what comes with an earlier number. Measurements bring the
+    step of the training as a metric of its own, ``newton_summary/step``, which is then their axis:
+    they mix with whatever else the run logs.
+
+    Args:
+        run: What ``wandb.init()`` returns.
+    """
+
+    def __init__(self, run: Any):
+        self.run = run
+        run.define_metric(f"{PREFIX}/*", step_metric=f"{PREFIX}/step")
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Write numbers by name."""
+        self.run.log({**values, f"{PREFIX}/step": step})
+
+    def figure(self, name: str, figure: Figure, step: int) -> None:
+        """Write a picture, and close it."""
+        import matplotlib.pyplot as plt
+        import wandb
+
+        self.run.log({name: wandb.Image(figure), f"{PREFIX}/step": step})
+        plt.close(figure)
