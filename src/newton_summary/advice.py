@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from newton_summary.derivatives.probe import LossFn, Probe
 from newton_summary.directions import find_direction
+from newton_summary.distributed import find_ranks, together
 from newton_summary.learning_rates import STATUS, LearningRates, learning_rates
 from newton_summary.measure import find_partition, summarize
 from newton_summary.partition import Params, Partition, Spec, text_table, unwrap
@@ -152,6 +153,7 @@ def suggest_lrs(
     backend: str = "auto",
     microbatch: int | None = None,
     progress: bool = False,
+    distributed: str | bool | Any = "auto",
 ) -> Advice:
     """Tell by which factor each group of an optimizer should change its learning rate.
 
@@ -181,6 +183,7 @@ def suggest_lrs(
         backend: As for :func:`summarize`.
         microbatch: As for :func:`summarize`.
         progress: As for :func:`summarize`.
+        distributed: As for :func:`summarize`.
 
     Returns:
         The advice.
@@ -212,7 +215,8 @@ def suggest_lrs(
             _own_groups(model, optimizer) if partition is None else find_partition(model, partition)
         )
         source = data if direction_data is None else direction_data
-        with Probe(model, loss_fn, source, part, microbatch) as probe:
+        ranks = find_ranks(distributed, next(iter(part.params.values())).device)
+        with together(ranks, [1]), Probe(model, loss_fn, source, part, microbatch, ranks) as probe:
             u = find_direction(optimizer, probe)
         summary = summarize(
             model,
@@ -225,6 +229,7 @@ def suggest_lrs(
             microbatch=microbatch,
             progress=progress,
             stderr=True,
+            distributed=distributed,
         )
     rates = learning_rates(summary, lambda_int, diagonal=diagonal)
     return Advice(

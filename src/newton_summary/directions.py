@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from newton_summary.derivatives.probe import Probe, check_depends, check_finite
 from newton_summary.derivatives.state import unmoved
-from newton_summary.distributed import sum_over_ranks
 from newton_summary.partition import Params, _nearest
 
 Direction = str | Mapping[str, Tensor] | Optimizer
@@ -33,12 +32,19 @@ def gradient(probe: Probe) -> Params:
         with torch.no_grad():
             batch_mean = [g.to_dense().to(d) for g, d in zip(grads, wide, strict=True)]
             torch._foreach_lerp_(mean, batch_mean, size / samples)
-    if probe.over_ranks:
-        count = torch.tensor(float(samples), dtype=torch.float64, device=leaves[0].device)
-        torch._foreach_mul_(mean, float(samples))
-        sum_over_ranks([*mean, count])
-        torch._foreach_div_(mean, float(count))
+    if probe.ranks is not None:
+        count = torch.tensor([float(samples)], dtype=torch.float64, device=leaves[0].device)
+        total = float(probe.ranks.total(count))
+        if total == 0:
+            raise ValueError("The data is empty on all ranks: there is no batch to measure.")
+        torch._foreach_mul_(mean, samples / total)
+        probe.ranks.add_up(mean)
     return {name: g.to(p.dtype) for (name, p), g in zip(probe.params.items(), mean, strict=True)}
+
+
+def needs_gradient(direction: Direction) -> bool:
+    """Return whether a direction is made from a gradient, which ranks then have to exchange."""
+    return not isinstance(direction, Mapping)
 
 
 DIRECTIONS: dict[str, Callable[[Probe], Params]] = {"gradient": gradient}

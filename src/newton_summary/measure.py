@@ -17,9 +17,23 @@ from newton_summary.derivatives import AUTO, BACKENDS
 from newton_summary.derivatives.nested import Contraction, nested_taylor_terms, nested_tensor
 from newton_summary.derivatives.probe import CannotDifferentiate, Closure, LossFn, Probe
 from newton_summary.derivatives.sweep import StackTooLarge, summarize_sweep
-from newton_summary.directions import Direction, find_direction
-from newton_summary.distributed import is_active, mean_over_ranks
-from newton_summary.partition import Params, Partition, Spec, _nearest, make_partition, unwrap
+from newton_summary.directions import Direction, find_direction, needs_gradient
+from newton_summary.distributed import (
+    find_ranks,
+    mean_over_ranks,
+    message_length,
+    parts_of_all,
+    together,
+)
+from newton_summary.partition import (
+    Params,
+    Partition,
+    Spec,
+    _nearest,
+    make_partition,
+    result_dtype,
+    unwrap,
+)
 from newton_summary.summary import Summary
 
 
@@ -36,7 +50,7 @@ def summarize(
     stack_limit: int | None = None,
     progress: bool | Callable[[int, int | None], None] = False,
     stderr: bool = False,
-    distributed: str | bool = "auto",
+    distributed: str | bool | Any = "auto",
 ) -> Summary:
     """Measure the derivatives of the loss in the step sizes of S groups.
 
@@ -70,7 +84,8 @@ def summarize(
             for the direction as it is: that it is itself made from data is not counted.
         distributed: Whether to average over the ranks of torch.distributed, each with data of its
             own and all with the same direction: ``"auto"`` where a process group of several ranks
-            is initialised, or True or False. Standard errors are those of the rank's own batches.
+            is initialised, True, False, or a process group. All ranks have to call this, and get
+            the same to the last bit; what fails on one of them is raised on all.
 
     Returns:
         The summary, with ``loss``, ``num_samples``, ``partition``, ``backend`` and ``reason``.
@@ -84,9 +99,12 @@ def summarize(
         )
     partition = find_partition(model, partition)
     names = AUTO if backend == "auto" else (backend,)
-    over_ranks = is_active(distributed)
-    with Probe(model, loss_fn, data, partition, microbatch) as probe:
-        probe.over_ranks = over_ranks
+    ranks = find_ranks(distributed, next(iter(partition.params.values())).device)
+    lengths = [1] * needs_gradient(direction) + [message_length(len(partition), order)]
+    with (
+        together(ranks, lengths),
+        Probe(model, loss_fn, data, partition, microbatch, ranks) as probe,
+    ):
         u = find_direction(direction, probe)
         reason = None
         for name in names:
@@ -108,7 +126,9 @@ def summarize(
                 )
             else:
                 parts, summary = summary.parts, replace(summary, reason=reason, parts=())
-                summary = mean_over_ranks(summary) if over_ranks else summary
+                if ranks is not None:
+                    summary = mean_over_ranks(ranks, summary)
+                    parts = parts_of_all(ranks, parts, summary) if stderr else ()
                 return summary.with_stderr(parts) if stderr else summary
     raise AssertionError("unreachable")
 
@@ -262,8 +282,24 @@ def _mean_summary(
         report(done, total)
     if total is None:
         report(done, done)
+    if not summaries:  # other ranks have data
+        return _nothing(probe, order)
     mean = summaries[0] if len(summaries) == 1 else Summary.mean(summaries, sizes)
     return replace(mean, parts=tuple(summaries))
+
+
+def _nothing(probe: Probe, order: int) -> Summary:
+    """Return the summary of no samples: zeros, which count nothing in the mean over ranks."""
+    first = next(iter(probe.params.values()))
+    zeros = torch.zeros(len(probe.partition), dtype=result_dtype(probe.params), device=first.device)
+    return Summary(
+        zeros,
+        zeros.new_zeros(len(zeros), len(zeros)) if order > 1 else None,
+        zeros.clone() if order > 2 else None,
+        zeros.new_zeros(()),
+        partition=probe.partition,
+        backend="no data",
+    )
 
 
 def _mean_tensor(probe: Probe, compute: Callable[[Closure], Tensor]) -> Tensor:

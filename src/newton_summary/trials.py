@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from newton_summary.derivatives.probe import LossFn, Probe, check_finite
 from newton_summary.derivatives.state import unmoved
-from newton_summary.directions import Direction, find_direction
-from newton_summary.distributed import is_active, sum_over_ranks
+from newton_summary.directions import Direction, find_direction, needs_gradient
+from newton_summary.distributed import find_ranks, together
 from newton_summary.history import Trial
 from newton_summary.learning_rates import LearningRates, learning_rates
 from newton_summary.measure import find_partition
@@ -32,7 +32,7 @@ def step_trials(
     partition: Partition | Spec | None = None,
     direction: Direction = "gradient",
     microbatch: int | None = None,
-    distributed: str | bool = "auto",
+    distributed: str | bool | Any = "auto",
 ) -> tuple[Trial, ...]:
     """Evaluate the loss at ``theta - fraction * U I_{P:S} eta``, and put everything back.
 
@@ -66,8 +66,9 @@ def step_trials(
         return ()
     exact = summary.to(torch.float64)
     trials = []
-    with Probe(model, loss_fn, data, groups, microbatch) as probe:
-        probe.over_ranks = is_active(distributed)
+    ranks = find_ranks(distributed, next(iter(groups.params.values())).device)
+    lengths = [1] * needs_gradient(direction) + [2] * (1 + len(fractions))  # of the messages
+    with together(ranks, lengths), Probe(model, loss_fn, data, groups, microbatch, ranks) as probe:
         u = find_direction(direction, probe)
         steps = groups.scale(u, eta)
         start = _mean_loss(probe)
@@ -122,8 +123,8 @@ def _mean_loss(probe: Probe) -> Tensor:
     for closure, size in probe.closures():
         total[0] += size * closure().detach().reshape(()).to(total)
         total[1] += size
-    if probe.over_ranks:
-        sum_over_ranks([total])
+    if probe.ranks is not None:
+        total = probe.ranks.total(total)
     return (total[0] / total[1]).cpu()
 
 

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from newton_summary.derivatives.batches import _as_batches as _as_batches
 from newton_summary.derivatives.batches import count_samples, outside_inference_mode, take_samples
-from newton_summary.derivatives.state import ModelState, ParameterWatch
+from newton_summary.derivatives.state import ModelState, ParameterWatch, without_data_parallel
 from newton_summary.derivatives.state import RandomState as RandomState
 from newton_summary.derivatives.state import _generators as _generators
 from newton_summary.partition import Partition, unwrap
@@ -75,6 +75,7 @@ class Probe:
         data: One batch, or an iterable of batches.
         partition: The groups, and with them the parameters.
         microbatch: Split batches into parts of at most so many samples.
+        ranks: The processes whose data counts together with this one's, if there are any.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Probe:
         data: Any,
         partition: Partition,
         microbatch: int | None = None,
+        ranks: Any = None,
     ):
         if microbatch is not None and not (isinstance(microbatch, int) and microbatch >= 1):
             raise ValueError(f"microbatch={microbatch}: write a number of samples, 1 or more.")
@@ -96,7 +98,7 @@ class Probe:
         self.random = RandomState((p.device for p in partition.params.values()), _generators(data))
         self.num_parts: int | None = None  # known after the first pass over the data
         self._params_checked = False
-        self.over_ranks = False  # whether the data of all ranks counts as one
+        self.ranks = ranks
         self.recorded = False  # whether a recorder sees to it that the parameters do not change
 
     # --- leaving no trace -------------------------------------------------------------------------
@@ -110,6 +112,7 @@ class Probe:
         self._model_state = ModelState(self.model)
         self._model_state.rest()
         self._contexts = ExitStack()
+        self._contexts.enter_context(without_data_parallel())
         self._contexts.enter_context(torch.inference_mode(False))
         self._contexts.enter_context(torch.enable_grad())
         return self
@@ -142,6 +145,8 @@ class Probe:
             batch = outside_inference_mode(batch)
             if not is_list:
                 self.random.forget()
+            if self.ranks is not None and count_samples(batch) == 0:
+                continue  # the share of a rank for which nothing was left
             for part in self._parts(batch):
                 if is_list and count:
                     self.random.jump(state)
@@ -152,7 +157,7 @@ class Probe:
                 if not is_list:  # the next batch must not depend on how much this one has drawn
                     self.random.jump(state)
                 count += 1
-        if count == 0:
+        if count == 0 and self.ranks is None:
             raise ValueError("The data is empty: it gave no batch to measure.")
         self.num_parts = count
 

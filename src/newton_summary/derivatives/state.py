@@ -139,6 +139,34 @@ class ModelState:
             module._backward_hooks, module._backward_pre_hooks = after, before
 
 
+@contextmanager
+def without_data_parallel() -> Iterator[None]:
+    """Let modules wrapped for data parallelism run as if they were not.
+
+    A loss may use the wrapped module although it is given the one inside. Its forward pass would
+    prepare an all-reduce of gradients that never come, and send buffers to the other ranks.
+    """
+    wrapper = nn.parallel.DistributedDataParallel
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        yield
+        return
+
+    def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        if self.device_ids and (inputs or kwargs):
+            from torch.distributed.utils import _to_kwargs
+
+            device = torch.device(self.device_type, self.device_ids[0])
+            (inputs,), (kwargs,) = _to_kwargs(inputs, kwargs, device, False)
+        return self.module(*inputs, **kwargs)
+
+    original = wrapper.forward
+    wrapper.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        wrapper.forward = original  # type: ignore[method-assign]
+
+
 class RandomState:
     """The generators that a loss or its data may draw from: torch's, Python's and numpy's."""
 
