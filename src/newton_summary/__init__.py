@@ -6,6 +6,7 @@ from newton_summary.learning_rates import LearningRates, learning_rates
 from newton_summary.measure import derivative_tensor, summarize, taylor_terms
 from newton_summary.optimizer import NewtonSummary
 from newton_summary.partition import Partition, make_partition
+from newton_summary.report import report
 from newton_summary.summary import Summary, SummaryWindow
 from newton_summary.trials import step_trials
 from newton_summary.verification import Verification, verify
@@ -26,6 +27,7 @@ __all__ = [
     "derivative_tensor",
     "learning_rates",
     "make_partition",
+    "report",
     "step_trials",
     "suggest_lrs",
     "summarize",

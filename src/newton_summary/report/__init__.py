@@ -1,0 +1,72 @@
+"""What was measured as one interactive page, which opens offline and keeps every number.
+
+``report`` gathers histories, ``contents`` turns them into plain values, ``page`` puts these into
+one file of HTML together with the drawing library.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from newton_summary.history import History
+from newton_summary.summary import Summary
+
+Source = Summary | History | str | Path
+
+
+def report(what: Source | Sequence[Source], path: str | Path, *, title: str | None = None) -> Path:
+    """Write what was measured as one HTML page: heat maps, learning rates, curves, tables.
+
+    The page opens from a file, without a network. It needs plotly while it is written:
+    ``pip install 'newton-summary[report]'``.
+
+    Args:
+        what: A :class:`Summary`, a :class:`History`, the path of a run directory or of a file that
+            ``History.save`` has written; or several of these, which the page compares.
+        path: File to write, such as ``"report.html"``; in a folder, ``report.html`` is written.
+        title: Heading of the page; the names of the runs if not given.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        ImportError: If plotly is not installed.
+        ValueError: If there is nothing to show, or a summary has no Hbar.
+    """
+    from newton_summary.report.page import write_page
+
+    sources = [what] if isinstance(what, Summary | History | str | os.PathLike) else list(what)
+    if not sources:
+        raise ValueError("There is nothing to report: the sequence of runs is empty.")
+    histories = [_history(source, number) for number, source in enumerate(sources, start=1)]
+    for history in histories:
+        if not history.measured and not history.curves:
+            raise ValueError(
+                f"{history.name!r} has neither a measurement nor a curve: there is nothing to show."
+            )
+    path = Path(path)
+    return write_page(histories, path / "report.html" if path.is_dir() else path, title)
+
+
+def _history(source: object, number: int) -> History:
+    """Return what a source tells as a history."""
+    if isinstance(source, History):
+        return source
+    if isinstance(source, Summary):
+        if source.order == 1:
+            raise ValueError("The summary has no Hbar to show: measure it with order=2 or order=3.")
+        lambda_int = 1.0 if source.order == 3 else 0.0  # the cubic term needs D3
+        return History.of(source, f"measurement {number}", lambda_int)
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(
+            f"A report is of a Summary, a History or a run directory, and this is a "
+            f"{type(source).__name__}."
+        )
+    path = Path(source)
+    if path.is_file():
+        return History.load(path)
+    from newton_summary.experiments.rundir import Run
+
+    return Run.load(path).history()

@@ -1,0 +1,230 @@
+// --- lines and points: learning rates, trials, curves of training ----------------------------------
+
+const DASHES = ["solid", "dash", "dot", "dashdot"];
+
+/** What all pictures share: fonts, colours, no frame. */
+function baseLayout() {
+  return {
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
+    font: { family: colour("sans"), size: 12, color: colour("text") },
+    hoverlabel: {
+      bgcolor: colour("raised"),
+      bordercolor: colour("soft"),
+      align: "left",
+      namelength: -1,
+      font: { family: colour("sans"), size: 12, color: colour("text") },
+    },
+    dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom", // a finger scrolls the page
+  };
+}
+
+function plotOptions() {
+  return {
+    displaylogo: false,
+    modeBarButtonsToRemove: ["select2d", "lasso2d", "zoomIn2d", "zoomOut2d", "autoScale2d", "pan2d"],
+  };
+}
+
+function axisOf(title, extra = {}) {
+  return {
+    title: { text: title, standoff: 8, font: { size: 12, color: colour("soft") } },
+    gridcolor: colour("line"),
+    zerolinecolor: colour("line"),
+    linecolor: colour("line"),
+    automargin: true,
+    tickfont: { size: 11 },
+    ...extra,
+  };
+}
+
+/** A logarithmic axis with powers of ten, or a linear one if there is nothing positive. */
+function logAxis(title, values) {
+  const positive = values.filter((v) => Number.isFinite(v) && v > 0);
+  if (!positive.length) return axisOf(title);
+  const [low, high] = [Math.log10(Math.min(...positive)), Math.log10(Math.max(...positive))];
+  const space = Math.max(0.08 * (high - low), 0.15);
+  return axisOf(title, {
+    type: "log",
+    range: [low - space, high + space],
+    exponentformat: "power",
+    dtick: high - low > 1.5 ? Math.ceil((high - low) / 6) : undefined,
+  });
+}
+
+function drawChart(div, traces, layout) {
+  const full = {
+    ...baseLayout(),
+    height: 340,
+    margin: { l: 56, r: 12, t: 12, b: 44 },
+    showlegend: false,
+    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 11 } },
+    ...layout,
+  };
+  Plotly.react(div, traces, { ...full, width: div.clientWidth }, plotOptions());
+}
+
+/** Colour of a group by its place between the first and the last. */
+const depthColour = (s, count) => between(colours("depth"), count > 1 ? s / (count - 1) : 0);
+
+/** Learning rates of all groups at one moment. */
+function drawRates(div, run, measured, range) {
+  const [eta, error] = [numbers(measured.eta), numbers(measured.eta_stderr)];
+  const names = run.groups.map((group) => group.name);
+  const most = div.clientWidth < 420 ? 14 : 22;
+  const short = labels(names, most);
+  const chosen = ticks([0, names.length - 1], names.length, div.clientWidth - 70);
+  const palette = names.map((_, s) => depthColour(s, names.length));
+  const trace = {
+    type: "scatter",
+    mode: "markers",
+    x: names.map((_, s) => s),
+    y: eta.map((v) => (Number.isFinite(v) && v !== 0 ? Math.abs(v) : null)),
+    text: names.map(
+      (name, s) =>
+        `${plain(name)}<br>rate ${show(eta[s])}${error === null ? "" : ` ± ${show(error[s], 2)}`}`,
+    ),
+    hovertemplate: "%{text}<extra></extra>",
+    marker: {
+      size: names.length > 60 ? 6 : 9,
+      color: eta.map((v, s) => (v < 0 ? "rgba(0,0,0,0)" : palette[s])),
+      line: { width: 2, color: palette },
+    },
+    error_y:
+      error === null
+        ? { visible: false }
+        : { type: "data", array: error.map((e) => (Number.isFinite(e) ? e : 0)), color: colour("soft"), thickness: 1, width: 3 },
+  };
+  const space = 12 + 6.1 * Math.max(...short.map((n) => n.length));
+  drawChart(div, [trace], {
+    height: 260 + space,
+    margin: { l: 56, r: 12, t: 12, b: space },
+    xaxis: axisOf("", {
+      tickmode: "array",
+      tickvals: chosen,
+      ticktext: chosen.map((k) => short[k]),
+      tickangle: -90,
+      tickfont: { size: 10.5 },
+      range: [-0.7, names.length - 0.3],
+      showgrid: names.length <= 60,
+      automargin: false,
+    }),
+    yaxis: logAxis("learning rate", range),
+  });
+}
+
+/** Learning rates of all groups over training: weights as lines, biases dotted. */
+function drawRatesOverTime(div, run, moments, epoch, range) {
+  const rates = moments.map((m) => numbers(m.eta));
+  const traces = run.groups.map((group, s) => ({
+    type: "scatter",
+    mode: "lines+markers",
+    x: moments.map((m) => m.epoch),
+    y: rates.map((eta) => (Number.isFinite(eta[s]) && eta[s] !== 0 ? Math.abs(eta[s]) : null)),
+    text: rates.map((eta, i) => `${plain(group.name)}<br>epoch ${show(moments[i].epoch, 4)}: ${show(eta[s])}`),
+    hovertemplate: "%{text}<extra></extra>",
+    line: { width: 1.5, color: depthColour(s, run.groups.length), dash: group.role === "bias" ? "dot" : "solid" },
+    marker: {
+      size: moments.length > 40 ? 3 : 5,
+      color: rates.map((eta) => (eta[s] < 0 ? colour("ground") : depthColour(s, run.groups.length))),
+      line: { width: 1.5, color: depthColour(s, run.groups.length) },
+    },
+  }));
+  drawChart(div, traces, {
+    hovermode: "closest",
+    xaxis: axisOf("epoch"),
+    yaxis: logAxis("learning rate", range),
+    shapes: [{ type: "line", x0: epoch, x1: epoch, y0: 0, y1: 1, yref: "paper", line: { color: colour("soft"), width: 1, dash: "dot" } }],
+  });
+}
+
+/** Change of the loss along the step at one moment: the model's parabola and what happened. */
+function drawTrials(div, measured) {
+  const trials = measured.trials.map((trial) => trial.map(fromJson)).sort((a, b) => a[0] - b[0]);
+  const [blue, orange] = colours("runs");
+  const line = (name, k, paint, dash) => ({
+    type: "scatter",
+    mode: "lines+markers",
+    name,
+    x: [0, ...trials.map((trial) => trial[0])],
+    y: [0, ...trials.map((trial) => (Number.isFinite(trial[k]) ? trial[k] : null))],
+    text: [0, ...trials.map((trial) => trial[k])].map(
+      (v, i) => `${name}, step × ${show(i ? trials[i - 1][0] : 0, 3)}<br>change ${show(v)}`,
+    ),
+    hovertemplate: "%{text}<extra></extra>",
+    line: { color: paint, dash, width: 2, shape: "spline" },
+    marker: { size: 7, symbol: dash === "solid" ? "circle" : "diamond" },
+  });
+  drawChart(div, [line("predicted", 1, blue, "dash"), line("real", 2, orange, "solid")], {
+    showlegend: true,
+    margin: { l: 56, r: 12, t: 30, b: 44 },
+    xaxis: axisOf("fraction of the step"),
+    yaxis: axisOf("change of the loss"),
+  });
+}
+
+/** Real over predicted change by epoch, one line for each fraction: 1 is a perfect prediction. */
+function drawTrialsOverTime(div, moments) {
+  const fractions = [...new Set(moments.flatMap((m) => m.trials.map((trial) => trial[0])))].sort((a, b) => a - b);
+  const traces = fractions.map((fraction, i) => {
+    const points = moments.flatMap((m) =>
+      m.trials.filter((trial) => trial[0] === fraction).map((trial) => [m.epoch, ...trial.slice(1).map(fromJson)]),
+    );
+    const ratio = points.map(([, predicted, real]) => real / predicted);
+    return {
+      type: "scatter",
+      mode: "lines+markers",
+      name: `step × ${show(fraction, 3)}`,
+      x: points.map((point) => point[0]),
+      y: ratio.map((v) => (Number.isFinite(v) ? v : null)),
+      text: points.map(
+        ([epoch, predicted, real], k) =>
+          `epoch ${show(epoch, 4)}, step × ${show(fraction, 3)}<br>predicted ${show(predicted)}<br>real ${show(real)}<br>ratio ${show(ratio[k], 4)}`,
+      ),
+      hovertemplate: "%{text}<extra></extra>",
+      line: { color: between(colours("depth"), fractions.length > 1 ? i / (fractions.length - 1) : 0), width: 2 },
+      marker: { size: 6 },
+    };
+  });
+  drawChart(div, traces, {
+    showlegend: true,
+    margin: { l: 56, r: 12, t: 30, b: 44 },
+    xaxis: axisOf("epoch"),
+    yaxis: axisOf("real / predicted"),
+    shapes: [{ type: "line", x0: 0, x1: 1, xref: "paper", y0: 1, y1: 1, line: { color: colour("soft"), width: 1, dash: "dot" } }],
+  });
+}
+
+/** The curves of some metrics of all shown runs: colour by run, or by metric if there is one run. */
+function drawCurves(div, metrics, runs, title) {
+  const palette = colours("runs");
+  const traces = [];
+  for (const { run, index } of runs) {
+    metrics.forEach((metric, k) => {
+      const points = (run.curves[metric] ?? []).map(([epoch, value]) => [epoch, fromJson(value)]);
+      if (!points.length) return;
+      const word = metric.replaceAll("_", " ");
+      const name = runs.length > 1 ? `${run.name}: ${word}` : word;
+      traces.push({
+        type: "scatter",
+        mode: points.length > 1 ? "lines" : "markers",
+        name: plain(name),
+        x: points.map((point) => point[0]),
+        y: points.map((point) => (Number.isFinite(point[1]) ? point[1] : null)),
+        text: points.map(([epoch, value]) => `${plain(name)}<br>epoch ${show(epoch, 4)}: ${show(value)}`),
+        hovertemplate: "%{text}<extra></extra>",
+        line: { color: palette[(runs.length > 1 ? index : k) % palette.length], dash: DASHES[k % DASHES.length], width: 2 },
+      });
+    });
+  }
+  const values = traces.flatMap((trace) => trace.y);
+  const logarithmic = /loss|lr|norm/.test(title) && values.every((v) => v === null || v > 0);
+  drawChart(div, traces, {
+    showlegend: true,
+    legend: { orientation: "h", x: 0, y: -0.22, yanchor: "top", font: { size: 11 } },
+    height: 340 + 16 * traces.length * (div.clientWidth < 520 || runs.length > 1),
+    margin: { l: 56, r: 12, t: 12, b: 44 },
+    xaxis: axisOf("epoch"),
+    yaxis: logarithmic ? logAxis(title, values) : axisOf(title),
+  });
+}

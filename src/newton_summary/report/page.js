@@ -1,0 +1,309 @@
+// --- the page: what is chosen, and drawing it ---------------------------------------------------------
+
+const data = JSON.parse($("contents").textContent);
+const withMeasurements = data.runs.filter((run) => run.measured.length);
+const epochs = [...new Set(withMeasurements.flatMap((run) => run.measured.map((m) => m.epoch)))].sort((a, b) => a - b);
+const state = {
+  shown: new Set(data.runs.keys()),
+  epoch: epochs.length - 1, // a place in epochs
+  matrix: data.runs.length > 1 ? "Hbar" : "both",
+  scale: "normalised",
+  block: "all",
+  same: false,
+  every: false,
+};
+
+const shownRuns = () => data.runs.map((run, index) => ({ run, index })).filter(({ index }) => state.shown.has(index));
+const measuredRuns = () => shownRuns().filter(({ run }) => run.measured.length);
+
+/** The measurement of a run at the chosen epoch: the last one until then, or its first. */
+function measurementOf(run) {
+  const until = run.measured.filter((m) => m.epoch <= epochs[state.epoch]);
+  return until[until.length - 1] ?? run.measured[0];
+}
+
+/** The panels of a section, one for each key; those that stay keep their pictures. */
+function panels(id, wanted) {
+  const holder = $(id);
+  const old = new Map([...holder.children].map((panel) => [panel.dataset.key, panel]));
+  const nodes = wanted.map(({ key, title, note = "", kind }) => {
+    const panel = old.get(key) ?? emptyPanel(key, kind);
+    panel.querySelector("h3").textContent = title;
+    panel.querySelector("h3").hidden = title === "";
+    panel.querySelector(".about").textContent = note;
+    panel.querySelector(".about").hidden = note === "";
+    panel.classList.toggle("single", wanted.length === 1 && kind !== "content");
+    return panel;
+  });
+  if (nodes.length !== holder.children.length || nodes.some((node, i) => node !== holder.children[i])) {
+    holder.replaceChildren(...nodes);
+  }
+  return nodes;
+}
+
+function emptyPanel(key, kind) {
+  const panel = element("figure", { class: "panel", "data-key": key });
+  panel.append(element("h3"), element("p", { class: "about" }));
+  if (kind === "heatmap") {
+    panel.append(element("p", { class: "note", hidden: true }));
+    panel.append(element("div", { class: "scroll" }, element("div", { class: "picture" })));
+  } else panel.append(element("div", { class: kind === "content" ? "content" : "picture plain" }));
+  return panel;
+}
+
+const runTitle = (run) => (data.runs.length > 1 ? run.name : "");
+const momentText = (measured) => (epochs.length > 1 ? `epoch ${show(measured.epoch, 4).replace(/\.0+$/, "")}` : "");
+const joined = (...parts) => parts.filter(Boolean).join(", ");
+
+// --- sections ------------------------------------------------------------------------------------------
+
+function drawHeatmaps() {
+  const matrices = state.matrix === "both" ? ["Hbar", "inverse"] : [state.matrix];
+  const wanted = measuredRuns().flatMap(({ run, index }) =>
+    matrices.map((matrix) => ({ run, matrix, key: `${index} ${matrix}`, kind: "heatmap" })),
+  );
+  for (const item of wanted) {
+    const name = item.matrix === "Hbar" ? "H̄, interactions" : "Inverse of H̄";
+    item.title = joined(runTitle(item.run), state.scale === "normalised" ? `${name}, normalised` : name);
+    item.note = momentText(measurementOf(item.run));
+  }
+  panels("heatmaps", wanted).forEach((panel, i) => {
+    const { run, matrix } = wanted[i];
+    const options = { scale: state.scale, block: state.block, every: state.every };
+    if (state.same) options.limits = commonLimits(matrix);
+    drawHeatmap(panel, run, measurementOf(run), matrix, options);
+  });
+  $("scale-text").textContent = SCALES[state.scale][1];
+  const most = Math.max(0, ...measuredRuns().map(({ run }) => run.groups.length));
+  $("every-label").hidden = most * CELL < 0.6 * ($("heatmaps").firstChild?.clientWidth ?? 0);
+}
+
+/** Limits of the colours over all shown runs and moments. */
+function commonLimits(matrix) {
+  const all = measuredRuns().flatMap(({ run }) =>
+    run.measured.map((measured) => {
+      const entry = coloured(run, measured, matrix, state.scale);
+      return entry === null ? null : limits(valuesOf(entry, ...blockOf(run, state.block)));
+    }),
+  ).filter((found) => found !== null);
+  if (!all.length) return undefined;
+  const most = Math.max(...all.map((found) => found.most));
+  return { most, least: Math.max(Math.min(...all.map((found) => found.least)), most * 1e-6) };
+}
+
+function drawRateCharts() {
+  const runs = measuredRuns();
+  const sizes = runs.flatMap(({ run }) => run.measured.flatMap((m) => numbers(m.eta).map(Math.abs)));
+  const wanted = runs.flatMap(({ run, index }) => {
+    const measured = measurementOf(run);
+    const zeros = numbers(measured.eta).filter((v) => v === 0).length;
+    const lost = numbers(measured.eta).filter((v) => !Number.isFinite(v)).length;
+    const note = joined(
+      zeros ? `${zeros} rate${zeros > 1 ? "s are" : " is"} zero and not drawn` : "",
+      lost ? `${lost} rate${lost > 1 ? "s are" : " is"} not finite (${measured.status}) and not drawn` : "",
+    );
+    const now = { key: `${index} now`, title: joined(runTitle(run), momentText(measured)), note, run, measured };
+    if (run.measured.length < 2) return [now];
+    const about = "From the first group to the last: dark to light. Biases are dotted.";
+    return [now, { key: `${index} time`, title: joined(runTitle(run), "over training"), note: about, run, measured }];
+  });
+  panels("rates", wanted).forEach((panel, i) => {
+    const { key, run, measured } = wanted[i];
+    const div = panel.querySelector(".picture");
+    if (key.endsWith("now")) drawRates(div, run, measured, sizes);
+    else drawRatesOverTime(div, run, run.measured, measured.epoch, sizes);
+  });
+}
+
+function drawTrialCharts() {
+  const wanted = measuredRuns().flatMap(({ run, index }) => {
+    const tried = run.measured.filter((m) => m.trials.length);
+    if (!tried.length) return [];
+    const measured = measurementOf(run).trials.length ? measurementOf(run) : tried[tried.length - 1];
+    const now = { key: `${index} now`, title: joined(runTitle(run), momentText(measured)), draw: (div) => drawTrials(div, measured) };
+    if (tried.length < 2) return [now];
+    return [now, { key: `${index} time`, title: joined(runTitle(run), "over training"), draw: (div) => drawTrialsOverTime(div, tried) }];
+  });
+  $("trials-section").hidden = !wanted.length;
+  panels("trials", wanted).forEach((panel, i) => wanted[i].draw(panel.querySelector(".picture")));
+}
+
+function drawCurveCharts() {
+  const runs = shownRuns();
+  const metrics = [...new Set(runs.flatMap(({ run }) => Object.keys(run.curves).filter((m) => run.curves[m].length)))];
+  const kinds = new Map();
+  for (const metric of metrics) {
+    const kind = metric.slice(metric.lastIndexOf("_") + 1);
+    kinds.set(kind, [...(kinds.get(kind) ?? []), metric]);
+  }
+  $("curves-section").hidden = !metrics.length;
+  const wanted = [...kinds].map(([kind, members]) => ({ key: kind, title: kind, members }));
+  panels("curves", wanted).forEach((panel, i) => {
+    drawCurves(panel.querySelector(".picture"), wanted[i].members, runs, wanted[i].key);
+  });
+}
+
+function drawTables() {
+  const each = (id, draw) => {
+    const runs = measuredRuns();
+    const wanted = runs.map(({ run, index }) => ({
+      key: `${index}`,
+      title: joined(runTitle(run), momentText(measurementOf(run))),
+      kind: "content",
+    }));
+    panels(id, wanted).forEach((panel, i) => draw(panel, runs[i].run, measurementOf(runs[i].run)));
+  };
+  each("pairs", (panel, run, measured) => drawPairs(panel, measured));
+  each("groups", (panel, run, measured) => drawGroups(panel, run, measured, drawTables));
+  const wanted = shownRuns().map(({ run, index }) => ({ key: `${index}`, title: runTitle(run), kind: "content" }));
+  panels("facts", wanted).forEach((panel, i) => {
+    const { run } = shownRuns()[i];
+    drawFacts(panel, run, run.measured.length ? measurementOf(run) : null);
+  });
+}
+
+let canDraw = false;
+
+function draw() {
+  $("epoch-text").textContent = epochs.length ? `epoch ${epochs[state.epoch]}` : "";
+  for (const section of document.querySelectorAll("[data-measured]")) section.hidden = !measuredRuns().length;
+  drawTables();
+  if (!canDraw) return;
+  drawHeatmaps();
+  drawRateCharts();
+  drawTrialCharts();
+  drawCurveCharts();
+}
+
+// --- controls ------------------------------------------------------------------------------------------
+
+/** Radio buttons for one field of the state. */
+function choice(field, options) {
+  for (const [value, text] of options) {
+    const input = element("input", { type: "radio", name: field, value });
+    input.checked = state[field] === value;
+    input.addEventListener("change", () => {
+      state[field] = value;
+      drawHeatmaps();
+    });
+    $(field).append(element("label", {}, input, text));
+  }
+}
+
+function setUpControls() {
+  choice("matrix", [...Object.entries(MATRICES), ["both", "Both"]]);
+  choice("scale", Object.entries(SCALES).map(([value, [text]]) => [value, text]));
+  choice("block", Object.entries(BLOCKS).map(([value, [text]]) => [value, text]));
+  const roles = new Set(withMeasurements.flatMap((run) => run.groups.map((group) => group.role)));
+  for (const [value, [, row, column]] of Object.entries(BLOCKS)) {
+    const input = document.querySelector(`input[name="block"][value="${value}"]`);
+    input.disabled = value !== "all" && !(roles.has(row) && roles.has(column));
+  }
+  for (const field of ["same", "every"]) {
+    $(field).addEventListener("change", () => {
+      state[field] = $(field).checked;
+      drawHeatmaps();
+    });
+  }
+  $("same-label").hidden = epochs.length < 2 && data.runs.length < 2;
+
+  data.runs.forEach((run, index) => {
+    const input = element("input", { type: "checkbox", value: index });
+    input.checked = true;
+    input.addEventListener("change", () => {
+      if (input.checked) state.shown.add(index);
+      else state.shown.delete(index);
+      draw();
+    });
+    const dot = element("span", { class: "dot", "data-run": index });
+    $("runs").append(element("label", {}, input, dot, run.name));
+  });
+  $("runs").hidden = data.runs.length < 2;
+  $("moment").hidden = epochs.length < 2;
+  $("bar").hidden = data.runs.length < 2 && epochs.length < 2;
+  $("epoch").max = Math.max(epochs.length - 1, 0);
+  $("epoch").value = state.epoch;
+  $("epoch").addEventListener("input", () => {
+    state.epoch = Number($("epoch").value);
+    $("epoch").setAttribute("aria-valuetext", `epoch ${epochs[state.epoch]}`);
+    draw();
+  });
+  $("download").addEventListener("click", download);
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  dark.addEventListener("change", () => setTheme(dark.matches));
+  $("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme !== "dark"));
+  setTheme(dark.matches);
+}
+
+function setTheme(isDark) {
+  document.documentElement.dataset.theme = isDark ? "dark" : "light";
+  $("theme").textContent = isDark ? "Light" : "Dark";
+  $("theme").setAttribute("aria-pressed", isDark);
+  for (const dot of document.querySelectorAll(".dot")) {
+    const palette = colours("runs");
+    dot.style.background = palette[dot.dataset.run % palette.length];
+  }
+  draw();
+}
+
+/** Everything on the page as JSON with plain numbers; those that are not finite by their names. */
+function download() {
+  const readable = (value) => (Number.isFinite(value) ? value : show(value).replace("−", "-"));
+  const square = (packed, size) => {
+    const entry = entries(packed, size);
+    if (entry === null) return null;
+    return Array.from({ length: size }, (_, s) => Array.from({ length: size }, (_, t) => readable(entry(s, t))));
+  };
+  const runs = data.runs.map((run) => ({
+    ...run,
+    measured: run.measured.map((measured) => {
+      const plainValues = { ...measured };
+      for (const name of ["gbar", "gbar_stderr", "D3", "eta", "eta_stderr"]) {
+        plainValues[name] = numbers(measured[name])?.map(readable) ?? null;
+      }
+      for (const name of ["Hbar", "Hbar_stderr", "inverse"]) {
+        plainValues[name] = square(measured[name], run.groups.length);
+      }
+      return plainValues;
+    }),
+  }));
+  const blob = new Blob([JSON.stringify({ title: data.title, runs })], { type: "application/json" });
+  const link = element("a", { href: URL.createObjectURL(blob), download: "newton_summary.json" });
+  link.click();
+  URL.revokeObjectURL(link.href);
+}
+
+/** Unpack plotly from the page and run it. */
+async function loadPlotly() {
+  if (typeof DecompressionStream === "undefined") {
+    throw new Error(
+      "This browser cannot unpack the pictures (it has no DecompressionStream). The tables are complete; for the pictures use Chrome or Edge 80, Firefox 113, Safari 16.4 or newer.",
+    );
+  }
+  const bytes = Uint8Array.from(atob($("plotly").textContent), (c) => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const script = element("script");
+  script.textContent = await new Response(stream).text();
+  document.head.append(script);
+}
+
+setUpControls();
+try {
+  await loadPlotly();
+  canDraw = true;
+  draw();
+} catch (error) {
+  $("problem").hidden = false;
+  $("problem").textContent = error.message;
+}
+let width = document.body.clientWidth;
+let waiting;
+window.addEventListener("resize", () => {
+  clearTimeout(waiting);
+  waiting = setTimeout(() => {
+    if (document.body.clientWidth === width) return; // a phone's address bar
+    width = document.body.clientWidth;
+    draw();
+  }, 150);
+});
+document.documentElement.dataset.ready = "yes";

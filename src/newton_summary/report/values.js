@@ -1,0 +1,94 @@
+// --- values: what the page carries, unpacked --------------------------------------------------------
+
+const $ = (id) => document.getElementById(id);
+
+/** Make an element; children are elements or text, which is never read as markup. */
+function element(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === true) node.setAttribute(name, "");
+    else if (value !== false && value !== null && value !== undefined) node.setAttribute(name, value);
+  }
+  node.append(...children);
+  return node;
+}
+
+const unpacked = new WeakMap();
+
+/** Numbers from {type, data}: base64 of little-endian floats. */
+function numbers(packed) {
+  if (packed === null) return null;
+  if (!unpacked.has(packed)) {
+    const bytes = Uint8Array.from(atob(packed.data), (c) => c.charCodeAt(0));
+    const Kind = packed.type === "float32" ? Float32Array : Float64Array;
+    unpacked.set(packed, Array.from(new Kind(bytes.buffer)));
+  }
+  return unpacked.get(packed);
+}
+
+/** A function (s, t) -> entry, of a matrix that was packed whole or as its upper triangle. */
+function entries(packed, size) {
+  const values = numbers(packed);
+  if (values === null) return null;
+  if (values.length === size * size) return (s, t) => values[s * size + t];
+  return (s, t) => {
+    const [i, j] = s <= t ? [s, t] : [t, s];
+    return values[i * size - (i * (i - 1)) / 2 + (j - i)];
+  };
+}
+
+/** Entries scaled to a diagonal of 1 or -1; not a number where a diagonal entry is no scale. */
+function normalised(entry) {
+  const root = (s) => Math.sqrt(Math.abs(entry(s, s)));
+  const scale = (s) => (root(s) > 0 && Number.isFinite(root(s)) ? root(s) : NaN);
+  return (s, t) => entry(s, t) / scale(s) / scale(t);
+}
+
+/** A value of JSON, where "nan", "inf" and "-inf" stand for numbers that JSON has not. */
+function fromJson(value) {
+  if (typeof value === "number") return value;
+  return { inf: Infinity, "-inf": -Infinity }[value] ?? NaN;
+}
+
+/** A number in words: six digits, or its name if it is not finite. */
+function show(value, digits = 6) {
+  if (value === null || value === undefined) return "–";
+  if (Number.isNaN(value)) return "nan";
+  if (!Number.isFinite(value)) return value > 0 ? "inf" : "−inf";
+  const size = Math.abs(value);
+  const text =
+    size !== 0 && (size < 1e-3 || size >= 1e6)
+      ? value.toExponential(digits - 1)
+      : value.toPrecision(digits);
+  return text.replaceAll("-", "−").replace("e+", "e");
+}
+
+/** Text that plotly shows as it is: its labels know some markup. */
+const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+
+/** Names without the beginning that all share (up to a dot), short enough for an axis. */
+function labels(names, most) {
+  let common = names.length > 1 ? names[0].slice(0, names[0].lastIndexOf(".") + 1) : "";
+  while (common && !names.every((name) => name.startsWith(common))) {
+    common = common.slice(0, common.lastIndexOf(".", common.length - 2) + 1);
+  }
+  return names.map((name) => {
+    const rest = name.slice(common.length);
+    if (rest.length <= most) return plain(rest);
+    const tail = Math.ceil((most - 1) / 2);
+    return plain(`${rest.slice(0, most - 1 - tail)}…${rest.slice(-tail)}`);
+  });
+}
+
+/** Colours of the theme, from the style sheet. */
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const colours = (name) => colour(name).split(/\s+/);
+
+/** A colour between those of a list, at a share of its length. */
+function between(list, share) {
+  const at = Math.min(Math.max(share, 0), 1) * (list.length - 1);
+  const i = Math.min(Math.floor(at), list.length - 2);
+  const rgb = (hex) => [1, 3, 5].map((k) => parseInt(hex.slice(k, k + 2), 16));
+  const [a, b] = [rgb(list[i]), rgb(list[i + 1])];
+  return `rgb(${a.map((x, k) => Math.round(x + (at - i) * (b[k] - x))).join(",")})`;
+}
