@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from matplotlib.axes import Axes
-from matplotlib.colors import SymLogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from newton_summary.drawing import COLOURS, PANEL, draw_matrix
 from newton_summary.experiments.config import NewtonSummaryConfig
 from newton_summary.experiments.results import (
     best_row,
@@ -22,16 +20,12 @@ from newton_summary.experiments.results import (
     setup_label,
 )
 from newton_summary.experiments.rundir import Run
-from newton_summary.history import Measured
+from newton_summary.figures import rates
+from newton_summary.history import History, Measured
 from newton_summary.summary import Block
 
-# Okabe and Ito's colours, which most colour-blind readers tell apart.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 FIXED = dict(zip(("NewtonSummary", "Adam", "K-FAC", "SGD", "L-BFGS"), COLOURS))
 STYLES = ("-", "--", "-.")  # after all colours are used up
-PANEL = (4.2, 3.2)  # inches
-SMOOTHED = 5  # averages of rates over epochs, in a long run
-Array = npt.NDArray[np.float64]
 
 
 def training_curves(runs: Sequence[Run]) -> Figure:
@@ -176,7 +170,8 @@ def hessian_figure(run: Run) -> Figure | None:
                 if name != "all groups"
                 else Block(summary.names, summary.names, matrix)
             )
-            _heat_map(figure, axis, block)
+            few = max(block.values.shape) <= 24
+            draw_matrix(axis, block, "symlog", font_size=5 if few else 0)
     figure.suptitle(f"{setup_label(run.config)}, {optimizer_label(run.config)}", x=0.01, ha="left")
     return figure
 
@@ -190,68 +185,14 @@ def _block_names(measured: Measured) -> list[str]:
     return ["all groups"]
 
 
-def _heat_map(figure: Figure, axis: Axes, block: Block) -> None:
-    values: Array = block.values.detach().double().cpu().numpy()
-    largest = float(np.abs(values).max()) if values.size else 0.0
-    if not math.isfinite(largest) or largest == 0:
-        largest = 1.0
-    norm = SymLogNorm(linthresh=1e-3 * largest, vmin=-largest, vmax=largest)
-    image = axis.imshow(values, cmap="RdBu_r", norm=norm)
-    few = max(values.shape) <= 24
-    for ticks, labels, names in (
-        (axis.set_xticks, axis.set_xticklabels, block.columns),
-        (axis.set_yticks, axis.set_yticklabels, block.rows),
-    ):
-        ticks(range(len(names)) if few else [])
-        if few:
-            labels([_short(name) for name in names], fontsize=5)
-    axis.tick_params(axis="x", rotation=90)
-    bar = figure.colorbar(image, ax=axis, fraction=0.046, ticks=[-largest, 0, largest])
-    bar.ax.set_yticklabels([f"{-largest:.1e}", "0", f"{largest:.1e}"], fontsize=5)
-
-
-def _short(name: str) -> str:
-    return name.replace("parametrizations.", "").replace(".original", "")
-
-
 # --- eta -----------------------------------------------------------------------------------------
 
 
 def eta_figure(run: Run) -> Figure | None:
     """Learning rates eta* by epoch: weights solid, biases dotted (Section 6.1).
 
-    As in the paper, long runs are averaged over neighbouring epochs. Negative rates are left out.
+    As in the paper, long runs are averaged over windows of epochs. Negative rates are marked.
     """
-    every = run.summaries()
-    measured = [m for m in every if m.kind == "full"] or every
-    if len(measured) < 2:
-        return None
-    partition = measured[0].summary.partition
-    names = measured[0].summary.names
-    roles = ("weight",) * len(names) if partition is None else partition.roles
-    epochs = np.array([m.epoch for m in measured])
-    rates: Array = np.stack([m.eta.double().numpy() for m in measured])
-    if len(epochs) >= 8 * SMOOTHED:
-        kernel = np.ones(2 * SMOOTHED) / (2 * SMOOTHED)
-        rates = np.stack([np.convolve(column, kernel, "valid") for column in rates.T], 1)
-        epochs = np.convolve(epochs, kernel, "valid")
-    positive: Array = np.where(rates > 0, rates, np.nan)
-    figure = Figure(figsize=(1.8 * PANEL[0], 1.3 * PANEL[1]), layout="constrained")
-    axis = figure.subplots()
-    layers: dict[str, int] = {}
-    for s, name in enumerate(names):
-        layer = layers.setdefault(name.rpartition(".")[0] or name, len(layers))
-        style = ":" if roles[s] == "bias" else "-"
-        colour = COLOURS[layer % len(COLOURS)]
-        axis.plot(epochs, positive[:, s], style, color=colour, label=_short(name), marker=".")
-    if np.isfinite(positive).any():
-        axis.set_yscale("log")
-    axis.set_xlabel("epoch")
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.set_ylabel("eta*")
-    axis.grid(alpha=0.3)
-    axis.set_title(f"{setup_label(run.config)}, {optimizer_label(run.config)}", loc="left")
-    if len(names) <= 45:
-        columns = 1 + len(names) // 24
-        figure.legend(loc="outside right upper", fontsize=6, frameon=False, ncols=columns)
-    return figure
+    history = History(f"{setup_label(run.config)}, {optimizer_label(run.config)}", run.summaries())
+    full = [m for m in history.measured if m.kind == "full"] or history.measured
+    return rates(history) if len(full) >= 2 else None
