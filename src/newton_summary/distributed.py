@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from newton_summary.derivatives.probe import NotFiniteError
+from newton_summary.derivatives.probe import NotFiniteError, Probe
 from newton_summary.summary import Summary
 
 
@@ -215,6 +215,18 @@ def _unpack(means: Tensor, like: Summary) -> Summary:
         Hbar=None if Hbar is None else Hbar.to(like.gbar),
         D3=None if D3 is None else D3.to(like.gbar),
     )
+
+
+def mean_loss(probe: Probe) -> Tensor:
+    """Return the mean loss over the samples of all batches and ranks, in float64."""
+    device = next(iter(probe.params.values())).device
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of the losses, and samples
+    for closure, size in probe.closures():
+        total[0] += size * closure().detach().reshape(()).to(total)
+        total[1] += size
+    if probe.ranks is not None:
+        total = probe.ranks.total(total)
+    return (total[0] / total[1]).cpu()
 
 
 def parts_of_all(ranks: Ranks, parts: Sequence[Summary], mean: Summary) -> tuple[Summary, ...]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from newton_summary.averaging import make_average
 from newton_summary.derivatives import BACKENDS
 from newton_summary.derivatives.probe import LossFn
+from newton_summary.distributed import find_ranks, together
 from newton_summary.learning_rates import LearningRates
 from newton_summary.motion import Factors, Motion, make_motion
 from newton_summary.optimizer_input import (
@@ -94,7 +95,7 @@ class NewtonSummary(Optimizer):
         ramp: Use 1/ramp of the rates until the second refresh, 2/ramp until the third, and so on
             up to all of them: the first averages hold few summaries of a loss that changes fast.
             Costs some speed in the first ``ramp * summary_period`` steps. 0 for none. If not given,
-            10 where ``curvature`` has more than one batch, and else 0.
+            10 where ``curvature`` has more than one batch (on any rank), and else 0.
         summary_decay: Weight of the past in ``averaging="normalized"``.
         absolute_D3: With ``averaging="normalized"``, average abs(D3): noise then makes the cubic
             term larger, where with signs it makes it smaller.
@@ -117,6 +118,10 @@ class NewtonSummary(Optimizer):
             raise the loss, shorten these to where the model is lowest along them. Costs nothing.
         backend: How summaries are computed, see :func:`summarize`.
         microbatch: Split curvature batches into parts of so many samples, see :func:`summarize`.
+        distributed: Whether summaries are averaged over ranks, see :func:`summarize`. Gradients
+            have to be the same on all ranks, as DistributedDataParallel leaves them; then so are
+            the rates. A refresh exchanges one message, other steps none; making the optimizer is
+            one more, in which ranks agree on ``ramp``.
 
     Attributes:
         model: The model of the partition.
@@ -154,6 +159,7 @@ class NewtonSummary(Optimizer):
         shorten: bool = True,
         backend: str = "auto",
         microbatch: int | None = None,
+        distributed: str | bool | Any = "auto",
     ):
         model = check_partition(partition)
         check_number(0 <= float(lr) < math.inf, "lr", lr, "0 or more, finite")
@@ -176,8 +182,12 @@ class NewtonSummary(Optimizer):
         self.partition = partition
         self.direction = direction
         self.summary_period, self.warmup = summary_period, warmup
-        self._loss_fn, self._data = check_curvature(curvature)
-        several = curvature is not None and _has_several_batches(curvature[1])
+        ranks = find_ranks(distributed, next(iter(partition.params.values())).device)
+        with together(ranks, [1]):
+            self._loss_fn, self._data = check_curvature(curvature)
+            several = curvature is not None and _has_several_batches(curvature[1])
+            if ranks is not None:
+                several = bool(ranks.total(torch.tensor([float(several)])) > 0)
         self.ramp = ramp if ramp is not None else RAMP if several else 0
         self._refresh = Refresh(
             model,
@@ -198,6 +208,7 @@ class NewtonSummary(Optimizer):
             min_decrease,
             backend,
             microbatch,
+            distributed,
         )
         self.skipped_steps = 0
         self._t = 0  # steps since the first rates
@@ -297,7 +308,8 @@ class NewtonSummary(Optimizer):
         missing = max(1, self.warmup) - self._warmed_up
         measured = False
         for _ in range(max(1, missing) if self._data is not None else 1):
-            loss_fn, batch = self._curvature_batch(closure)
+            with self._refresh.together():  # a loader that fails on one rank stops all
+                loss_fn, batch = self._curvature_batch(closure)
             measured = self._refresh.measure(motion, loss_fn, batch)
             self._warmed_up += measured
         if measured and self._data is None and self._refresh.last_summary is not None:

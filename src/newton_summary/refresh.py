@@ -6,7 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import fields, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from newton_summary.averaging import Average
 from newton_summary.curvature_data import OneBatch
 from newton_summary.derivatives.probe import LossFn, NotFiniteError, Probe
+from newton_summary.distributed import RankError, find_ranks, mean_loss, message_length, together
 from newton_summary.learning_rates import STATUS, LearningRates
 from newton_summary.measure import summarize
 from newton_summary.motion import Factors, Motion, as_vector
@@ -37,6 +38,7 @@ class Refresh:
         min_decrease: The fraction of the predicted decrease that rates must achieve, if any.
         backend: As for :func:`summarize`.
         microbatch: As for :func:`summarize`.
+        distributed: As for :func:`summarize`.
 
     Attributes:
         solution: Rates, or step lengths if the average is normalised, none of them negative: (S,),
@@ -57,10 +59,12 @@ class Refresh:
         min_decrease: float | None,
         backend: str,
         microbatch: int | None,
+        distributed: str | bool | Any = "auto",
     ):
         self.model, self.partition = model, partition
         self.average, self.rules, self.min_decrease = average, rules, min_decrease
         self.backend, self.microbatch = backend, microbatch
+        self.distributed = distributed
         self.solution: Tensor | None = None
         self.eta: Tensor = torch.zeros(len(partition), dtype=torch.float64)
         self.last_summary: Summary | None = None
@@ -69,12 +73,24 @@ class Refresh:
         self._peak: Tensor | None = None  # (S,) the last solution above zero of each group
         self._told: set[str] = set()
 
+    @property
+    def order(self) -> int:
+        """The highest derivative that the rules need."""
+        return 3 if self.rules.lambda_int > 0 else 2
+
+    def together(self) -> AbstractContextManager[None]:
+        """Return a context in which what fails on one rank ends the refresh on all."""
+        device = next(iter(self.partition.params.values())).device
+        ranks = find_ranks(self.distributed, device)
+        return together(ranks, [message_length(len(self.partition), self.order)])
+
     def measure(self, motion: Motion, loss_fn: LossFn, batch: Any) -> bool:
         """Add a summary along the present direction to the average.
 
         Returns:
             Whether there was one: False if the loss, or a derivative, is not finite.
         """
+        reason = STATUS["not-finite"]
         try:
             with torch.enable_grad(), ExitStack() as thaw:
                 for p in self.partition.params.values():
@@ -87,16 +103,19 @@ class Refresh:
                     OneBatch(batch),
                     partition=self.partition,
                     direction=motion.direction(),
-                    order=3 if self.rules.lambda_int > 0 else 2,
+                    order=self.order,
                     backend=self.backend,
                     microbatch=self.microbatch,
+                    distributed=self.distributed,
                 )
             finite = _is_finite(summary)
-        except NotFiniteError:
+        except NotFiniteError as error:
             finite = False
+            reason = str(error) if isinstance(error, RankError) else reason  # which names the rank
         if not finite:
             nan = torch.full((len(self.partition),), math.nan)
-            self._fail(LearningRates(nan, math.nan, "not-finite", self.partition.names))
+            rates = LearningRates(nan, math.nan, "not-finite", self.partition.names)
+            self._fail(rates, reason=reason)
             return False
         if self.done == 0 and not bool(summary.gbar.any() or summary.hessian().any()):
             raise ValueError(
@@ -146,10 +165,12 @@ class Refresh:
         """Halve the solution until the curvature batch agrees; None if it never does."""
         summary = self.last_summary
         assert summary is not None and self.min_decrease is not None
+        ranks = find_ranks(self.distributed, motion.device)
+        probed = (self.model, loss_fn, OneBatch(batch), self.partition)
 
         def loss() -> Tensor:
-            with Probe(self.model, loss_fn, OneBatch(batch), self.partition) as probe:
-                return next(closure().detach() for closure, _ in probe.closures())
+            with together(ranks, [2]), Probe(*probed, ranks=ranks) as probe:
+                return mean_loss(probe)
 
         for _ in range(6):
             step = scale(solution)
@@ -160,7 +181,7 @@ class Refresh:
             solution = solution / 2
         return None
 
-    def _fail(self, rates: LearningRates, used: bool = False) -> None:
+    def _fail(self, rates: LearningRates, used: bool = False, reason: str | None = None) -> None:
         self.failed += 1
         self.last_rates = rates
         if rates.status not in self._told:
@@ -168,8 +189,8 @@ class Refresh:
             kept = "there are none yet" if self.solution is None else "the last good ones are kept"
             warnings.warn(
                 f"NewtonSummary: a refresh gave no usable rates, and "
-                f"{'they are taken as they are' if used else kept}. {STATUS[rates.status]} "
-                f"(Told once; opt.failed_refreshes counts them.)",
+                f"{'they are taken as they are' if used else kept}. "
+                f"{reason or STATUS[rates.status]} (Told once; opt.failed_refreshes counts them.)",
                 stacklevel=6,
             )
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from newton_summary.derivatives.probe import LossFn, Probe, check_finite
 from newton_summary.derivatives.state import unmoved
 from newton_summary.directions import Direction, find_direction, needs_gradient
-from newton_summary.distributed import find_ranks, together
+from newton_summary.distributed import find_ranks, mean_loss, together
 from newton_summary.history import Trial
 from newton_summary.learning_rates import LearningRates, learning_rates
 from newton_summary.measure import find_partition
@@ -71,7 +71,7 @@ def step_trials(
     with together(ranks, lengths), Probe(model, loss_fn, data, groups, microbatch, ranks) as probe:
         u = find_direction(direction, probe)
         steps = groups.scale(u, eta)
-        start = _mean_loss(probe)
+        start = mean_loss(probe)
         check_finite(start)
         _compare(float(start), float(summary.loss))
         with unmoved(probe.params.values()) as copies:
@@ -80,7 +80,7 @@ def step_trials(
                     for (name, p), before in zip(probe.params.items(), copies, strict=True):
                         p.copy_(before - fraction * steps[name])
                 predicted = float(exact.predicted_change(fraction * eta))
-                trials.append(Trial(float(fraction), predicted, float(_mean_loss(probe) - start)))
+                trials.append(Trial(float(fraction), predicted, float(mean_loss(probe) - start)))
     return tuple(trials)
 
 
@@ -114,18 +114,6 @@ def _groups(model: nn.Module, summary: Summary, partition: Partition | Spec | No
     if len(groups) != len(summary):
         raise ValueError(f"The partition has {len(groups)} groups, the summary {len(summary)}.")
     return groups
-
-
-def _mean_loss(probe: Probe) -> Tensor:
-    """Return the mean loss over the samples of all batches and ranks, in float64."""
-    device = next(iter(probe.params.values())).device
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of the losses, and samples
-    for closure, size in probe.closures():
-        total[0] += size * closure().detach().reshape(()).to(total)
-        total[1] += size
-    if probe.ranks is not None:
-        total = probe.ranks.total(total)
-    return (total[0] / total[1]).cpu()
 
 
 def _compare(loss: float, measured: float) -> None:
