@@ -48,6 +48,9 @@ class SummaryCallback(Monitor, Callback):
     get the heat map of Hbar. ``callback.history`` is saved in checkpoints and goes on with them.
     """
 
+    _sum: Any = 0.0  # of the losses of this epoch, and their number
+    _batches = 0
+
     def batch_loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss of a batch: that of ``training_step``, or the given one."""
         if self.loss_fn is None:
@@ -92,8 +95,9 @@ class SummaryCallback(Monitor, Callback):
         self._write(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Write the report of what there is."""
-        self._write(trainer)
+        """Write the report of what there is; with several processes the others may be gone."""
+        if trainer.world_size == 1:
+            self._write(trainer)
 
     def _measure(self, trainer: Any, module: Any) -> None:
         if self.data is None:

@@ -221,7 +221,7 @@ class Monitor:
             "lambda_int": f"{self.lambda_int:g}",
             "device": str(params[0].device),
             "newton_summary": newton_summary.__version__,
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),  # a class of its own, which checkpoints do not take
             "python": platform.python_version(),
         }
         if optimizer is not None:

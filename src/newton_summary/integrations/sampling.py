@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import UserList
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from newton_summary.derivatives.state import RandomState
 
 
-def sample_batches(loader: Any, num_batches: int, rank: int = 0, ranks: int = 1) -> list[Any]:
+def sample_batches(loader: Any, num_batches: int, rank: int = 0, ranks: int = 1) -> UserList[Any]:
     """Return batches of random samples from the dataset of a loader.
 
     The samples are the same at each call, and each rank has others. The loader itself is not read,
@@ -23,16 +24,17 @@ def sample_batches(loader: Any, num_batches: int, rank: int = 0, ranks: int = 1)
         rank: Number of this process.
         ranks: How many processes there are.
     """
-    dataset = getattr(loader, "dataset", None)
+    dataset: Any = getattr(loader, "dataset", None)
     batch_size = getattr(loader, "batch_size", None)
     batch_size = batch_size or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    if not isinstance(dataset, Dataset) or isinstance(dataset, IterableDataset) or not batch_size:
+    sized = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if not sized or isinstance(dataset, IterableDataset) or not batch_size:
         raise ValueError(
             f"No samples to measure on can be drawn from the training data ({type(loader).__name__}"
             f" of {type(dataset).__name__}): that needs one DataLoader with a batch size, of a "
             f"dataset with a length. Give data=..., a batch or a list of batches."
         )
-    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type]
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))
     mine = order[rank::ranks].tolist()
     # Whole batches if there is one: a batch norm cannot take the one sample that may be left over.
     size = min(batch_size, len(mine))
@@ -41,7 +43,8 @@ def sample_batches(loader: Any, num_batches: int, rank: int = 0, ranks: int = 1)
     before = random_state.capture()
     try:
         subset = Subset(dataset, mine[:count])
-        return list(DataLoader(subset, batch_size=size, collate_fn=loader.collate_fn))
+        # No list: a list of tensors would be taken for one batch.
+        return UserList(DataLoader(subset, batch_size=size, collate_fn=loader.collate_fn))
     finally:
         random_state.forget()
         random_state.restore(before)
