@@ -7,7 +7,7 @@ Everything that shows a training (figures, the report, callbacks of frameworks) 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 
 from newton_summary.learning_rates import LearningRates, learning_rates
-from newton_summary.summary import Summary
+from newton_summary.notebook import html_table, paragraph
+from newton_summary.partition import shorten, text_table
+from newton_summary.summary import Summary, _differing
+
+_NUMBERS = range(5)  # columns of the table of a history
 
 
 class Trial(NamedTuple):
@@ -26,7 +30,7 @@ class Trial(NamedTuple):
     real: float  # change of the loss of the same data
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Measured:
     """A summary at the end of an epoch (of epoch 0: at the start)."""
 
@@ -79,17 +83,22 @@ class History:
         trials: Sequence[Trial] = (),
     ) -> None:
         """Append a measurement; all of one history have the same groups."""
-        if self.measured and self.measured[0].summary.names != summary.names:
+        if self.measured and self.names != summary.names:
             raise ValueError(
                 f"The history {self.name!r} has the groups of another partition: "
-                f"{len(self.measured[0].summary)} of them, and this summary has {len(summary)}."
+                f"{_differing(self.names, summary.names)}. Begin another history."
+            )
+        if len(rates.eta) != len(summary):
+            raise ValueError(
+                f"There are {len(rates.eta)} learning rates, and the summary has {len(summary)} "
+                f"groups."
             )
         error = rates.eta_stderr
         self.measured.append(
             Measured(
                 epoch,
                 kind,
-                summary.to("cpu"),
+                replace(summary, parts=()).to("cpu"),  # many batches over many epochs add up
                 rates.eta.detach().cpu(),
                 rates.status,
                 None if error is None else error.detach().cpu(),
@@ -114,13 +123,50 @@ class History:
     @property
     def rates(self) -> Tensor:
         """Return the learning rates by measurement and group, (M, S)."""
+        if not self.measured:
+            return torch.zeros(0, 0, dtype=torch.float64)
         return torch.stack([measured.eta.double() for measured in self.measured])
+
+    # --- views ------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        """Return the name, and how much there is."""
+        return (
+            f"History({self.name!r}, {len(self.measured)} measurements, {len(self.curves)} curves)"
+        )
+
+    def __str__(self) -> str:
+        """Return a table of the measurements, and where the curves end."""
+        return "\n".join([repr(self), text_table(self._rows(), right=_NUMBERS), *self._ends()])
+
+    def _repr_html_(self) -> str:
+        """Return the same for a notebook."""
+        ends = paragraph("\n".join(self._ends())) if self.curves else ""
+        return paragraph(repr(self)) + html_table(self._rows(), right=_NUMBERS) + ends
+
+    def _rows(self) -> list[list[str]]:
+        rows = [["epoch", "loss", "smallest rate", "median", "largest rate", "status"]]
+        for m in self.measured:
+            eta = m.eta.double()
+            numbers = (eta.min(), eta.median(), eta.max())
+            rates = [f"{float(number):+.3e}" for number in numbers]
+            rows.append([f"{m.epoch:g}", f"{float(m.summary.loss):.6g}", *rates, m.status])
+        return shorten(rows)
+
+    def _ends(self) -> list[str]:
+        return [
+            f"{metric}: {points[-1][1]:.6g} at epoch {points[-1][0]:g}"
+            for metric, points in self.curves.items()
+            if points
+        ]
 
     # --- files ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and tensors."""
-        return {**vars(self), "measured": [measured.state_dict() for measured in self.measured]}
+        measured = [measured.state_dict() for measured in self.measured]
+        curves = {metric: list(points) for metric, points in self.curves.items()}
+        return {"name": self.name, "measured": measured, "curves": curves, "facts": {**self.facts}}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> History:

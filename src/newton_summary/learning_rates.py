@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from scipy.linalg import solve_triangular
 from torch import Tensor
 
+from newton_summary.notebook import html_table, paragraph
 from newton_summary.partition import text_table
 
 if TYPE_CHECKING:
@@ -87,15 +88,24 @@ class LearningRates:
 
     def __str__(self) -> str:
         """Return a table of the groups with their rates, and the status in words."""
+        return f"{text_table(self._rows(), right=[1, 2])}\n{self._said()}"
+
+    def _repr_html_(self) -> str:
+        """Return the same for a notebook."""
+        return html_table(self._rows(), right=[1, 2]) + paragraph(self._said())
+
+    def _rows(self) -> list[list[str]]:
         rates = self.eta.detach().double().cpu().tolist()
         names = self.names or tuple(str(s) for s in range(len(rates)))
         rows = [["group", "learning rate"], *([n, f"{r:+.4e}"] for n, r in zip(names, rates))]
         if self.eta_stderr is not None:
             errors = self.eta_stderr.detach().double().cpu().tolist()
             rows = [[*row, cell] for row, cell in zip(rows, ["±", *(f"{e:.1e}" for e in errors)])]
+        return rows
+
+    def _said(self) -> str:
         how = f"lambda_int = {self.lambda_int:g}" + (", diagonal of Hbar" if self.diagonal else "")
         return (
-            f"{text_table(rows, right=[1, 2])}\n"
             f"{how}, radius {self.radius:.4g}, predicted change of the loss, to second order, "
             f"{self.model_change:+.4g}\n{self.status}: {STATUS[self.status]}"
         )

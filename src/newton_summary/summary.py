@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from newton_summary.notebook import html_heatmap, html_table, paragraph, side_by_side
 from newton_summary.partition import Partition, shorten, text_table
 
 
@@ -244,6 +245,18 @@ class Summary:
 
     def __str__(self) -> str:
         """Return a table of the groups with the diagonal of every order."""
+        rows = self._rows()
+        return f"{self._title()}\n{text_table(rows, right=range(1, len(rows[0])))}"
+
+    def _repr_html_(self) -> str:
+        """Return the table, and a heat map of ``Hbar``, for a notebook."""
+        rows = self._rows()
+        parts = [html_table(rows, right=range(1, len(rows[0])))]
+        if self.Hbar is not None:
+            parts.append(html_heatmap(self.names, self.Hbar))
+        return paragraph(self._title()) + side_by_side(parts)
+
+    def _rows(self) -> list[list[str]]:
         header = ["group", "gbar"]
         columns = [self.gbar]
         if self.gbar_stderr is not None:
@@ -263,13 +276,14 @@ class Summary:
         for name, values in zip(self.names, numbers, strict=True):
             signs = ("" if title == "±" else "+" for title in header[1:])
             rows.append([name, *(f"{v:{sign}.3e}" for v, sign in zip(values, signs))])
+        return shorten(rows)
+
+    def _title(self) -> str:
         how = f"backend {self.backend}" + (", approximate" if self.approximate else "")
         title = f"Summary of {len(self)} groups, order {self.order}, {how}"
         if self.num_samples:
             title += f", {self.num_samples:,} samples, loss {float(self.loss):.6g}"
-        if self.reason:
-            title += f"\n({self.reason})"
-        return f"{title}\n{text_table(shorten(rows), right=range(1, len(header)))}"
+        return title + (f"\n({self.reason})" if self.reason else "")
 
     # --- files ------------------------------------------------------------------------------------
 
