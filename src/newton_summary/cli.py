@@ -1,4 +1,4 @@
-"""The command ``newton-summary``: list, run, sweep, report and demo.
+"""The command ``newton-summary``: list, run, sweep, report, inspect and demo.
 
 torch is imported when it is needed, so that help and mistakes are told at once. Exit codes: 0,
 done; 1, a run of a sweep failed; 2, a mistake that the user can mend, told in one line; 130,
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from newton_summary.experiments.arguments import (
     HelpPrinted,
@@ -44,7 +44,9 @@ Usage: newton-summary COMMAND [ARGUMENTS]
   newton-summary list                     the recipes, one line each
   newton-summary run RECIPE [OPTIONS]     train as a recipe says; go on if it was interrupted
   newton-summary sweep RECIPE [OPTIONS]   the same on a grid: options take values with commas
-  newton-summary report DIR...            tables and figures from run directories
+  newton-summary report DIR...            tables, figures and a page from run directories
+  newton-summary inspect FILE.py:build    measure a model of your own; build() returns a model, a
+                                          loss function and data
   newton-summary demo                     LeNet on images inside the package, in a minute or two
   newton-summary COMMAND --help           what a command takes; with a recipe, all of its fields
 
@@ -53,6 +55,7 @@ Examples:
   newton-summary run vgg_cifar10_adam --data-root /data --device cuda --optimizer.lr 1e-4
   newton-summary sweep mlp_embedded --optimizer.lr 0.1,0.3 --seed 0,1,2 --jobs 2
   newton-summary report runs
+  newton-summary inspect my_model.py:build --partition blocks-4 --out my_model.html
 """
 
 
@@ -96,10 +99,41 @@ class SweepOptions(Output):
 
 @dataclass(frozen=True)
 class ReportOptions(Output):
-    """Make tables (Markdown, CSV) and figures (PNG, PDF) from run directories."""
+    """Make tables (Markdown, CSV), figures (PNG, PDF) and a page (HTML) from run directories."""
 
     out: Path = Path("report")
     """Where to write them."""
+
+
+@dataclass(frozen=True)
+class InspectOptions(Output):
+    """Measure a model of your own and write a report, one page of HTML.
+
+    FILE.py:build names a file and a function in it that returns three things: the model, a function
+    loss_fn(model, batch) that returns the mean loss of a batch, and the data, one batch or an
+    iterable of batches such as a DataLoader.
+    """
+
+    out: Path = Path("report.html")
+    """The page to write."""
+    partition: str = "canonical"
+    """Groups of parameters: canonical (one a tensor), blocks-4, chunks-4, alternate-4,
+    weights-biases, trivial."""
+    max_batches: int = 16
+    """Measure on so many batches at most, the first of the data."""
+    order: Literal[2, 3] = 3
+    """2 leaves out the third derivative, which takes about half of the time."""
+    lambda_int: float | None = None
+    """Strength of the cubic term in the learning rates; 1 if not given, and 0 with --order 2."""
+    backend: str = "auto"
+    """sweep, nested, dense, differences, or auto: the first of these that can."""
+    device: str | None = None
+    """Move the model and the data there, for example to cuda; they stay where they are if not
+    given."""
+    seed: int = 0
+    """Seed of torch, set before the file is run."""
+    stderr: bool = True
+    """Tell standard errors over the batches, if there are several."""
 
 
 @dataclass(frozen=True)
@@ -243,8 +277,59 @@ def report(args: list[str]) -> int:
     from newton_summary.experiments.report import make_report
     from newton_summary.experiments.rundir import find_runs
 
-    files = make_report(find_runs([Path(folder) for folder in folders]), options.out)
+    runs = find_runs([Path(folder) for folder in folders])
+    files = make_report(runs, options.out)
+    if importlib.util.find_spec("plotly") is None:
+        warnings.warn("no page without plotly: pip install 'newton-summary[report]'", stacklevel=1)
+    else:
+        from newton_summary.report import report as write_report
+
+        shown = [run.path for run in runs if run.rows]
+        files = [write_report(shown, options.out / "report.html"), *files]
     _tell_files(files, options)
+    return 0
+
+
+def inspect(args: list[str]) -> int:
+    """Measure a user's model and write the page."""
+    targets = list(leading(args))
+    options = parse(InspectOptions(), args[len(targets) :], "inspect FILE.py:build")
+    if len(targets) != 1:
+        raise UserError("Which model? Write newton-summary inspect FILE.py:build, one at a time.")
+    if importlib.util.find_spec("plotly") is None:
+        raise UserError("The report needs plotly: pip install 'newton-summary[report]'.")
+    from newton_summary.inspection import (
+        Settings,
+        inspect_model,
+        load_build,
+        progress_bar,
+        split_target,
+    )
+    from newton_summary.report import report as write_report
+
+    console = _console(options)
+    file, function = split_target(targets[0])
+    settings = Settings(
+        options.partition,
+        options.backend,
+        options.order,
+        options.lambda_int,
+        options.max_batches,
+        options.device,
+        options.stderr,
+    )
+    with _only_json(options):
+        built = load_build(targets[0], options.seed)
+        with progress_bar(console) as progress:
+            name = f"{type(built.model).__name__} of {file.name}:{function}"
+            found = inspect_model(built, settings, name=name, file=file, progress=progress)
+    try:
+        page = write_report(found.history, options.out)
+    except OSError as error:
+        raise UserError(f"{options.out} cannot be written: {error.strerror}.") from None
+    if options.json:
+        print(json.dumps({"page": str(page), **found.as_dict()}))
+    console.print(f"{found}\n\nThe report is in {page}", highlight=False, markup=False)
     return 0
 
 
@@ -264,6 +349,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "run": run,
     "sweep": sweep,
     "report": report,
+    "inspect": inspect,
     "demo": demo,
 }
 
@@ -296,13 +382,20 @@ def _as_json(result: Result) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def _only_json(options: Output) -> Iterator[None]:
+    """Keep what the user's code prints out of the JSON."""
+    with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
+        yield
+
+
 def _tell_files(files: Sequence[Path], options: Output) -> None:
     """Print the page and the pictures; the same tables are beside them as CSV, figures as PDF."""
     if options.json:
         print(json.dumps([str(file) for file in files]))
     elif not options.quiet:
         for file in files:
-            if file.name == "report.md" or file.suffix == ".png":
+            if file.name == "report.md" or file.suffix in (".html", ".png"):
                 print(file)
 
 

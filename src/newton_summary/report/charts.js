@@ -218,7 +218,8 @@ function drawCurves(div, metrics, runs, title) {
     });
   }
   const values = traces.flatMap((trace) => trace.y);
-  const logarithmic = /loss|lr|norm/.test(title) && values.every((v) => v === null || v > 0);
+  const sizes = values.filter((v) => v !== null);
+  const logarithmic = Math.min(...sizes) > 0 && Math.max(...sizes) > 10 * Math.min(...sizes);
   drawChart(div, traces, {
     showlegend: true,
     legend: { orientation: "h", x: 0, y: -0.22, yanchor: "top", font: { size: 11 } },

@@ -31,12 +31,13 @@ function coloured(run, measured, matrix, scale) {
   return entry === null || scale !== "normalised" ? entry : normalised(entry);
 }
 
-/** Largest size of the entries, and where the logarithmic scale turns linear. */
+/** Largest size of the entries, of nine in ten, and where the logarithmic scale turns linear. */
 function limits(values) {
   const sizes = values.map(Math.abs).filter((v) => Number.isFinite(v) && v > 0).sort((a, b) => a - b);
-  if (!sizes.length) return { most: 1, least: 1e-3 };
+  if (!sizes.length) return { most: 1, many: 1, least: 1e-3 };
   const most = sizes[sizes.length - 1];
-  return { most, least: Math.max(sizes[Math.floor(sizes.length / 20)], most * 1e-6) };
+  const quantile = (share) => sizes[Math.floor(share * (sizes.length - 1))];
+  return { most, many: quantile(0.9), least: Math.max(quantile(0.05), most * 1e-6) };
 }
 
 /** All values that a picture may colour, over rows and columns. */
@@ -45,14 +46,17 @@ function valuesOf(entry, rows, columns) {
 }
 
 /** How colours follow values: a function, its range, and marks for the colour bar. */
-function colouring(scale, { most, least }) {
-  if (scale === "normalised") {
-    const marks = [-1, -0.5, 0, 0.5, 1];
-    return { of: (v) => v, range: 1, at: marks, text: marks.map((v) => show(v, 1 + (v % 1 !== 0))) };
-  }
-  if (scale === "raw") {
-    const marks = [-1, -0.5, 0, 0.5, 1].map((share) => share * most);
-    return { of: (v) => v, range: most, at: marks, text: marks.map((v) => (v ? show(v, 2) : "0")) };
+function colouring(scale, { most, many, least }) {
+  if (scale !== "log") {
+    // Normalised entries are at most 1 where the matrix is positive definite; else a few may be huge.
+    const range = scale === "raw" ? most : Math.max(1, many);
+    const marks = [-1, -0.5, 0, 0.5, 1].map((share) => share * range);
+    const text = marks.map((v) => (v ? show(v, 2) : "0"));
+    if (most > range * 1.001) {
+      text[0] = `≤ ${text[0]}`;
+      text[4] = `≥ ${text[4]}`;
+    }
+    return { of: (v) => v, range, at: marks, text };
   }
   const of = (v) => Math.sign(v) * Math.log10(1 + Math.abs(v) / least);
   const [low, high] = [Math.ceil(Math.log10(least)), Math.floor(Math.log10(most))];

@@ -87,8 +87,8 @@ function commonLimits(matrix) {
     }),
   ).filter((found) => found !== null);
   if (!all.length) return undefined;
-  const most = Math.max(...all.map((found) => found.most));
-  return { most, least: Math.max(Math.min(...all.map((found) => found.least)), most * 1e-6) };
+  const [most, many] = ["most", "many"].map((key) => Math.max(...all.map((found) => found[key])));
+  return { most, many, least: Math.max(Math.min(...all.map((found) => found.least)), most * 1e-6) };
 }
 
 function drawRateCharts() {

@@ -124,20 +124,23 @@ function drawPairs(panel, measured) {
 
 /** Facts on a run, and on its measurement at one moment. */
 function drawFacts(panel, run, measured) {
-  const facts = Object.entries(run.facts);
-  const add = (key, value) => value !== null && value !== "" && facts.push([key, String(value)]);
+  const facts = Object.entries(run.facts).filter(([, value]) => value !== "" && value !== "None");
+  const add = (key, value) => value && !(key in run.facts) && facts.push([key, String(value)]);
   if (measured) {
     const total = run.groups.reduce((sum, group) => sum + (group.size ?? 0), 0);
-    if (!run.facts.groups) add("groups", run.groups.length + (total ? ` of ${total.toLocaleString("en")} parameters` : ""));
-    if (!run.facts.samples && measured.samples) add("samples", measured.samples.toLocaleString("en"));
-    add("loss", Number.isNaN(fromJson(measured.loss)) ? null : show(fromJson(measured.loss)));
-    add("backend", measured.backend + (measured.approximate ? " (approximate: central differences)" : ""));
+    const loss = fromJson(measured.loss);
+    add("groups", run.groups.length + (total ? ` of ${total.toLocaleString("en")} parameters` : ""));
+    add("samples", measured.samples ? measured.samples.toLocaleString("en") : "");
+    add("loss", Number.isNaN(loss) ? "" : show(loss));
+    add("backend", measured.backend);
+    add("accuracy", measured.approximate ? "approximate, by central differences" : "");
     add("why this backend", measured.reason);
-    add("learning rates", `${measured.status}: ${measured.status_text}`);
+    add("status of the rates", `${measured.status}: ${measured.status_text}`);
   }
   const list = element("dl", { class: "facts" });
   for (const [key, value] of facts) {
-    list.append(element("dt", {}, key.replaceAll("_", " ")), element("dd", {}, value));
+    const term = element("dt", {}, key.replaceAll("_", " "));
+    list.append(element("div", {}, term, element("dd", {}, value)));
   }
   panel.querySelector(".content").replaceChildren(list);
 }
