@@ -1,0 +1,255 @@
+"""The Transformers callback in real trainings, and NewtonSummary given to the Trainer."""
+
+import copy
+import json
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before the import: nothing is fetched
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+import newton_summary as ns
+from newton_summary.integrations.transformers import SummaryCallback, model_loss
+
+
+class Text(Dataset):
+    """Sequences in which every token follows from the one before."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(1)
+        start = torch.randint(12, (24, 1), generator=generator)
+        self.tokens = (start + 5 * torch.arange(6)) % 12
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, i):
+        return {"input_ids": self.tokens[i], "labels": self.tokens[i]}
+
+
+def make_gpt():
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=12, n_positions=6, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    return GPT2LMHeadModel(config)  # with dropout; in evaluation mode until it is trained
+
+
+class Classifier(nn.Module):
+    """A model of one's own, with a batch norm; smooth, in float64."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)
+        ).double()
+
+    def forward(self, x, labels):
+        z = self.net(x)
+        return SequenceClassifierOutput(loss=F.cross_entropy(z, labels), logits=z)
+
+
+class Points(Dataset):
+    def __init__(self):
+        self.x = torch.randn(24, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return {"x": self.x[i], "labels": (self.x[i].sum() > 0).long()}
+
+
+def fit(model, dataset, folder, callbacks=(), resume=None, optimizers=(None, None), **options):
+    options = {"num_train_epochs": 2, "save_strategy": "no", "report_to": "none", **options}
+    arguments = TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=8,
+        logging_steps=1,
+        learning_rate=1e-2,
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=4,
+        **options,
+    )
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=dataset,
+        eval_dataset=dataset,
+        callbacks=list(callbacks),
+        optimizers=optimizers,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def quick(**options):
+    return SummaryCallback(**{"report": None, "figures": False, **options})
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize(("make", "dataset"), [(make_gpt, Text()), (Classifier, Points())])
+def test_training_is_the_same_to_the_bit(make, dataset, tmp_path):
+    """With dropout in the one model and a batch norm in the other."""
+    without, with_it = make(), make()
+    expected = losses(fit(without, dataset, tmp_path, eval_strategy="epoch"))
+    callback = quick(partition="weights-biases")
+    actual = losses(fit(with_it, dataset, tmp_path, [callback], eval_strategy="epoch"))
+    assert callback.history.epochs == [0, 1, 2]
+    assert actual == expected and len(actual) == 6
+    for name, value in without.state_dict().items():
+        assert value.equal(with_it.state_dict()[name]), name
+
+
+def test_numbers_are_those_of_training_mode(tmp_path):
+    """Against the whole Hessian of a copy in training mode, although models start in the other."""
+    model = Classifier().eval()
+    copied = copy.deepcopy(model).train()
+    batch = {"x": Points().x, "labels": (Points().x.sum(1) > 0).long()}
+    callback = quick(data=batch, partition="trivial", lambda_int=0.0)
+    fit(model, Points(), tmp_path, [callback], num_train_epochs=1)
+    params = {name: p.detach() for name, p in copied.named_parameters()}
+    buffers = {name: b.clone() for name, b in copied.named_buffers()}
+
+    def loss(params):
+        state = params | {name: b.clone() for name, b in buffers.items()}
+        return torch.func.functional_call(copied, state, (), batch).loss
+
+    g = torch.func.grad(loss)(params)
+    Hg = torch.func.jvp(torch.func.grad(loss), (params,), (g,))[1]
+    gg, gHg = (sum((g[n] * v[n]).sum() for n in g) for v in (g, Hg))
+    measured = callback.history.measured[0]
+    torch.testing.assert_close(measured.summary.gbar[0], gg)
+    torch.testing.assert_close(measured.summary.Hbar[0, 0], gHg)
+    torch.testing.assert_close(measured.eta[0], gg / gHg)  # Cauchy's step
+    assert measured.summary.loss == pytest.approx(float(loss(params)))
+
+
+def test_rates_and_curves_are_written(tmp_path):
+    """To the Trainer's record, to TensorBoard, and to the report at the end."""
+    callback = SummaryCallback(every_n_epochs=2, num_batches=1, partition="weights-biases")
+    options = {"report_to": ["tensorboard"], "num_train_epochs": 3, "eval_strategy": "epoch"}
+    trainer = fit(make_gpt(), Text(), tmp_path, [callback], **options)
+    history = callback.history
+    assert history.epochs == [0, 2, 3] and history.measured[0].summary.num_samples == 8
+    events = EventAccumulator(str(tmp_path / "runs" / "newton_summary"))
+    events.Reload()
+    for s, name in enumerate(history.names):
+        tag = f"newton_summary/eta/{name}"
+        expected = [float(measured.eta[s]) for measured in history.measured]
+        rows = [entry for entry in trainer.state.log_history if tag in entry]
+        assert [row[tag] for row in rows] == expected
+        assert [row["step"] for row in rows] == [0, 6, 9]
+        assert [scalar.value for scalar in events.Scalars(tag)] == pytest.approx(expected)
+    assert [image.step for image in events.Images("newton_summary/Hbar")] == [0, 6, 9]
+    assert [value for _, value in history.curves["train_loss"]] == losses(trainer)
+    evaluated = [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e]
+    assert history.curves["eval_loss"] == list(zip([1, 2, 3], evaluated))
+    assert set(history.curves) == {"train_loss", "eval_loss"}
+    page = (tmp_path / "newton_summary.html").read_text(encoding="utf-8")
+    assert all(name in page for name in history.names)
+
+
+def test_history_goes_on_from_a_checkpoint(tmp_path):
+    fit(make_gpt(), Text(), tmp_path, [quick(num_batches=1)], save_strategy="epoch")
+    callback = quick(num_batches=1)
+    options = {"save_strategy": "epoch", "num_train_epochs": 3}
+    fit(make_gpt(), Text(), tmp_path, [callback], str(tmp_path / "checkpoint-6"), **options)
+    assert callback.history.epochs == [0, 1, 2, 3]
+    assert [epoch for epoch, _ in callback.history.curves["train_loss"]][-3:] == pytest.approx(
+        [7 / 3, 8 / 3, 3]
+    )
+    saved = json.loads((tmp_path / "checkpoint-9" / "trainer_state.json").read_text())
+    tag = f"newton_summary/eta/{callback.history.names[0]}"
+    rates = [row[tag] for row in saved["log_history"] if tag in row]
+    assert rates == callback.history.rates[:, 0].tolist()
+
+
+def test_a_model_without_a_loss_is_told_at_the_start(tmp_path):
+    class Silent(Classifier):
+        def forward(self, x, labels):
+            return {"logits": self.net(x)}
+
+    with pytest.raises(
+        ValueError, match=r"Silent returned no loss for a batch of x, labels.*loss_fn"
+    ):
+        fit(Silent(), Points(), tmp_path, [quick()])
+
+
+def test_a_given_loss_is_taken(tmp_path):
+    def loss_fn(model, batch):
+        return 2 * model(**batch).loss
+
+    given, default = quick(loss_fn=loss_fn), quick()
+    for callback in (given, default):
+        fit(Classifier(), Points(), tmp_path, [callback], num_train_epochs=1)
+    once, twice = (c.history.measured[0].summary for c in (default, given))
+    torch.testing.assert_close(twice.gbar, 4 * once.gbar)  # the direction is twice as long, too
+    torch.testing.assert_close(twice.Hbar, 8 * once.Hbar)
+
+
+# --- NewtonSummary given to the Trainer -----------------------------------------------------------
+
+
+def newton(model, **options):
+    loader = DataLoader(Points(), 12, shuffle=True)
+    part = ns.make_partition(model, "weights-biases")
+    return ns.NewtonSummary(part, summary_period=3, curvature=(model_loss, loader), **options)
+
+
+def test_newton_summary_trains_as_in_a_plain_loop(tmp_path):
+    """To the bit, with the Trainer's linear schedule; gradients are clipped at a large norm."""
+    model = Classifier()
+    optimizers = (newton(model), None)
+    trainer = fit(model, Points(), tmp_path, optimizers=optimizers, max_grad_norm=1e6)
+    order = RecordedOrder(Points())
+    fit(Classifier(), order, tmp_path)  # only to see in which order the samples come
+    plain = Classifier()
+    optimizer = newton(plain)
+    for step, chosen in enumerate(torch.tensor(order.seen).split(8)):
+        batch = torch.utils.data.default_collate([Points()[int(i)] for i in chosen])
+        optimizer.zero_grad()
+        plain(**batch).loss.backward()
+        optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.5 * ((5 - step) / 6)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert p.equal(q)
+    assert losses(trainer)[-1] < losses(trainer)[0]
+
+
+class RecordedOrder(Dataset):
+    def __init__(self, dataset):
+        self.dataset, self.seen = dataset, []
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, i):
+        self.seen.append(i)
+        return self.dataset[i]
+
+
+def test_newton_summary_resumes_to_the_bit(tmp_path):
+    whole, resumed = Classifier(), Classifier()
+    callback = quick(partition="weights-biases", lambda_int=0.0)
+    options = {"save_strategy": "epoch", "num_train_epochs": 4}
+    fit(whole, Points(), tmp_path, [callback], optimizers=(newton(whole), None), **options)
+    kinds = [measured.kind for measured in callback.history.measured]
+    assert kinds == ["full", *["full", "optimizer"] * 4]
+    checkpoint = str(tmp_path / "checkpoint-6")
+    fit(resumed, Points(), tmp_path, [], checkpoint, (newton(resumed), None), **options)
+    for name, value in whole.state_dict().items():
+        assert value.equal(resumed.state_dict()[name]), name
