@@ -45,7 +45,7 @@ class SummaryCallback(Monitor, Callback):
 
     The trainer's loggers get ``newton_summary/loss``, ``newton_summary/predicted_change`` and
     ``newton_summary/eta/<group>``, which ``callback_metrics`` have too; TensorBoard and W&B also
-    get the heat map of Hbar. ``callback.history`` is saved in checkpoints and goes on with them.
+    get heat maps of Hbar. ``callback.history`` is saved in checkpoints and goes on with them.
     """
 
     _sum: Any = 0.0  # of the losses of this epoch, and their number

@@ -21,7 +21,7 @@ class Logger(Protocol):
         """Write numbers by name."""
 
     def figure(self, name: str, figure: Figure, step: int) -> None:
-        """Write a picture, and close it."""
+        """Write a picture."""
 
 
 def scalars_of(measured: Measured) -> dict[str, float]:
@@ -47,10 +47,12 @@ def log_measured(logger: Logger, measured: Measured, step: int, figures: bool = 
         logger: Where to.
         measured: The measurement.
         step: Of the training.
-        figures: Whether to write the heat map of Hbar too, if matplotlib is installed.
+        figures: Whether to write heat maps too, if matplotlib is installed: of Hbar, and of Hbar
+            scaled to a unit diagonal, the interactions between groups.
     """
     logger.scalars(scalars_of(measured), step)
     if figures and measured.kind == "full" and importlib.util.find_spec("matplotlib"):
         from newton_summary.figures import heatmap
 
-        logger.figure(f"{PREFIX}/Hbar", heatmap(measured.summary), step)
+        for what, name in (("Hbar", "Hbar"), ("normalized", "interactions")):
+            logger.figure(f"{PREFIX}/{name}", heatmap(measured.summary, what), step)

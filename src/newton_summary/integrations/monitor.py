@@ -66,7 +66,7 @@ class Monitor:
         report: Where callbacks write the report at the end; None for no report. A relative path
             begins in the directory that the framework writes to.
         loggers: Logs to write to, beside those that a callback finds.
-        figures: Whether to log the heat map of Hbar too.
+        figures: Whether to log heat maps of Hbar too.
         trials: Whether to try the steps that were found, on the same data, so that the report can
             show predicted against real changes of the loss. Takes five more passes over the data.
         name: Of the history, as the report shows it.

@@ -31,8 +31,8 @@ class TensorBoard:
             self.writer.add_scalar(name, value, step)
 
     def figure(self, name: str, figure: Figure, step: int) -> None:
-        """Write a picture, and close it."""
-        self.writer.add_figure(name, figure, step, close=True)
+        """Write a picture."""
+        self.writer.add_figure(name, figure, step)
 
 
 def log_summary(
@@ -46,15 +46,16 @@ def log_summary(
     """Write a measurement to TensorBoard.
 
     The numbers are ``newton_summary/loss``, ``newton_summary/predicted_change`` (of a step along
-    the rates, to second order) and ``newton_summary/eta/<group>``; the picture is
-    ``newton_summary/Hbar``, if matplotlib is installed.
+    the rates, to second order) and ``newton_summary/eta/<group>``; the pictures are
+    ``newton_summary/Hbar`` and ``newton_summary/interactions`` (scaled to a unit diagonal), if
+    matplotlib is installed.
 
     Args:
         writer: ``torch.utils.tensorboard.SummaryWriter``.
         summary: From :func:`newton_summary.summarize`.
         rates: From :func:`newton_summary.learning_rates`.
         step: Of the training.
-        figures: Whether to write the heat map of Hbar too.
+        figures: Whether to write the pictures too.
     """
     history = History()
     history.add(0, summary, rates)

@@ -73,7 +73,7 @@ class SummaryCallback(Monitor, TrainerCallback):
     and ``newton_summary/eta/<group>``. With ``report_to="tensorboard"`` they are also written to
     the folder ``runs/newton_summary`` of the output directory (a run of its own beside the
     Trainer's; or to ``TENSORBOARD_LOGGING_DIR``), with ``report_to="wandb"`` to the present run,
-    both with the heat map of Hbar. ``callback.history`` is saved in checkpoints.
+    both with heat maps of Hbar. ``callback.history`` is saved in checkpoints.
     """
 
     def batch_loss(self, model: nn.Module, batch: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +32,10 @@ class WeightsAndBiases:
         self.run.log({**values, f"{PREFIX}/step": step})
 
     def figure(self, name: str, figure: Figure, step: int) -> None:
-        """Write a picture, and close it."""
-        import matplotlib.pyplot as plt
+        """Write a picture."""
         import wandb
+        from PIL import Image  # matplotlib needs it
 
-        self.run.log({name: wandb.Image(figure), f"{PREFIX}/step": step})
-        plt.close(figure)
+        file = io.BytesIO()  # W&B would draw pyplot's own class of figures only
+        figure.savefig(file, format="png")
+        self.run.log({name: wandb.Image(Image.open(file)), f"{PREFIX}/step": step})
