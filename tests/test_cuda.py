@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from newton_summary import Summary, summarize
+from newton_summary import NewtonSummary, Summary, make_partition, summarize
 from newton_summary.derivatives import BACKENDS
+from newton_summary.derivatives.sweep.rules import fused
 from problems import PROBLEMS, cross_entropy, partition_of, partition_specs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -116,4 +117,81 @@ def test_fused_attention_with_half_precision():
             exact.Hbar,
             rtol=0.3,
             atol=0.1 * float(exact.Hbar.abs().max()),
+        )
+
+
+def train(steps=40, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(36, 12), nn.ELU(), nn.Linear(12, 3)),
+    )
+    model.to("cuda", torch.float64)
+    inputs = torch.randn(60, 1, 8, 8, dtype=torch.float64).cuda()
+    targets = torch.randint(3, (60,)).cuda()
+    batches = [(inputs[i : i + 20], targets[i : i + 20]) for i in (0, 20, 40)]
+    batches.append((inputs[:10], targets[:10]))  # of another shape
+    optimizer = NewtonSummary(
+        make_partition(model), summary_period=2, curvature=(cross_entropy, batches), **options
+    )
+    for step in range(steps):
+        optimizer.zero_grad()
+        cross_entropy(model, batches[step % 3]).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def test_a_cuda_graph_gives_the_same_training():
+    plain, expected = train()
+    captured, actual = train(cuda_graph=True)
+    assert actual._refresh._graphs._graphs, "nothing was captured"
+    for a, e in zip(captured.parameters(), plain.parameters()):
+        torch.testing.assert_close(a, e, rtol=1e-7, atol=1e-9)
+    for field in ("gbar", "Hbar", "D3", "loss"):
+        a, e = getattr(actual.last_summary, field), getattr(expected.last_summary, field)
+        torch.testing.assert_close(a.cpu(), e.cpu(), rtol=1e-6, atol=1e-9)
+    assert actual.last_summary.num_samples == expected.last_summary.num_samples
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [(nn.Dropout(0.5), "random numbers"), (nn.BatchNorm1d(6), "buffer '1.running_mean'")],
+)
+def test_what_a_cuda_graph_cannot_replay_is_measured_without(layer, reason):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), copy.deepcopy(layer), nn.Tanh(), nn.Linear(6, 2)).cuda()
+    batch = (torch.randn(30, 5).cuda(), torch.randint(2, (30,)).cuda())
+    optimizer = NewtonSummary(
+        make_partition(model), summary_period=1, curvature=(cross_entropy, [batch]), cuda_graph=True
+    )
+    assert optimizer.warmup == 3  # refreshes at the first step, before anything is captured
+    cross_entropy(model, batch).backward()
+    optimizer.step()
+    with pytest.warns(UserWarning, match=reason):
+        optimizer.step()
+    assert optimizer.refreshes == 4
+
+
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize("activation", [nn.ELU(), nn.Tanh(), nn.Hardswish(), nn.SiLU()])
+def test_fused_passes_are_those_of_the_cpu(activation, order):
+    """Convolutions whose rows stay in pieces, a second use of a layer, a loss right behind it."""
+    torch.manual_seed(0)
+    shared = nn.Conv2d(3, 3, 3, padding=1)
+    model = nn.Sequential(
+        *(nn.Conv2d(2, 3, 3), activation, shared, activation, shared, activation),
+        *(nn.MaxPool2d(2), nn.Conv2d(3, 4, 2), activation),
+    ).double()
+    batch = torch.randn(7, 2, 9, 9, dtype=torch.float64)
+
+    def loss_fn(model, x):
+        return model(x).pow(2).mean()
+
+    expected = summarize(model, loss_fn, batch, order=order, backend="nested")
+    actual = summarize(model.cuda(), loss_fn, batch.cuda(), order=order, backend="sweep")
+    assert fused.kernels() is not None
+    for field in ("gbar", "Hbar", "D3")[:order]:
+        e = getattr(expected, field)
+        torch.testing.assert_close(
+            getattr(actual, field).cpu(), e, rtol=1e-9, atol=1e-10 * float(e.abs().max())
         )

@@ -111,18 +111,20 @@ class CurvatureData:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain values and tensors."""
+        start = self._start
         return {
             "epoch": self._epoch,
             "index": self._index,
-            "start": self._start,
-            "present": self._present,
+            "start": start and {**start, "random": _to_plain(start["random"])},
+            "present": _to_plain(self._present),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Return to a position; the batches before it are passed over at the next one."""
         self._epoch, self._index = state["epoch"], state["index"]
-        self._start = state["start"]
-        self._present = state["present"]
+        start = state["start"]
+        self._start = start and {**start, "random": _from_plain(start["random"])}
+        self._present = _from_plain(state["present"])
         self._iterator = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -136,26 +138,30 @@ def _seeded(seed: int) -> dict[str, Any]:
     return {
         "torch": torch.Generator().manual_seed(mixed).get_state(),
         "python": random.Random(mixed).getstate(),
-        "numpy": _plain(np.random.RandomState(mixed % 2**32).get_state()),
+        "numpy": np.random.RandomState(mixed % 2**32).get_state(),
     }
 
 
 def _capture() -> dict[str, Any]:
-    """Return the present state, in types that ``torch.load(weights_only=True)`` reads."""
     return {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": _plain(np.random.get_state()),
+        "numpy": np.random.get_state(),
     }
 
 
 def _restore(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"].cpu())
     random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+
+
+def _to_plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state in types that ``torch.load(weights_only=True)`` reads."""
     name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.cpu().numpy().astype(np.uint32), *rest))
+    return {**state, "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest)}
 
 
-def _plain(numpy_state: Any) -> tuple[Any, ...]:
-    name, keys, *rest = numpy_state
-    return (name, torch.from_numpy(keys.astype(np.int64)), *rest)
+def _from_plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    name, keys, *rest = state["numpy"]
+    return {**state, "numpy": (name, keys.cpu().numpy().astype(np.uint32), *rest)}

@@ -321,15 +321,33 @@ def _cholesky(M: Array) -> Array | None:
 
 def _definite_shift(H: Array, D: Array) -> float:
     """Return twice the least power of two sigma that makes M(sigma) positive definite."""
+
+    def is_definite(exponent: int) -> bool:
+        M = H + np.diag(2.0**exponent * D * D)
+        return not np.isfinite(M).all() or _cholesky(M) is not None
+
     low, high = -900, 900
+    if _cholesky(H) is not None:
+        return 2.0 ** (low + 1)
+    guess = _rough_shift(H, D)
+    if guess is not None:  # saves most of the factorisations
+        high = guess + 1 if is_definite(guess + 1) else high
+        low = guess - 1 if not is_definite(guess - 2) else low
     while low < high:
         middle = (low + high) // 2
-        M = H + np.diag(2.0**middle * D * D)
-        if np.isfinite(M).all() and _cholesky(M) is None:
-            low = middle + 1
-        else:
-            high = middle
+        low, high = (low, middle) if is_definite(middle) else (middle + 1, high)
     return 2.0 ** (low + 1)
+
+
+def _rough_shift(H: Array, D: Array) -> int | None:
+    """Return the exponent of the shift as eigenvalues tell it; None where they cannot."""
+    if not D.all():
+        return None
+    try:
+        lowest = float(np.linalg.eigvalsh(H / D[:, None] / D)[0])
+    except np.linalg.LinAlgError:
+        return None
+    return math.ceil(math.log2(-lowest)) if -(2.0**800) < lowest < -(2.0**-800) else None
 
 
 def _secular(

@@ -122,6 +122,11 @@ class NewtonSummary(Optimizer):
             have to be the same on all ranks, as DistributedDataParallel leaves them; then so are
             the rates. A refresh exchanges one message, other steps none; making the optimizer is
             one more, in which ranks agree on ``ramp``.
+        cuda_graph: On a GPU, capture the measurement as a CUDA graph after the first refreshes, and
+            replay it: several times faster for small models, whose kernels are shorter than their
+            launches. The loss must then do the same at each call (no branch on values, steps or
+            random numbers), and the memory of a measurement stays taken. Falls back, with a
+            warning, where it cannot be done: dropout, batch norm in training, several ranks.
 
     Attributes:
         model: The model of the partition.
@@ -160,6 +165,7 @@ class NewtonSummary(Optimizer):
         backend: str = "auto",
         microbatch: int | None = None,
         distributed: str | bool | Any = "auto",
+        cuda_graph: bool = False,
     ):
         model = check_partition(partition)
         check_number(0 <= float(lr) < math.inf, "lr", lr, "0 or more, finite")
@@ -182,7 +188,7 @@ class NewtonSummary(Optimizer):
         self.partition = partition
         self.direction = direction
         self.summary_period, self.warmup = summary_period, warmup
-        ranks = find_ranks(distributed, next(iter(partition.params.values())).device)
+        ranks = find_ranks(distributed, partition.params)
         with together(ranks, [1]):
             self._loss_fn, self._data = check_curvature(curvature)
             several = curvature is not None and _has_several_batches(curvature[1])
@@ -209,6 +215,7 @@ class NewtonSummary(Optimizer):
             backend,
             microbatch,
             distributed,
+            cuda_graph,
         )
         self.skipped_steps = 0
         self._t = 0  # steps since the first rates

@@ -16,15 +16,17 @@ from torch import Tensor, nn
 from newton_summary.averaging import Average
 from newton_summary.curvature_data import OneBatch
 from newton_summary.derivatives.probe import LossFn, NotFiniteError, Probe
+from newton_summary.derivatives.sweep.graph import CannotCapture, SweepGraphs
 from newton_summary.distributed import RankError, find_ranks, mean_loss, message_length, together
 from newton_summary.learning_rates import STATUS, LearningRates
 from newton_summary.measure import summarize
 from newton_summary.motion import Factors, Motion, as_vector
-from newton_summary.partition import Partition
+from newton_summary.partition import Params, Partition
 from newton_summary.rate_rules import RateRules
 from newton_summary.summary import Summary
 
 Scale = Callable[[Tensor], Factors]
+BEFORE_CAPTURE = 3  # refreshes without a graph: a run that fails early tells why in its own words
 
 
 class Refresh:
@@ -39,6 +41,7 @@ class Refresh:
         backend: As for :func:`summarize`.
         microbatch: As for :func:`summarize`.
         distributed: As for :func:`summarize`.
+        cuda_graph: Whether to capture the sweep once and replay it.
 
     Attributes:
         solution: Rates, or step lengths if the average is normalised, none of them negative: (S,),
@@ -60,11 +63,14 @@ class Refresh:
         backend: str,
         microbatch: int | None,
         distributed: str | bool | Any = "auto",
+        cuda_graph: bool = False,
     ):
         self.model, self.partition = model, partition
         self.average, self.rules, self.min_decrease = average, rules, min_decrease
         self.backend, self.microbatch = backend, microbatch
         self.distributed = distributed
+        self.cuda_graph = cuda_graph
+        self._graphs: SweepGraphs | None = None
         self.solution: Tensor | None = None
         self.eta: Tensor = torch.zeros(len(partition), dtype=torch.float64)
         self.last_summary: Summary | None = None
@@ -80,8 +86,7 @@ class Refresh:
 
     def together(self) -> AbstractContextManager[None]:
         """Return a context in which what fails on one rank ends the refresh on all."""
-        device = next(iter(self.partition.params.values())).device
-        ranks = find_ranks(self.distributed, device)
+        ranks = find_ranks(self.distributed, self.partition.params)
         return together(ranks, [message_length(len(self.partition), self.order)])
 
     def measure(self, motion: Motion, loss_fn: LossFn, batch: Any) -> bool:
@@ -97,17 +102,7 @@ class Refresh:
                     if not p.requires_grad:  # frozen since: its direction is zero
                         thaw.callback(p.requires_grad_, False)
                         p.requires_grad_(True)
-                summary = summarize(
-                    self.model,
-                    loss_fn,
-                    OneBatch(batch),
-                    partition=self.partition,
-                    direction=motion.direction(),
-                    order=self.order,
-                    backend=self.backend,
-                    microbatch=self.microbatch,
-                    distributed=self.distributed,
-                )
+                summary = self._measured(loss_fn, batch, motion.direction())
             finite = _is_finite(summary)
         except NotFiniteError as error:
             finite = False
@@ -127,6 +122,32 @@ class Refresh:
         self.last_summary = summary
         self.average.push(summary, motion.measured_norms())
         return True
+
+    def _measured(self, loss_fn: LossFn, batch: Any, u: Params) -> Summary:
+        """Measure a summary along ``u``, by a CUDA graph if that is wanted and can be done."""
+        if self.cuda_graph and self.done >= BEFORE_CAPTURE:
+            if self._graphs is None:
+                self._graphs = SweepGraphs(self.model, self.partition, self.order)
+            try:
+                if find_ranks(self.distributed, next(iter(u.values())).device) is not None:
+                    raise CannotCapture("there are several ranks")
+                return self._graphs.summarize(loss_fn, batch, u)
+            except CannotCapture as error:
+                self.cuda_graph, self._graphs = False, None
+                warnings.warn(
+                    f"NewtonSummary: cuda_graph=True has no effect, because {error}.", stacklevel=7
+                )
+        return summarize(
+            self.model,
+            loss_fn,
+            OneBatch(batch),
+            partition=self.partition,
+            direction=u,
+            order=self.order,
+            backend=self.backend,
+            microbatch=self.microbatch,
+            distributed=self.distributed,
+        )
 
     def solve(self, motion: Motion, loss_fn: LossFn, batch: Any, scale: Scale) -> None:
         """Set the rates from the averaged summary, or keep them if there is nothing usable.
@@ -165,7 +186,7 @@ class Refresh:
         """Halve the solution until the curvature batch agrees; None if it never does."""
         summary = self.last_summary
         assert summary is not None and self.min_decrease is not None
-        ranks = find_ranks(self.distributed, motion.device)
+        ranks = find_ranks(self.distributed, self.partition.params)
         probed = (self.model, loss_fn, OneBatch(batch), self.partition)
 
         def loss() -> Tensor:
@@ -204,7 +225,12 @@ class Refresh:
             self.solution = torch.cat([self.solution, none_yet])
             self._peak = torch.cat([self._peak, none_yet])
         self.partition = partition
+        self._graphs = None
         self.average.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the graphs, which cannot be copied and are captured anew."""
+        return self.__dict__ | {"_graphs": None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as plain values and tensors."""

@@ -147,6 +147,8 @@ class NewtonSummaryConfig(OptimizerConfig):
     """Direction: the heavy ball, or Adam's step."""
     backend: str = "auto"
     """How summaries are computed."""
+    cuda_graph: bool = False
+    """On a GPU, replay the measurement as a CUDA graph: for small models."""
 
 
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {

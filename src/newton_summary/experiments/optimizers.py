@@ -165,6 +165,7 @@ def _newton_summary(config: NewtonSummaryConfig, task: Task, train: Split) -> Ne
         diagonal=config.diagonal,
         negative=config.negative,
         backend=config.backend,
+        cuda_graph=config.cuda_graph and next(task.model.parameters()).is_cuda,
     )
 
 

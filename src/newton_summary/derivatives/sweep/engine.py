@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -131,25 +132,49 @@ class Sweep:
             if value is not None and tangent is not None and value.slot in self.tape.needed:
                 self.tangents[value.slot] = tangent.to(value.tensor.dtype)
 
+    def contributions(self) -> tuple[Layout, list[Tensor]]:
+        """Return all contributions as vectors, and what they belong to."""
+        layout = Layout(
+            [(rows, columns) for rows, columns, _ in self._Hbar], [groups for groups, _ in self._D3]
+        )
+        pieces = [entries.reshape(-1) for *_, entries in self._Hbar]
+        return layout, pieces + [entries.reshape(-1) for _, entries in self._D3]
+
     def totals(self) -> tuple[np.ndarray, np.ndarray]:
         """Return Hbar and D3: all contributions, added up in float64."""
-        S = len(self.partition)
+        layout, pieces = self.contributions()
+        numbers = joined(pieces).double().cpu().numpy() if pieces else np.zeros(0)
+        return layout.add_up(numbers, len(self.partition))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which groups the contributions of a sweep belong to, in the order in which they came."""
+
+    Hbar: list[tuple[Groups, Groups]]
+    D3: list[Groups]
+
+    def add_up(self, numbers: np.ndarray, S: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return Hbar (S, S) and D3 (S,) from all contributions end to end."""
         Hbar, D3 = np.zeros((S, S)), np.zeros(S)
-        pieces = [entries.reshape(-1) for *_, entries in self._Hbar]
-        pieces += [entries.reshape(-1) for _, entries in self._D3]
-        if pieces:
-            wide = torch.float64 if any(p.dtype == torch.float64 for p in pieces) else torch.float32
-            device = pieces[0].device
-            numbers = torch.cat([p.to(device, wide) for p in pieces]).double().cpu().numpy()
-            start = 0
-            for rows, columns, entries in self._Hbar:
-                block = numbers[start : start + entries.numel()].reshape(len(rows), len(columns))
-                Hbar[np.array(rows)[:, None], columns] += block
-                start += entries.numel()
-            for groups, entries in self._D3:
-                D3[list(groups)] += numbers[start : start + entries.numel()]
-                start += entries.numel()
+        start = 0
+        for rows, columns in self.Hbar:
+            end = start + len(rows) * len(columns)
+            block = numbers[start:end].reshape(len(rows), len(columns))
+            Hbar[np.array(rows)[:, None], columns] += block
+            start = end
+        for groups in self.D3:
+            end = start + len(groups)
+            D3[list(groups)] += numbers[start:end]
+            start = end
         return Hbar, D3
+
+
+def joined(pieces: list[Tensor]) -> Tensor:
+    """Return vectors end to end, in the widest of their types, float32 at least."""
+    wide = torch.float64 if any(p.dtype == torch.float64 for p in pieces) else torch.float32
+    device = pieces[0].device
+    return torch.cat([p.to(device, wide) for p in pieces])
 
 
 def leaf_tangent(U: Tensor, label: int | Tensor, chosen: set[int]) -> Tangent | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,6 +24,11 @@ class Tangent:
     first: Groups
     second: Groups
     rows: Tensor  # (len(first) + len(second), *shape of y)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of y."""
+        return self.rows.shape[1:]
 
     @property
     def y1(self) -> Tensor:
@@ -134,6 +140,8 @@ def add_up(first: Sequence[Term], second: Sequence[Term], y: Tensor) -> Tangent 
     parts = [x for _, x in (*first, *second)]
     if len(parts) == 1 and isinstance(parts[0], Tensor):
         return Tangent(groups1, groups2, parts[0])
+    if y.is_cuda and all(isinstance(part, Tensor) for part in parts):
+        return Unjoined(first, second, y)  # type: ignore[arg-type]
     rows = y.new_empty((len(groups1) + len(groups2), *y.shape))
     start = 0
     for groups, part in (*first, *second):
@@ -141,6 +149,50 @@ def add_up(first: Sequence[Term], second: Sequence[Term], y: Tensor) -> Tangent 
         target.copy_(part) if isinstance(part, Tensor) else part(target)
         start += len(groups)
     return Tangent(groups1, groups2, rows)
+
+
+class Unjoined(Tangent):
+    """A tangent whose rows still lie in several pieces, until somebody asks for all of them.
+
+    Args:
+        first: Terms of y1, no two of which share a group.
+        second: Terms of y2, likewise.
+        y: The value.
+    """
+
+    first_terms: Sequence[tuple[Groups, Tensor]]
+    second_terms: Sequence[tuple[Groups, Tensor]]
+    y: Tensor
+
+    def __init__(
+        self,
+        first: Sequence[tuple[Groups, Tensor]],
+        second: Sequence[tuple[Groups, Tensor]],
+        y: Tensor,
+    ):
+        groups = union(*(g for g, _ in first)), union(*(g for g, _ in second))
+        self.__dict__.update(
+            first=groups[0], second=groups[1], first_terms=first, second_terms=second, y=y
+        )
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """All rows in one tensor; made when they are first asked for."""
+        return torch.cat([rows for _, rows in (*self.first_terms, *self.second_terms)])
+
+    @property
+    def joined(self) -> bool:
+        """Whether that has happened."""
+        return "rows" in self.__dict__
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of y."""
+        return self.y.shape
+
+    def to(self, dtype: torch.dtype) -> Tangent:
+        """Convert the rows."""
+        return self if self.y.dtype == dtype else super().to(dtype)
 
 
 def written(groups: Groups, rows: Tensor | Callable[[Tensor], object], y: Tensor) -> Tensor:

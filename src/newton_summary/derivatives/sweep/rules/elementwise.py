@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from newton_summary.derivatives.sweep.calls import names
+from newton_summary.derivatives.sweep.rules import fused
 from newton_summary.derivatives.sweep.rules.bilinear import gram, sums
 from newton_summary.derivatives.sweep.tangent import Tangent, lift, matching
 from newton_summary.derivatives.sweep.tape import Op, Value, plain
@@ -39,38 +40,63 @@ def curved(derivatives: Callable[..., Derivatives]) -> Callable[..., Any]:
         f1, f2, f3 = derivatives(x.now, op.out.now, *plain(args), **plain(kwargs))
         if f2 is None:
             return t.map(lambda rows: rows * f1)
-        x1, delta, k = t.y1, sweep.adjoint(op.out), len(t.first)
-        third = sweep.order == 3
-        result = x1.new_empty((2 * k, *x1.shape[1:])) if third else None
-        squares = None if result is None else torch.mul(x1, x1, out=result[k:])
-        same_groups = matching(t.first, t.second)
-        if delta is not None:
-            curvature = delta * f2
-            work = x1 * curvature
-            sweep.add_Hbar(t.first, t.first, gram(work, x1))
-            if squares is not None:  # <x1, delta f3 x1^2 + 3 delta f2 x2>
-                work = work.zero_() if f3 is None else torch.mul(squares, delta * f3, out=work)
-                for mine, theirs in same_groups:
-                    work[mine].addcmul_(t.y2[theirs], curvature, value=3)
-                work.mul_(x1)
-                sweep.add_D3(t.first, sums(work))
-        if not op.wanted:
-            return None
-        if result is None or squares is None:
-            return t.map(lambda rows: rows * f1)
-        torch.mul(x1, f1, out=result[:k])
-        squares.mul_(f2)
-        for mine, theirs in same_groups:
-            squares[mine].addcmul_(t.y2[theirs], f1)
-        return Tangent(t.first, t.first, result)
+        delta = sweep.adjoint(op.out)
+        if fused.available(op.out.tensor):
+            bent = fused.bend(t, f1, f2, f3, delta, sweep.order, op.wanted)
+            if bent is not None:
+                return _contributed(sweep, t, bent)
+        return _bend(sweep, t, (f1, f2, f3), delta, op.wanted)
 
     return rule
+
+
+def _bend(
+    sweep: Sweep, t: Tangent, derivatives: Derivatives, delta: Tensor | None, wanted: bool
+) -> Tangent | None:
+    """Pass a curved function by torch operations, with few temporary arrays."""
+    f1, f2, f3 = derivatives
+    assert f2 is not None
+    x1, k = t.y1, len(t.first)
+    third = sweep.order == 3
+    result = x1.new_empty((2 * k, *x1.shape[1:])) if third else None
+    squares = None if result is None else torch.mul(x1, x1, out=result[k:])
+    same_groups = matching(t.first, t.second)
+    if delta is not None:
+        curvature = delta * f2
+        work = x1 * curvature
+        sweep.add_Hbar(t.first, t.first, gram(work, x1))
+        if squares is not None:  # <x1, delta f3 x1^2 + 3 delta f2 x2>
+            work = work.zero_() if f3 is None else torch.mul(squares, delta * f3, out=work)
+            for mine, theirs in same_groups:
+                work[mine].addcmul_(t.y2[theirs], curvature, value=3)
+            work.mul_(x1)
+            sweep.add_D3(t.first, sums(work))
+    if not wanted:
+        return None
+    if result is None or squares is None:
+        return t.map(lambda rows: rows * f1)
+    torch.mul(x1, f1, out=result[:k])
+    squares.mul_(f2)
+    for mine, theirs in same_groups:
+        squares[mine].addcmul_(t.y2[theirs], f1)
+    return Tangent(t.first, t.first, result)
+
+
+def _contributed(sweep: Sweep, t: Tangent, bent: fused.Bent) -> Tangent | None:
+    """Add what a fused pass found, and return the tangent of its result."""
+    if bent.work is not None:
+        sweep.add_Hbar(t.first, t.first, gram(bent.work, bent.x1))
+    if bent.third is not None:
+        sweep.add_D3(t.first, bent.third)
+    if bent.rows is None:
+        return None
+    return Tangent(t.first, t.first if sweep.order == 3 else (), bent.rows)
 
 
 def broadcast(t: Tangent | None, op: Op) -> Tangent | None:
     """Spread the derivatives of x out to the shape of y: another argument may have been larger."""
     shape = op.out.tensor.shape
-    if t is None or t.rows.shape[1:] == shape:
+    if t is None or t.shape == shape:
         return t
     return t.map(lambda rows: lift(rows, len(shape)).expand(len(rows), *shape))
 
