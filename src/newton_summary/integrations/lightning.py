@@ -133,26 +133,24 @@ class _CallbackMetrics:
 
 
 class _Metrics:
-    """A logger of Lightning that takes numbers, and pictures if its experiment does."""
+    """A logger of Lightning, of which we know that it takes numbers."""
 
-    def __init__(self, logger: Any, pictures: Logger | None):
-        self.logger, self.pictures = logger, pictures
+    def __init__(self, logger: Any):
+        self.logger = logger
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Write numbers by name."""
         self.logger.log_metrics(dict(values), step=step)
 
     def figure(self, name: str, figure: Any, step: int) -> None:
-        """Write a picture where that is possible."""
-        if self.pictures is not None:
-            self.pictures.figure(name, figure, step)
+        """Take no picture."""
 
 
 def _adapted(logger: Any) -> Logger:
     """Return a logger of Lightning as one of ours."""
     kind = type(logger).__name__
     if kind == "TensorBoardLogger":
-        return _Metrics(logger, TensorBoard(logger.experiment))
+        return TensorBoard(logger.experiment)
     if kind == "WandbLogger":
-        return _Metrics(logger, WeightsAndBiases(logger.experiment))
-    return _Metrics(logger, None)
+        return WeightsAndBiases(logger.experiment)
+    return _Metrics(logger)
