@@ -107,8 +107,8 @@ def inverse_kept(summary: Summary | Tensor) -> InverseKept:
     Section 6.1 asks whether the entries that these approximations of the Hessian, or of its
     inverse, leave out are negligible; App. H sees the inverse become tridiagonal during training.
     With P the inverse scaled to a unit diagonal, the answer is sum_kept P_st^2 / sum P_st^2. A
-    block-diagonal ``Hbar`` keeps 1 in the last two; S groups that act as one keep about 1/S on the
-    diagonal. It is nan where the inverse has a zero on its diagonal.
+    block-diagonal ``Hbar`` keeps 1 in the last two. Of two groups that act almost as one, the
+    diagonal keeps 1/2. It is nan where the inverse has a zero on its diagonal.
 
     Raises:
         ValueError: If ``Hbar`` has no inverse.

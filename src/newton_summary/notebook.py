@@ -91,7 +91,7 @@ def html_heatmap(names: Sequence[str], matrix: Tensor) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
         f'role="img" aria-label="heat map of Hbar">{labels}'
         f'<g transform="translate({margin:g} 1) scale({scale:g})">{cells}</g></svg>'
-        f"{paragraph(legend)}"
+        f'<div style="max-width:{max(width, 300):g}px">{paragraph(legend)}</div>'
     )
 
 

@@ -1,0 +1,95 @@
+"""What a notebook shows: well-formed, complete, and the colours tell the signs."""
+
+import math
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch
+
+from newton_summary import Summary, learning_rates
+from newton_summary.notebook import html_heatmap, html_table, paragraph
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def page(html):
+    return ElementTree.fromstring(f"<div>{html.replace('<br>', '<br/>')}</div>")
+
+
+def cells(html):
+    """The rows of a table as text, read by an XML parser."""
+    return [["".join(cell.itertext()) for cell in row] for row in page(html).iter("tr")]
+
+
+def summary_of(H):
+    return Summary(torch.ones(len(H)), H, torch.ones(len(H)))
+
+
+def test_table_holds_its_cells_escaped():
+    rows = [("name", "value"), ("<a>&\"'", "1")]
+    assert cells(html_table(rows, right=[1])) == [list(row) for row in rows]
+    assert html_table(rows, right=[1]).count("text-align:right") == 2
+
+
+def test_summary_shows_the_numbers_of_its_text():
+    summary = summary_of(torch.tensor([[1.0, 0.5], [0.5, -2.0]]))
+    lines = str(summary).splitlines()
+    assert cells(summary._repr_html_()) == [line.split() for line in lines[1:]]
+    assert lines[0] in summary._repr_html_()
+    first = Summary(gbar=torch.ones(2))
+    assert "<svg" not in first._repr_html_() and len(cells(first._repr_html_())) == 3
+
+
+def test_rates_show_the_numbers_of_their_text():
+    rates = learning_rates(summary_of(torch.eye(3)))
+    assert cells(rates._repr_html_())[1:] == [s.split() for s in str(rates).splitlines()[1:4]]
+    assert rates.status in rates._repr_html_()
+
+
+def rgb(colour):
+    return tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
+
+
+def drawn(html):
+    """The colour of every cell, by row and column."""
+    colours = {}
+    for path in page(html).iter(f"{SVG}path"):
+        if path.get("fill"):
+            for cell in path.get("d").split("M")[1:]:
+                column, row = cell.split("h")[0].split()
+                colours[int(row), int(column)] = path.get("fill")
+    return colours
+
+
+def test_colours_tell_sign_and_size():
+    H = torch.tensor([[1e3, -1e3, 0.0], [1.0, -1.0, 1e-3], [math.nan, math.inf, -1e-3]])
+    html = html_heatmap(("a", "b", "c"), H)
+    colours = drawn(html)
+    assert len(colours) == 9
+    for (row, column), colour in colours.items():
+        value = float(H[row, column])
+        if not math.isfinite(value):
+            assert colour == "#bbb"
+            continue
+        red, _, blue = rgb(colour)
+        assert (red > blue, red < blue) == (value > 0, value < 0)
+    strengths = [rgb(colours[cell])[1] for cell in ((0, 0), (1, 0), (1, 2), (0, 2))]
+    assert strengths == sorted(strengths) and len(set(strengths)) == 4  # green fades with the size
+    assert "2 entries that are not finite" in html
+    titles = ["".join(title.itertext()) for title in page(html).iter(f"{SVG}title")]
+    assert titles[0] == "a, a: 1000" and titles[6] == "c, a: nan"
+
+
+@pytest.mark.parametrize("size", [1, 24, 25, 100])
+def test_every_entry_is_drawn(size):
+    html = html_heatmap([str(s) for s in range(size)], torch.ones(size, size))
+    assert len(drawn(html)) == size**2
+    assert len(list(page(html).iter(f"{SVG}title"))) == (size**2 if size <= 24 else 0)
+
+
+def test_nothing_but_zeros_or_nan_and_too_many_groups():
+    assert set(drawn(html_heatmap("ab", torch.zeros(2, 2))).values()) == {"#f7f7f7"}
+    assert set(drawn(html_heatmap("ab", torch.full((2, 2), math.nan))).values()) == {"#bbb"}
+    many = Summary(torch.ones(101), torch.eye(101))
+    assert "<svg" not in many._repr_html_() and "too many" in many._repr_html_()
+    assert paragraph("a\n<b") == "<p>a<br>&lt;b</p>"
