@@ -215,7 +215,7 @@ def suggest_lrs(
             _own_groups(model, optimizer) if partition is None else find_partition(model, partition)
         )
         source = data if direction_data is None else direction_data
-        ranks = find_ranks(distributed, next(iter(part.params.values())).device)
+        ranks = find_ranks(distributed, part.params)
         with together(ranks, [1]), Probe(model, loss_fn, source, part, microbatch, ranks) as probe:
             u = find_direction(optimizer, probe)
         summary = summarize(

@@ -13,12 +13,15 @@ from torch.optim import Optimizer
 from newton_summary.derivatives.probe import Probe, check_depends, check_finite
 from newton_summary.derivatives.state import unmoved
 from newton_summary.partition import Params, _nearest
+from newton_summary.sharded import Shards, like_sharded, local_part, scattered_sum
 
 Direction = str | Mapping[str, Tensor] | Optimizer
 
 
 def gradient(probe: Probe) -> Params:
     """Return the gradient of the mean loss over all of the probe's data, on all ranks."""
+    if probe.shards is not None:
+        return sharded_gradient(probe, probe.shards)
     leaves = list(probe.params.values())
     wide = [torch.promote_types(p.dtype, torch.float32) for p in leaves]
     mean = [torch.zeros_like(p, dtype=dtype) for p, dtype in zip(leaves, wide, strict=True)]
@@ -40,6 +43,39 @@ def gradient(probe: Probe) -> Params:
         torch._foreach_mul_(mean, samples / total)
         probe.ranks.add_up(mean)
     return {name: g.to(p.dtype) for (name, p), g in zip(probe.params.items(), mean, strict=True)}
+
+
+def sharded_gradient(probe: Probe, shards: Shards) -> Params:
+    """Return the same for sharded parameters: each rank gets its shard of the gradient."""
+    probe.recorded = True  # what is gathered is a copy, so the loss cannot change parameters
+    sums = {
+        name: torch.zeros_like(local_part(p), dtype=torch.promote_types(p.dtype, torch.float32))
+        for name, p in shards.items()
+    }
+    samples = 0
+    for closure, size in probe.closures():
+        loss = closure()
+        check_depends(loss, {"all": shards.anchor})
+        if probe.ranks is None:
+            check_finite(loss)
+        else:
+            probe.ranks.check_finite(loss)
+
+        def receive(name: str, grad: Tensor, size: int = size) -> None:
+            sums[name] += scattered_sum(size * grad.to(sums[name].dtype), shards[name])
+
+        shards.received = receive
+        torch.autograd.grad(loss, shards.anchor)
+        shards.received = None
+        samples += size
+    total = float(samples)
+    if probe.ranks is not None:
+        count = torch.tensor([total], dtype=torch.float64, device=shards.anchor.device)
+        total = float(probe.ranks.total(count))
+    return {
+        name: like_sharded((part / total).to(shards[name].dtype), shards[name])
+        for name, part in sums.items()
+    }
 
 
 def needs_gradient(direction: Direction) -> bool:
@@ -102,18 +138,19 @@ def _checked(direction: Mapping[str, Tensor], params: Params, model: nn.Module) 
                 f"{p.dtype} on {p.device}. Convert it with .to(parameter)."
             )
     # One check for all, which waits for a GPU once; NaN and infinity survive in a norm.
-    norms = torch._foreach_norm([direction[name] for name in params])
+    parts = {name: local_part(direction[name]) for name in params}  # of what is sharded
+    norms = torch._foreach_norm(list(parts.values()))
     finite = torch.isfinite(torch.stack([norm.to(norms[0]) for norm in norms])).tolist()
     for name, is_finite in zip(params, finite, strict=True):
-        if not is_finite and not bool(torch.isfinite(direction[name]).all()):
+        if not is_finite and not bool(torch.isfinite(parts[name]).all()):
             raise ValueError(f"The direction of {name!r} has entries that are not finite.")
     # A copy if it lies in the memory of a parameter, which may be moved while it is used.
-    live = {p.untyped_storage().data_ptr() for p in params.values()}
+    live = {local_part(p).untyped_storage().data_ptr() for p in params.values()}
     return {name: _own(direction[name].detach(), live) for name in params}
 
 
 def _own(value: Tensor, live: set[int]) -> Tensor:
-    shared = value.is_inference() or value.untyped_storage().data_ptr() in live
+    shared = value.is_inference() or local_part(value).untyped_storage().data_ptr() in live
     return value.clone() if shared else value
 
 

@@ -9,6 +9,7 @@ long as all goes well.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from newton_summary.derivatives.probe import NotFiniteError, Probe
+from newton_summary.partition import Params
+from newton_summary.sharded import is_sharded
 from newton_summary.summary import Summary
 
 
@@ -36,14 +39,16 @@ class Ranks:
     Args:
         group: The process group; None for all processes. Its time-out is how long a rank waits.
         device: Where the numbers lie that are exchanged.
+        sharded: Whether parameters are divided among the ranks, which then gather them all the
+            time: a rank that fails does not know what the others wait for.
 
     Attributes:
         rank: The number of this process.
         count: How many processes there are.
     """
 
-    def __init__(self, group: Any, device: torch.device):
-        self.group = group
+    def __init__(self, group: Any, device: torch.device, sharded: bool = False):
+        self.group, self.sharded = group, sharded
         needs_gpu = dist.get_backend(group) == "nccl" and device.type == "cpu"
         self.device = torch.device("cuda", torch.cuda.current_device()) if needs_gpu else device
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
@@ -62,8 +67,8 @@ class Ranks:
         except RankError:
             raise  # the others know it
         except Exception as error:
-            if not self._lengths:
-                raise  # they do not wait for anything
+            if self.sharded or not self._lengths:
+                raise  # they wait for something else, or for nothing
             unknown = torch.full((self._lengths[0],), float("nan"), dtype=torch.float64)
             self._sum(unknown.to(self.device))
             self._compare(error)
@@ -97,6 +102,16 @@ class Ranks:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def check_finite(self, loss: Tensor) -> None:
+        """Raise on all ranks if the loss of one of them is not finite."""
+        bad = {r: x for r, x in enumerate(self.gather(float(loss.detach()))) if not math.isfinite(x)}
+        if bad:
+            losses = ", ".join(f"rank {rank}: {value}" for rank, value in bad.items())
+            raise RankNotFiniteError(
+                f"The loss is not finite, so all {self.count} ranks stop ({losses}). Look for a "
+                f"division by zero, a logarithm of zero, or parameters that have diverged."
+            )
+
     def _sum(self, message: Tensor) -> None:
         with self._readable_errors():
             dist.all_reduce(message, group=self.group)
@@ -125,13 +140,13 @@ class Ranks:
             ) from error
 
 
-def find_ranks(distributed: str | bool | Any, device: torch.device) -> Ranks | None:
+def find_ranks(distributed: str | bool | Any, params: Params) -> Ranks | None:
     """Return the ranks to measure with; None if this process works alone.
 
     Args:
         distributed: ``"auto"`` for all processes where a process group is initialised, ``True``
             (an error if there is none), ``False``, or a process group.
-        device: Where the numbers lie that are exchanged.
+        params: The parameters; the numbers that are exchanged lie on the device of the first.
     """
     initialized = dist.is_available() and dist.is_initialized()
     if initialized and isinstance(distributed, dist.ProcessGroup):
@@ -147,9 +162,15 @@ def find_ranks(distributed: str | bool | Any, device: torch.device) -> Ranks | N
             "distributed=True, and no process group is initialised. Call "
             "torch.distributed.init_process_group first, or write distributed='auto'."
         )
+    sharded = any(is_sharded(p) for p in params.values())
+    if sharded and (distributed is False or group is not None):
+        raise ValueError(
+            f"distributed={distributed!r}, and the model is sharded: all ranks have to take part. "
+            f"Write distributed='auto'."
+        )
     if distributed is False or not initialized or dist.get_world_size(group) < 2:
         return None
-    return Ranks(group, device)
+    return Ranks(group, next(iter(params.values())).device, sharded)
 
 
 def together(ranks: Ranks | None, lengths: Sequence[int]) -> AbstractContextManager[None]:

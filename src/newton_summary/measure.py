@@ -17,6 +17,7 @@ from newton_summary.derivatives import AUTO, BACKENDS
 from newton_summary.derivatives.nested import Contraction, nested_taylor_terms, nested_tensor
 from newton_summary.derivatives.probe import CannotDifferentiate, Closure, LossFn, Probe
 from newton_summary.derivatives.sweep import StackTooLarge, summarize_sweep
+from newton_summary.derivatives.sweep.sharded_sweep import summarize_sharded
 from newton_summary.directions import Direction, find_direction, needs_gradient
 from newton_summary.distributed import (
     find_ranks,
@@ -34,6 +35,7 @@ from newton_summary.partition import (
     result_dtype,
     unwrap,
 )
+from newton_summary.sharded import is_sharded
 from newton_summary.summary import Summary
 
 
@@ -98,8 +100,10 @@ def summarize(
             f"Write 'auto' or one of {', '.join(map(repr, BACKENDS))}."
         )
     partition = find_partition(model, partition)
-    names = AUTO if backend == "auto" else (backend,)
-    ranks = find_ranks(distributed, next(iter(partition.params.values())).device)
+    names: tuple[str, ...] = AUTO if backend == "auto" else (backend,)
+    if any(is_sharded(p) for p in partition.params.values()):
+        names = _for_sharded(backend, microbatch)
+    ranks = find_ranks(distributed, partition.params)
     lengths = [1] * needs_gradient(direction) + [message_length(len(partition), order)]
     with (
         together(ranks, lengths),
@@ -109,7 +113,11 @@ def summarize(
         reason = None
         for name in names:
             try:
-                if name == "sweep":
+                if probe.shards is not None:
+                    run = partial(summarize_sharded, stack_limit=stack_limit, ranks=ranks)
+                    probe.recorded = True
+                    summary = _mean_summary(probe, u, run, order, _reporter(progress))
+                elif name == "sweep":
                     summary = _within_limit(probe, u, order, _reporter(progress), stack_limit)
                 else:
                     probe.recorded = False
@@ -131,6 +139,21 @@ def summarize(
                     parts = parts_of_all(ranks, parts, summary) if stderr else ()
                 return summary.with_stderr(parts) if stderr else summary
     raise AssertionError("unreachable")
+
+
+def _for_sharded(backend: str, microbatch: int | None) -> tuple[str, ...]:
+    """Return the only backend that takes sharded parameters, or say that there is no other."""
+    if backend not in ("auto", "sweep"):
+        raise ValueError(
+            f"backend={backend!r}, and the model is sharded: only the sweep gathers parameters as "
+            f"it needs them. Write backend='auto'."
+        )
+    if microbatch is not None:
+        raise ValueError(
+            f"microbatch={microbatch}, and the model is sharded: all ranks need the same number of "
+            f"batches. Give smaller batches instead."
+        )
+    return ("sweep",)
 
 
 def derivative_tensor(

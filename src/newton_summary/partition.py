@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from newton_summary.sharded import settle, whole
+
 Params = dict[str, Tensor]
 Spec = str | Mapping[str, Any] | Iterable[Sequence[Any]]
 
@@ -118,8 +120,8 @@ class Partition:
         result = torch.zeros(len(self), dtype=dtype, device=first.device)
         for name in a:
             label = self.labels[name]
-            value = a[name].to_dense() if a[name].is_sparse else a[name]  # of an embedding
-            left, right = value.to(dtype).reshape(-1), b[name].to(dtype).reshape(-1)
+            value = a[name].to_dense() if a[name].is_sparse else whole(a[name])  # of an embedding
+            left, right = value.to(dtype).reshape(-1), whole(b[name]).to(dtype).reshape(-1)
             if isinstance(label, int):
                 numbers.append(label)
                 dots.append(torch.dot(left, right).to(first.device))
@@ -256,10 +258,14 @@ def result_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside a wrapper of data parallelism."""
+    """Return the module inside a wrapper of data parallelism.
+
+    One that FSDP2 looks after is put into its sharded state: else it may show other parameters.
+    """
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     while isinstance(model, wrappers):
         model = model.module
+    settle(model)
     return model
 
 

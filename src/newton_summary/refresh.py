@@ -129,7 +129,7 @@ class Refresh:
             if self._graphs is None:
                 self._graphs = SweepGraphs(self.model, self.partition, self.order)
             try:
-                if find_ranks(self.distributed, next(iter(u.values())).device) is not None:
+                if find_ranks(self.distributed, u) is not None:
                     raise CannotCapture("there are several ranks")
                 return self._graphs.summarize(loss_fn, batch, u)
             except CannotCapture as error:

@@ -66,7 +66,7 @@ def step_trials(
         return ()
     exact = summary.to(torch.float64)
     trials = []
-    ranks = find_ranks(distributed, next(iter(groups.params.values())).device)
+    ranks = find_ranks(distributed, groups.params)
     lengths = [1] * needs_gradient(direction) + [2] * (1 + len(fractions))  # of the messages
     with together(ranks, lengths), Probe(model, loss_fn, data, groups, microbatch, ranks) as probe:
         u = find_direction(direction, probe)

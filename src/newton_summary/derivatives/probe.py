@@ -12,8 +12,9 @@ Hooks on the forward pass are a part of the model and run as ever.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -28,6 +29,7 @@ from newton_summary.derivatives.state import ModelState, ParameterWatch, without
 from newton_summary.derivatives.state import RandomState as RandomState
 from newton_summary.derivatives.state import _generators as _generators
 from newton_summary.partition import Partition, unwrap
+from newton_summary.sharded import find_shards, resting_hooks
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 Closure = Callable[[], Tensor]
@@ -99,6 +101,7 @@ class Probe:
         self.num_parts: int | None = None  # known after the first pass over the data
         self._params_checked = False
         self.ranks = ranks
+        self.shards = find_shards(partition.params, self.model)
         self.recorded = False  # whether a recorder sees to it that the parameters do not change
 
     # --- leaving no trace -------------------------------------------------------------------------
@@ -113,6 +116,7 @@ class Probe:
         self._model_state.rest()
         self._contexts = ExitStack()
         self._contexts.enter_context(without_data_parallel())
+        self._contexts.enter_context(resting_hooks(self.model))
         self._contexts.enter_context(torch.inference_mode(False))
         self._contexts.enter_context(torch.enable_grad())
         return self
@@ -125,6 +129,8 @@ class Probe:
     ) -> None:
         """Put everything back, also after an error."""
         self._model_state.release()
+        if self.shards is not None:
+            self.shards.forget()
         self._contexts.close()
         self.random.restore(self._start)
 
@@ -141,7 +147,9 @@ class Probe:
         is_list = isinstance(self._batches, list)  # reading it draws no random numbers
         if not is_list:
             self.random.forget()
-        for number, batch in enumerate(self._batches):
+        in_step = self.shards is not None and self.ranks is not None
+        batches = self._in_step() if in_step else self._batches
+        for number, batch in enumerate(batches):
             batch = outside_inference_mode(batch)
             if not is_list:
                 self.random.forget()
@@ -160,6 +168,27 @@ class Probe:
         if count == 0 and self.ranks is None:
             raise ValueError("The data is empty: it gave no batch to measure.")
         self.num_parts = count
+
+    def _in_step(self) -> Iterator[Any]:
+        """Give batches as long as all ranks have one: they gather sharded parameters together."""
+        batches = iter(self._batches)
+        while True:
+            what: Any = None  # the data has ended
+            try:
+                for batch in itertools.islice(batches, 1):
+                    what = count_samples(batch) > 0
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+            told = self.ranks.gather(what)
+            if not any(told):
+                return
+            if not all(x is True for x in told):
+                rank, why = next((r, x) for r, x in enumerate(told) if x is not True)
+                raise ValueError(
+                    f"With a sharded model every rank needs as many batches, and rank {rank} has "
+                    f"{why if isinstance(why, str) else 'fewer, or one without samples'}."
+                )
+            yield batch
 
     def split_to_fit(self, fraction: float, loss: Tensor) -> int | None:
         """Split batches so that a part takes a fraction of the last batch, where that is allowed.
@@ -210,7 +239,7 @@ class Probe:
                 watch = ParameterWatch(self.params, in_detail)
                 self.random.forget()
             try:
-                with WholeBatchOnly() if is_part else nullcontext():
+                with WholeBatchOnly() if is_part else nullcontext(), self._open_shards():
                     loss = self.loss_fn(self.model, batch)
             finally:
                 with torch._C.DisableTorchFunction():
@@ -240,10 +269,13 @@ class Probe:
         if not loss.dtype.is_floating_point:
             raise TypeError(f"{where} returned a loss of dtype {loss.dtype}: it has to be real.")
 
+    def _open_shards(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.shards is None else self.shards.open()
+
     @property
     def params(self) -> dict[str, Tensor]:
         """The live parameters by name."""
-        return self.partition.params
+        return self.partition.params if self.shards is None else self.shards
 
 
 def check_finite(loss: Tensor) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from newton_summary.derivatives.sweep.calls import (
 )
 from newton_summary.derivatives.sweep.tape import (
     Op,
+    ShardedValue,
     Tape,
     Value,
     changed_in_place,
@@ -39,6 +42,7 @@ from newton_summary.derivatives.sweep.tape import (
     version_of,
 )
 from newton_summary.partition import Params
+from newton_summary.sharded import Shards
 
 
 class Recorder(TorchFunctionMode):
@@ -67,8 +71,11 @@ class Recorder(TorchFunctionMode):
         self.loose: list[tuple[Tensor, int]] = []  # what .data gave, and its version
         self.entered: list[Any] = []  # Python functions of torch that are being gone through
         self.leaves: dict[int, str] = {}
-        self.memory = {p.untyped_storage().data_ptr(): n for n, p in params.items() if p.numel()}
         self.slots = 0
+        if isinstance(params, Shards):
+            params.gathered = partial(self._meet_shard, params)
+            params = {}
+        self.memory = {p.untyped_storage().data_ptr(): n for n, p in params.items() if p.numel()}
         for name, p in params.items():
             self.leaves[self.slots] = name
             self._new_value(p, None)
@@ -231,6 +238,17 @@ class Recorder(TorchFunctionMode):
         self.values[id(tensor)] = value
         self.sharing.setdefault(id(owner_of(tensor)), []).append(value)
         return value
+
+    def _meet_shard(self, shards: Shards, tensor: Tensor, name: str) -> None:
+        """Give a slot to a whole parameter that an operation is about to use.
+
+        It is not kept: the value gathers it again.
+        """
+        value = ShardedValue(partial(shards.whole, shards[name]), self.slots, tensor._version)
+        self.leaves[self.slots] = name
+        self.slots += 1
+        self.values[id(tensor)] = value
+        weakref.finalize(tensor, self.values.pop, id(tensor), None)
 
     def _constant(self, tensor: Tensor) -> Value:
         value = Value(tensor, None)
