@@ -145,6 +145,26 @@ def test_tridiagonal_inverse_is_kept_by_the_tridiagonal_alone():
     assert kept.hessian.tridiagonal < 1 - 1e-9  # the inverse of a tridiagonal matrix is full
 
 
+def test_kept_is_a_share_of_the_squares():
+    H = positive(10).numpy()
+    kept = inverse_kept(summary_of(torch.from_numpy(H), make_partition(net(5))))
+    for matrix, actual in ((np.linalg.inv(H), kept.inverse), (H, kept.hessian)):
+        squares = {
+            (s, t): matrix[s, t] ** 2 / abs(matrix[s, s] * matrix[t, t])
+            for s, t in itertools.product(range(10), repeat=2)
+        }
+        whole = math.fsum(squares.values())
+        near = [
+            math.fsum(v for (s, t), v in squares.items() if condition(s, t)) / whole
+            for condition in (
+                lambda s, t: s == t,
+                lambda s, t: s // 2 == t // 2,
+                lambda s, t: abs(s // 2 - t // 2) < 2,
+            )
+        ]
+        assert tuple(actual) == pytest.approx(tuple(near)) and near[-1] < 0.9
+
+
 def test_kept_of_two_groups_by_hand():
     for correlation in (0.0, 0.3, -0.9, 1 - 1e-9):
         H = torch.tensor([[1.0, correlation], [correlation, 1.0]], dtype=torch.float64)
@@ -272,6 +292,7 @@ def test_smoothing_is_that_of_the_paper():
         rows = [values[e].tolist() for e in range(k - 10, k + 10)]
         assert mean.tolist() == pytest.approx([math.fsum(column) / 20 for column in zip(*rows)])
     assert smooth(values, range(100), window=40).epochs.tolist() == [20, 60]
+    assert smooth(values[:11], range(11)).epochs.tolist() == [10]  # its middle is just reached
 
 
 def test_smoothing_leaves_out_what_is_not_finite_and_an_unfinished_window():
