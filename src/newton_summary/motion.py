@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from newton_summary.partition import Params, Partition, result_dtype
+from newton_summary.sharded import is_sharded, like_sharded, local_part, local_rows
 
 Factors = Tensor | list[float]
 _unflatten: Callable[..., tuple[Tensor, ...]] = torch._utils._unflatten_dense_tensors
@@ -26,19 +28,22 @@ _unflatten: Callable[..., tuple[Tensor, ...]] = torch._utils._unflatten_dense_te
 class Bucket:
     """Parameters of one dtype on one device, and their direction end to end in one buffer.
 
+    Of sharded parameters it holds what this rank has of them.
+
     Args:
         names: Of the parameters, in the order of the buffer.
-        params: The live parameters.
+        live: The live parameters.
         labels: The group of each parameter, or of each entry of a parameter.
     """
 
     def __init__(
-        self, names: Sequence[str], params: Sequence[Tensor], labels: Sequence[int | Tensor]
+        self, names: Sequence[str], live: Sequence[Tensor], labels: Sequence[int | Tensor]
     ):
-        self.names, self.params = list(names), list(params)
-        self.shapes = [p.shape for p in params]
-        self.sizes = [p.numel() for p in params]
-        first = params[0]
+        self.names, self.live = list(names), list(live)
+        self.params = [local_part(p) for p in live]
+        self.shapes = [p.shape for p in self.params]
+        self.sizes = [p.numel() for p in self.params]
+        first = self.params[0]
         self.u = torch.zeros(sum(self.sizes), dtype=first.dtype, device=first.device)
         self.views = self.split(self.u)
         self.dtype = torch.promote_types(torch.float32, first.dtype)  # of rates and norms
@@ -63,11 +68,12 @@ class Bucket:
     def add_gradient(self) -> None:
         """Add the gradients to the direction; a parameter without one has gradient 0."""
         grads, places = [], []
-        for i, p in enumerate(self.params):
+        for i, p in enumerate(self.live):
             grad = p.grad
             if not p.requires_grad:  # frozen since
                 self.views[i].zero_()
             elif grad is not None:
+                grad = local_part(grad)
                 if grad.shape != self.shapes[i] or grad.layout is not torch.strided:
                     raise ValueError(_unfit(self.names[i], self.shapes[i], grad))
                 grads.append(grad)
@@ -129,20 +135,20 @@ class Motion:
         held = set() if given is None else {id(p) for p in _params_of(given)}
         kinds: dict[Any, list[str]] = {}
         for name, p in partition.params.items():
-            kinds.setdefault((id(p) in held, p.device, p.dtype), []).append(name)
+            kinds.setdefault((id(p) in held, p.device, p.dtype, is_sharded(p)), []).append(name)
         self.heavy_ball: list[Bucket] = []
         self.stepped: list[Bucket] = []  # those that the given optimizer moves
         for (is_held, *_), names in kinds.items():
             params = [partition.params[name] for name in names]
-            labels = [partition.labels[name] for name in names]
+            labels = [local_rows(partition.labels[name], partition.params[name]) for name in names]
             bucket = Bucket(names, params, labels)
             (self.stepped if is_held else self.heavy_ball).append(bucket)
         self.buckets = self.heavy_ball + self.stepped
         for bucket in self.heavy_ball:
-            for p, view in zip(bucket.params, bucket.views):
+            for p, view in zip(bucket.live, bucket.views):
                 if "momentum_buffer" in state[p]:
-                    view.copy_(state[p]["momentum_buffer"])
-                state[p]["momentum_buffer"] = view
+                    view.copy_(local_part(state[p]["momentum_buffer"]))
+                state[p]["momentum_buffer"] = like_sharded(view, p)
         devices = [p.device for p in partition.params.values()]
         self.device = next((d for d in devices if d.type != "cpu"), devices[0])
         self.dtype = result_dtype(partition.params)
@@ -185,7 +191,8 @@ class Motion:
             Whether it was shown the real gradient.
         """
         params = [p for bucket in self.stepped for p in bucket.params]
-        grads = [p.grad for p in params]
+        live = [p for bucket in self.stepped for p in bucket.live]
+        grads = [p.grad for p in live]
         before = [p.detach().clone() for p in params]
         views = [view for bucket in self.stepped for view in bucket.views]
         for bucket in self.stepped:
@@ -195,13 +202,14 @@ class Motion:
         for bucket in self.stepped:
             bucket.zero_unless(finite)
         try:
-            for p, view in zip(params, views):
-                p.grad = view if p.grad is not None and p.requires_grad else None
+            for p, view in zip(live, views):
+                wanted = p.grad is not None and p.requires_grad
+                p.grad = like_sharded(view, p) if wanted else None
             given.step()
             torch._foreach_copy_(views, torch._foreach_sub(before, params))
         finally:
             torch._foreach_copy_(params, before)
-            for p, grad in zip(params, grads):
+            for p, grad in zip(live, grads):
                 p.grad = grad
         return finite
 
@@ -224,7 +232,7 @@ class Motion:
     def direction(self) -> Params:
         """Return the present direction by name, as views."""
         u = {n: view for b in self.buckets for n, view in zip(b.names, b.views)}
-        return {name: u[name] for name in self.partition.params}
+        return {name: like_sharded(u[name], p) for name, p in self.partition.params.items()}
 
     # --- direction to update ----------------------------------------------------------------------
 
@@ -327,6 +335,31 @@ class HostMotion(Motion):
             p.add_(view, alpha=-rates[s])
 
 
+class ShardedMotion(Motion):
+    """The same for parameters that FSDP2 has divided among ranks, each of which moves its part.
+
+    The norms of all groups, or whether a direction is finite, are a sum over ranks: one message at
+    every step, of S numbers or of one.
+    """
+
+    def _all_finite(self, buckets: Sequence[Bucket]) -> Tensor | bool:
+        mine = torch.stack([b.u.abs().sum(dtype=self.dtype).to(self.device) for b in buckets])
+        return _is_finite(_sum_over_ranks(mine.sum().reshape(1)).sum())
+
+    def measured_norms(self) -> Tensor:
+        """Return ||U^s|| of the present direction on all ranks, (S,)."""
+        total = torch.zeros(len(self.partition), dtype=self.dtype, device=self.device)
+        for bucket in self.buckets:
+            if is_sharded(bucket.live[0]) or dist.get_rank() == 0:  # the same on all ranks
+                bucket.add_squares(total)
+        return _sum_over_ranks(total).sqrt_()
+
+
+def _sum_over_ranks(numbers: Tensor) -> Tensor:
+    dist.all_reduce(numbers)
+    return numbers
+
+
 def make_motion(
     partition: Partition,
     given: Optimizer | None,
@@ -336,6 +369,8 @@ def make_motion(
 ) -> Motion:
     """Return the motion that suits a partition; arguments as of :class:`Motion`."""
     kind = HostMotion if HostMotion.suits(partition) else Motion
+    if any(is_sharded(p) for p in partition.params.values()):
+        kind = ShardedMotion
     return kind(partition, given, state, with_norms, skipped)
 
 

@@ -38,6 +38,15 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def local_rows(label: int | Tensor, p: Tensor) -> int | Tensor:
+    """Return the labels of what this rank has of a parameter."""
+    if isinstance(label, int) or not is_sharded(p):
+        return label
+    rows = -(-p.shape[0] // p.device_mesh.size())  # type: ignore[attr-defined]
+    start = rows * p.device_mesh.get_local_rank()  # type: ignore[attr-defined]
+    return label[start : start + rows]
+
+
 def like_sharded(local: Tensor, like: Tensor) -> Tensor:
     """Return a rank's part as a tensor that is divided as another one is."""
     if not is_sharded(like):
