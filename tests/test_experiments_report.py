@@ -201,7 +201,8 @@ def test_report_from_the_command_line(runs, tmp_path, capsys):
     folder = runs[0].path
     assert cli.main(["report", str(folder), "--out", str(tmp_path / "out"), "--json"]) == 0
     files = json.loads(capsys.readouterr().out)
-    assert Path(files[0]).name == "report.md" and all(Path(file).is_file() for file in files)
+    assert [Path(file).name for file in files[:2]] == ["report.html", "report.md"]
+    assert all(Path(file).is_file() for file in files)
 
 
 def test_runs_without_an_epoch_are_no_report(runs, tmp_path):

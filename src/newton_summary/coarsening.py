@@ -182,8 +182,8 @@ def suggest_merges(summary: Summary, spread: float = 3.0) -> Merges:
     with gamma the largest ratio of eigenvalues in a group. What a summary tells of them is the
     curvature along the direction; with the gradient as direction, Hbar_ss / gbar_s is a mean of the
     eigenvalues of group s, and its inverse is the rate that the group would have alone. Groups are
-    merged, the nearest rates first, as long as the ratio of rates in a group is at most ``spread``:
-    for 3, a bound of 1/4.
+    merged, the nearest rates first, as long as the ratio of rates in a group is at most ``spread``.
+    With 3, the bound is 1/4 if each of the old groups has one eigenvalue alone.
 
     Weights and biases stay apart. So does a group whose slope or curvature is not positive.
 

@@ -64,7 +64,7 @@ def step_trials(
         raise ValueError(f"A fraction of the step is {wrong[0]}: write finite numbers.")
     if not bool(torch.isfinite(eta).all()):
         return ()
-    exact = summary.to(torch.float64)
+    exact = summary.to("cpu", torch.float64)
     trials = []
     ranks = find_ranks(distributed, groups.params)
     lengths = [1] * needs_gradient(direction) + [2] * (1 + len(fractions))  # of the messages
@@ -93,7 +93,7 @@ def _rates(summary: Summary, rates: LearningRates | Tensor | None) -> Tensor:
         raise ValueError(
             f"The rates have shape {tuple(eta.shape)}, and the summary {len(summary)} groups."
         )
-    return eta.detach().to(summary.gbar.device, torch.float64)
+    return eta.detach().to("cpu", torch.float64)
 
 
 def _groups(model: nn.Module, summary: Summary, partition: Partition | Spec | None) -> Partition:
