@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import math
 import platform
+import shlex
 import sys
 import time
 import traceback
@@ -97,16 +98,16 @@ class Inspection:
 
     def _rates_in_words(self) -> list[str]:
         eta, errors = self.rates.eta.tolist(), self.rates.eta_stderr
-        order = sorted(range(len(eta)), key=lambda s: abs(eta[s]))
+        forwards = sorted((s for s in range(len(eta)) if eta[s] > 0), key=eta.__getitem__)
         rows = [["  learning rates", ""]]
-        ends = [("fastest", order[-1]), ("slowest", order[0])][: len(order)]
-        for word, s in ends:
-            error = "" if errors is None else f" ± {float(errors[s]):.1g}"
-            rows.append([f"  {word} {self.summary.names[s]}", f"{eta[s]:.4g}{error}"])
-        negative = sum(value < 0 for value in eta)
+        for word, chosen in (("fastest", forwards[-1:]), ("slowest", forwards[:1])):
+            for s in chosen:
+                error = "" if errors is None else f" ± {float(errors[s]):.1g}"
+                rows.append([f"  {word} {self.summary.names[s]}", f"{eta[s]:.4g}{error}"])
         lines = [text_table(rows)]
-        if negative:
-            lines.append(f"  {negative} of {len(eta)} are negative: their partners move too far")
+        backwards = sum(value < 0 for value in eta)
+        if backwards:
+            lines.append(f"  {backwards} of {len(eta)} are negative: their partners move too far")
         return lines
 
     def as_dict(self) -> dict[str, Any]:
@@ -400,5 +401,5 @@ def _facts(
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "versions": f"newton_summary {__version__}, torch {torch.__version__}, "
         f"Python {platform.python_version()}",
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join(["newton-summary", *sys.argv[1:]]),
     }

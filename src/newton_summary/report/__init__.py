@@ -25,7 +25,7 @@ def report(what: Source | Sequence[Source], path: str | Path, *, title: str | No
     Args:
         what: A :class:`Summary`, a :class:`History`, the path of a run directory or of a file that
             ``History.save`` has written; or several of these, which the page compares.
-        path: File to write, such as ``"report.html"``; in a folder, ``report.html`` is written.
+        path: File to write, such as ``"report.html"``, or a folder for a file of that name.
         title: Heading of the page; the names of the runs if not given.
 
     Returns:
@@ -47,7 +47,8 @@ def report(what: Source | Sequence[Source], path: str | Path, *, title: str | No
                 f"{history.name!r} has neither a measurement nor a curve: there is nothing to show."
             )
     path = Path(path)
-    return write_page(histories, path / "report.html" if path.is_dir() else path, title)
+    is_folder = path.is_dir() or path.suffix == ""
+    return write_page(histories, path / "report.html" if is_folder else path, title)
 
 
 def _history(source: object, number: int) -> History:

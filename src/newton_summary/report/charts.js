@@ -33,6 +33,7 @@ function axisOf(title, extra = {}) {
     zerolinecolor: colour("line"),
     linecolor: colour("line"),
     automargin: true,
+    exponentformat: "power",
     tickfont: { size: 11 },
     ...extra,
   };
@@ -47,7 +48,6 @@ function logAxis(title, values) {
   return axisOf(title, {
     type: "log",
     range: [low - space, high + space],
-    exponentformat: "power",
     dtick: high - low > 1.5 ? Math.ceil((high - low) / 6) : undefined,
   });
 }
@@ -71,8 +71,7 @@ const depthColour = (s, count) => between(colours("depth"), count > 1 ? s / (cou
 function drawRates(div, run, measured, range) {
   const [eta, error] = [numbers(measured.eta), numbers(measured.eta_stderr)];
   const names = run.groups.map((group) => group.name);
-  const most = div.clientWidth < 420 ? 14 : 22;
-  const short = labels(names, most);
+  const short = labels(names, lettersFor(div.clientWidth));
   const chosen = ticks([0, names.length - 1], names.length, div.clientWidth - 70);
   const palette = names.map((_, s) => depthColour(s, names.length));
   const trace = {
@@ -95,7 +94,7 @@ function drawRates(div, run, measured, range) {
         ? { visible: false }
         : { type: "data", array: error.map((e) => (Number.isFinite(e) ? e : 0)), color: colour("soft"), thickness: 1, width: 3 },
   };
-  const space = 12 + 6.1 * Math.max(...short.map((n) => n.length));
+  const space = room(short);
   drawChart(div, [trace], {
     height: 260 + space,
     margin: { l: 56, r: 12, t: 12, b: space },
@@ -152,15 +151,33 @@ function drawTrials(div, measured) {
       (v, i) => `${name}, step × ${show(i ? trials[i - 1][0] : 0, 3)}<br>change ${show(v)}`,
     ),
     hovertemplate: "%{text}<extra></extra>",
-    line: { color: paint, dash, width: 2, shape: "spline" },
+    line: { color: paint, dash, width: 2 },
     marker: { size: 7, symbol: dash === "solid" ? "circle" : "diamond" },
   });
   drawChart(div, [line("predicted", 1, blue, "dash"), line("real", 2, orange, "solid")], {
     showlegend: true,
     margin: { l: 56, r: 12, t: 30, b: 44 },
     xaxis: axisOf("fraction of the step"),
-    yaxis: axisOf("change of the loss"),
+    yaxis: axisOf("change of the loss", { range: shownChanges(trials) }),
   });
+}
+
+/** A range for changes of the loss that a step which went far wrong does not blow up. */
+function shownChanges(trials) {
+  const predicted = Math.max(...trials.map((trial) => Math.abs(trial[1])));
+  const values = trials.flatMap((trial) => [trial[1], trial[2]]).filter(Number.isFinite);
+  const low = Math.max(Math.min(0, ...values), -3 * predicted);
+  const high = Math.min(Math.max(0, ...values), 3 * predicted);
+  return [low - 0.08 * (high - low), high + 0.08 * (high - low)];
+}
+
+/** The same in words, which also tell what is outside of the picture. */
+function trialsInWords(measured) {
+  const each = measured.trials.map((trial) => {
+    const [fraction, predicted, real] = trial.map(fromJson);
+    return `step × ${show(fraction, 2)}: predicted ${show(predicted, 3)}, real ${show(real, 3)}`;
+  });
+  return `${each.join("; ")}.`;
 }
 
 /** Real over predicted change by epoch, one line for each fraction: 1 is a perfect prediction. */
@@ -186,11 +203,14 @@ function drawTrialsOverTime(div, moments) {
       marker: { size: 6 },
     };
   });
+  const values = traces.flatMap((trace) => trace.y).filter((v) => v !== null);
   drawChart(div, traces, {
     showlegend: true,
     margin: { l: 56, r: 12, t: 30, b: 44 },
     xaxis: axisOf("epoch"),
-    yaxis: axisOf("real / predicted"),
+    yaxis: axisOf("real / predicted", {
+      range: [Math.max(Math.min(0, ...values), -2) - 0.15, Math.min(Math.max(1, ...values), 3) + 0.15],
+    }),
     shapes: [{ type: "line", x0: 0, x1: 1, xref: "paper", y0: 1, y1: 1, line: { color: colour("soft"), width: 1, dash: "dot" } }],
   });
 }

@@ -6,7 +6,7 @@ const SCALES = {
   log: ["Log", "Colours follow the logarithm of the entries and keep their sign, so that small ones are seen."],
   normalised: [
     "Normalised",
-    "Every group is scaled to curvature 1: entries are H̄ₛₜ / √|H̄ₛₛ H̄ₜₜ|, 0 for no interaction, ±1 for the strongest.",
+    "Every group is scaled to curvature 1: entries are H̄ₛₜ / √|H̄ₛₛ H̄ₜₜ|, 0 for no interaction. Beyond ±1 the curvature of the two together is negative in some direction.",
   ],
 };
 const BLOCKS = {
@@ -115,12 +115,9 @@ function drawHeatmap(panel, run, measured, matrix, options) {
 
   // The picture is as tall as its cells are wide, and wide enough for every name if that is wanted.
   const width = panel.clientWidth;
-  const most = width < 420 ? 14 : 26;
-  const [rowNames, columnNames] = [rows, columns].map((list) =>
-    labels(list.map((s) => run.groups[s].name), most),
-  );
-  const room = (names) => 12 + 6.1 * Math.max(...names.map((n) => n.replace(/&\w+;/g, ".").length));
-  const margin = { l: room(rowNames), r: 6, t: 34, b: room(columnNames) };
+  const short = labels(run.groups.map((group) => group.name), lettersFor(width));
+  const [rowNames, columnNames] = [rows, columns].map((list) => list.map((s) => short[s]));
+  const margin = { l: room(rowNames), r: 20, t: 24, b: room(columnNames) };
   const fitting = Math.max(60, width - margin.l - margin.r);
   const across = options.every ? Math.max(fitting, columns.length * CELL) : fitting;
   const cell = across / columns.length;
@@ -139,6 +136,7 @@ function drawHeatmap(panel, run, measured, matrix, options) {
   });
   const layout = {
     ...baseLayout(),
+    plot_bgcolor: colour("raised"), // hatched by the style sheet
     width: across + margin.l + margin.r,
     height: down + margin.t + margin.b,
     margin,
@@ -161,9 +159,10 @@ function drawHeatmap(panel, run, measured, matrix, options) {
       thickness: 8,
       outlinewidth: 0,
       x: 0.5,
+      xpad: 0,
       len: 1,
       y: 1,
-      ypad: 6,
+      ypad: 4,
       yanchor: "bottom",
       ticklabelposition: "outside top",
       tickmode: "array",

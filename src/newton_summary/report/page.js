@@ -67,6 +67,7 @@ function drawHeatmaps() {
     item.title = joined(runTitle(item.run), state.scale === "normalised" ? `${name}, normalised` : name);
     item.note = momentText(measurementOf(item.run));
   }
+  $("heatmaps").classList.toggle("every", state.every); // one below the other
   panels("heatmaps", wanted).forEach((panel, i) => {
     const { run, matrix } = wanted[i];
     const options = { scale: state.scale, block: state.block, every: state.every };
@@ -75,7 +76,8 @@ function drawHeatmaps() {
   });
   $("scale-text").textContent = SCALES[state.scale][1];
   const most = Math.max(0, ...measuredRuns().map(({ run }) => run.groups.length));
-  $("every-label").hidden = most * CELL < 0.6 * ($("heatmaps").firstChild?.clientWidth ?? 0);
+  const broad = ($("heatmaps").firstChild?.clientWidth ?? 0) - 160; // what the names leave
+  $("every-label").hidden = !state.every && most * CELL < broad;
 }
 
 /** Limits of the colours over all shown runs and moments. */
@@ -94,22 +96,26 @@ function commonLimits(matrix) {
 function drawRateCharts() {
   const runs = measuredRuns();
   const sizes = runs.flatMap(({ run }) => run.measured.flatMap((m) => numbers(m.eta).map(Math.abs)));
-  const wanted = runs.flatMap(({ run, index }) => {
+  const wanted = runs.map(({ run, index }) => {
     const measured = measurementOf(run);
     const zeros = numbers(measured.eta).filter((v) => v === 0).length;
     const lost = numbers(measured.eta).filter((v) => !Number.isFinite(v)).length;
     const note = joined(
       zeros ? `${zeros} rate${zeros > 1 ? "s are" : " is"} zero and not drawn` : "",
-      lost ? `${lost} rate${lost > 1 ? "s are" : " is"} not finite (${measured.status}) and not drawn` : "",
+      lost ? `${lost} rate${lost > 1 ? "s are" : " is"} not finite: ${measured.status_text}` : "",
     );
-    const now = { key: `${index} now`, title: joined(runTitle(run), momentText(measured)), note, run, measured };
-    if (run.measured.length < 2) return [now];
-    const about = "From the first group to the last: dark to light. Biases are dotted.";
-    return [now, { key: `${index} time`, title: joined(runTitle(run), "over training"), note: about, run, measured }];
+    return { key: `${index} now`, title: joined(runTitle(run), momentText(measured)), note, run, measured };
   });
+  for (const { run, index } of runs.filter(({ run }) => run.measured.length > 1)) {
+    const title = joined(runTitle(run), "over training");
+    const note = "From the first group, violet, to the last, yellow. Biases are dotted.";
+    wanted.push({ key: `${index} time`, title, note, run, measured: measurementOf(run) });
+  }
   panels("rates", wanted).forEach((panel, i) => {
     const { key, run, measured } = wanted[i];
     const div = panel.querySelector(".picture");
+    div.hidden = key.endsWith("now") && !numbers(measured.eta).some((v) => Number.isFinite(v) && v !== 0);
+    if (div.hidden) return;
     if (key.endsWith("now")) drawRates(div, run, measured, sizes);
     else drawRatesOverTime(div, run, run.measured, measured.epoch, sizes);
   });
@@ -120,9 +126,20 @@ function drawTrialCharts() {
     const tried = run.measured.filter((m) => m.trials.length);
     if (!tried.length) return [];
     const measured = measurementOf(run).trials.length ? measurementOf(run) : tried[tried.length - 1];
-    const now = { key: `${index} now`, title: joined(runTitle(run), momentText(measured)), draw: (div) => drawTrials(div, measured) };
+    const now = {
+      key: `${index} now`,
+      title: joined(runTitle(run), momentText(measured)),
+      note: trialsInWords(measured),
+      draw: (div) => drawTrials(div, measured),
+    };
     if (tried.length < 2) return [now];
-    return [now, { key: `${index} time`, title: joined(runTitle(run), "over training"), draw: (div) => drawTrialsOverTime(div, tried) }];
+    const over = {
+      key: `${index} time`,
+      title: joined(runTitle(run), "over training"),
+      note: "1 is a perfect prediction; below 0 the loss rose.",
+      draw: (div) => drawTrialsOverTime(div, tried),
+    };
+    return [now, over];
   });
   $("trials-section").hidden = !wanted.length;
   panels("trials", wanted).forEach((panel, i) => wanted[i].draw(panel.querySelector(".picture")));

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,11 @@ def _drawing_library() -> str:
     found = importlib.util.find_spec("plotly")
     if found is None or not found.submodule_search_locations:
         raise ImportError("The report needs plotly: pip install 'newton-summary[report]'.")
-    file = Path(found.submodule_search_locations[0]) / "package_data" / "plotly.min.js"
+    return _compressed(Path(found.submodule_search_locations[0]) / "package_data" / "plotly.min.js")
+
+
+@cache  # half a second, and a training may write its report every epoch
+def _compressed(file: Path) -> str:
     return base64.b64encode(gzip.compress(file.read_bytes(), mtime=0)).decode("ascii")
 
 

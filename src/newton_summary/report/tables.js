@@ -110,12 +110,12 @@ function drawPairs(panel, measured) {
   const right = element("div");
   if (kept) {
     const words = [
-      ["diagonal", "Diagonal (each group alone)"],
-      ["block_diagonal", "Block-diagonal (weight and bias of a layer)"],
-      ["tridiagonal", "Tridiagonal (neighbouring layers too)"],
+      ["diagonal", "Diagonal"],
+      ["block_diagonal", "Block-diagonal"],
+      ["tridiagonal", "Tridiagonal"],
     ];
     const rows = words.map(([key, text]) => [text, percent(fromJson(kept.inverse[key])), percent(fromJson(kept.hessian[key]))]);
-    right.append(table(["Approximation", "of the inverse", "of H̄"], rows));
+    right.append(table(["Keeps", "of the inverse", "of H̄"], rows));
   } else right.append(element("p", { class: "note" }, `No inverse: ${measured.no_inverse}`));
   if (gain !== null) right.append(element("p", {}, gain));
   if (merges !== null) right.append(element("p", {}, merges));
@@ -129,8 +129,9 @@ function drawFacts(panel, run, measured) {
   if (measured) {
     const total = run.groups.reduce((sum, group) => sum + (group.size ?? 0), 0);
     const loss = fromJson(measured.loss);
-    add("groups", run.groups.length + (total ? ` of ${total.toLocaleString("en")} parameters` : ""));
-    add("samples", measured.samples ? measured.samples.toLocaleString("en") : "");
+    const groups = run.groups.length + (total ? ` of ${total.toLocaleString("en")} parameters` : "");
+    add("groups", "partition" in run.facts ? "" : groups);
+    add("samples", "data" in run.facts || !measured.samples ? "" : measured.samples.toLocaleString("en"));
     add("loss", Number.isNaN(loss) ? "" : show(loss));
     add("backend", measured.backend);
     add("accuracy", measured.approximate ? "approximate, by central differences" : "");

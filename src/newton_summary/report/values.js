@@ -55,9 +55,10 @@ function show(value, digits = 6) {
   if (value === null || value === undefined) return "–";
   if (Number.isNaN(value)) return "nan";
   if (!Number.isFinite(value)) return value > 0 ? "inf" : "−inf";
+  if (value === 0) return "0";
   const size = Math.abs(value);
   const text =
-    size !== 0 && (size < 1e-3 || size >= 1e6)
+    size < 1e-3 || size >= 1e6
       ? value.toExponential(digits - 1)
       : value.toPrecision(digits);
   return text.replaceAll("-", "−").replace("e+", "e");
@@ -66,19 +67,28 @@ function show(value, digits = 6) {
 /** Text that plotly shows as it is: its labels know some markup. */
 const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 
-/** Names without the beginning that all share (up to a dot), short enough for an axis. */
+/**
+ * Names short enough for an axis. Words between dots are left out, the first ones first, as long as the
+ * names stay different; what is still too long loses its middle.
+ */
 function labels(names, most) {
-  let common = names.length > 1 ? names[0].slice(0, names[0].lastIndexOf(".") + 1) : "";
-  while (common && !names.every((name) => name.startsWith(common))) {
-    common = common.slice(0, common.lastIndexOf(".", common.length - 2) + 1);
+  let short = names.map((name) => name.split("."));
+  const text = (list) => list.map((words) => words.join("."));
+  for (const word of new Set(short.flatMap((words) => words.slice(0, -1)))) {
+    if (/^\d+$/.test(word) || text(short).every((name) => name.length <= most)) continue;
+    const fewer = short.map((words) => words.filter((w, k) => w !== word || k === words.length - 1));
+    if (new Set(text(fewer)).size === new Set(names).size) short = fewer;
   }
-  return names.map((name) => {
-    const rest = name.slice(common.length);
-    if (rest.length <= most) return plain(rest);
-    const tail = Math.ceil((most - 1) / 2);
-    return plain(`${rest.slice(0, most - 1 - tail)}…${rest.slice(-tail)}`);
+  return text(short).map((name) => {
+    if (name.length <= most) return plain(name);
+    const tail = Math.ceil((most - 1) * 0.6);
+    return plain(`${name.slice(0, most - 1 - tail)}…${name.slice(-tail)}`);
   });
 }
+
+/** Pixels that the longest of some labels takes on an axis. */
+const room = (names) => 12 + 6.1 * Math.max(...names.map((name) => name.replace(/&\w+;/g, ".").length));
+const lettersFor = (pixels) => Math.round(Math.min(Math.max(pixels / 22, 14), 30));
 
 /** Colours of the theme, from the style sheet. */
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
