@@ -1,0 +1,222 @@
+"""``newton-summary inspect``: what it measures, prints and writes, and what it says of mistakes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import newton_summary as ns
+from newton_summary import cli
+
+pytest.importorskip("plotly")
+
+NET = """\
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.second = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+def loss_fn(model, batch):
+    x, y = batch
+    return nn.functional.cross_entropy(model(x), y)
+
+def build():
+    model = Net().double()
+    x = torch.randn(60, 3, dtype=torch.float64)
+    data = torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long())
+    return model, loss_fn, torch.utils.data.DataLoader(data, batch_size=20)
+"""
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch, capsys):
+    """Run a command in a folder that has net.py; return its exit code, output and errors."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*cli.sys.path])
+    Path("net.py").write_text(NET)
+
+    def run(*args):
+        code = cli.main(list(args))
+        output = capsys.readouterr()
+        return code, output.out, output.err
+
+    return run
+
+
+def expected(order=3, batches=3, **options):
+    """Measure the same model without the command line."""
+    space = {}
+    exec(compile(NET, "net.py", "exec"), space)
+    torch.manual_seed(0)
+    model, loss_fn, loader = space["build"]()
+    return ns.summarize(model, loss_fn, list(loader)[:batches], order=order, stderr=True, **options)
+
+
+# --- what it measures ----------------------------------------------------------------------------
+
+
+def test_report_and_words(call):
+    code, out, err = call("inspect", "net.py:build")
+    assert code == 0 and err == ""
+    summary = expected()
+    rates = ns.learning_rates(summary)
+    fastest = int(rates.eta.argmax())
+    assert f"fastest {summary.names[fastest]}" in out and f"{rates.eta[fastest]:.4g}" in out
+    scale = summary.Hbar.diagonal().abs().sqrt()
+    interaction = (summary.Hbar / scale[:, None] / scale[None, :]).abs()
+    pair = float(interaction.triu(1).max())
+    assert f"{pair:.3f}" in out.split("strongest pairs")[1].splitlines()[1]
+    assert "60 samples in 3 batches" in out and "report.html" in out
+    page = Path("report.html").read_text()
+    assert "Net of net.py:build" in page and "newton-summary" in page
+
+
+def test_json_has_the_numbers(call):
+    code, out, _ = call("inspect", "net.py:build", "--json", "--out", "deep/page.html")
+    found = json.loads(out)
+    summary = expected()
+    rates = ns.learning_rates(summary)
+    assert code == 0 and Path(found["page"]).is_file()
+    assert list(found["learning_rates"]) == list(summary.names)
+    assert list(found["learning_rates"].values()) == pytest.approx(rates.eta.tolist())
+    assert list(found["stderr"].values()) == pytest.approx(rates.eta_stderr.tolist())
+    assert found["loss"] == pytest.approx(float(summary.loss)) and found["backend"] == "sweep"
+
+
+def test_options_reach_the_measurement(call):
+    _, out, _ = call(
+        *("inspect", "net.py", "--json", "--partition", "weights-biases", "--backend", "nested"),
+        *("--order", "2", "--max-batches", "2", "--no-stderr", "--device", "cpu"),
+    )
+    found = json.loads(out)
+    summary = expected(order=2, batches=2, partition="weights-biases", backend="nested")
+    newton = torch.linalg.solve(summary.Hbar, summary.gbar)
+    assert list(found["learning_rates"].values()) == pytest.approx(newton.tolist())
+    assert found["stderr"] is None and found["samples"] == 40 and found["backend"] == "nested"
+    assert "the first of 3" in found["facts"]["data"]
+    rates = {}
+    for strength in ("0.1", "10"):
+        _, out, _ = call("inspect", "net.py", "--json", "--lambda-int", strength)
+        rates[strength] = json.loads(out)["learning_rates"]
+        wanted = ns.learning_rates(expected(), float(strength))
+        assert list(rates[strength].values()) == pytest.approx(wanted.eta.tolist())
+
+
+def test_the_seed_decides(call):
+    losses = []
+    for seed in ("0", "0", "1"):
+        _, out, _ = call("inspect", "net.py", "--json", "--seed", seed)
+        losses.append(json.loads(out)["loss"])
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_quiet_and_what_the_file_prints(call):
+    assert call("inspect", "net.py", "--quiet")[:2] == (0, "")
+    Path("net.py").write_text(f"print('hello')\n{NET}")
+    _, out, err = call("inspect", "net.py", "--json")
+    assert json.loads(out)["samples"] == 60 and err == "hello\n"
+
+
+def test_a_neighbouring_module_can_be_imported(call):
+    Path("parts.py").write_text(NET)
+    Path("whole.py").write_text("from parts import build as make\n")
+    code, out, _ = call("inspect", "whole.py:make")
+    assert code == 0 and "Net" in out
+
+
+def test_help_names_the_options(call):
+    code, out, _ = call("inspect", "--help")
+    assert code == 0
+    for option in ("--out", "--partition", "--max-batches", "--lambda-int", "--no-stderr"):
+        assert option in out
+
+
+# --- mistakes ------------------------------------------------------------------------------------
+
+BUILD = "import torch\nfrom torch import nn\nmodel = nn.Linear(2, 1)\n"
+GOOD_LOSS = "loss = lambda model, batch: model(batch).square().mean()\n"
+RETURN = "def build():\n    return "
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (BUILD, ["has no function 'build'"]),
+        (f"{BUILD}def bild(): pass\n", ["Did you mean 'bild'?"]),
+        (f"{BUILD}def build():\n    x = 1\n    raise KeyError('a')\n", ["line 6", "KeyError"]),
+        ("import no_such_module\n", ["cannot be loaded", "line 1", "no_such_module"]),
+        ("def build(:\n", ["cannot be loaded", "line 1", "SyntaxError"]),
+        ("import sys\nsys.exit(3)\n", ["line 2", "SystemExit"]),
+        (f"{BUILD}{RETURN}model\n", ["returned Linear", "model, loss_fn, data"]),
+        (f"{BUILD}{RETURN}model, None\n", ["a tuple of 2"]),
+        (f"{BUILD}{RETURN}nn.Linear, print, 1\n", ["the class Linear", "first", "torch.nn.Module"]),
+        (f"{BUILD}{RETURN}model, 3.0, []\n", ["float", "second", "loss_fn(model, batch)"]),
+        (f"{BUILD}{RETURN}model, nn.MSELoss(), []\n", ["MSELoss", "criterion(model(x), y)"]),
+        (f"{BUILD}{RETURN}model, lambda x: x, []\n", ["arguments (x)", "the model and a batch"]),
+        (f"{BUILD}{GOOD_LOSS}{RETURN}model, loss, None\n", ["None", "third", "a DataLoader"]),
+        (f"{BUILD}{GOOD_LOSS}{RETURN}model, loss, []\n", ["The data is empty"]),
+        (f"{BUILD}{GOOD_LOSS}{RETURN}model, loss, torch.ones(5, 3)\n", ["line 4", "shapes"]),
+        (
+            f"{BUILD}{GOOD_LOSS}{RETURN}model, loss, [torch.ones(5, 2)] * 2\n",
+            ["line 4", "A list of tensors is taken as one batch"],
+        ),
+        (f"{BUILD}{RETURN}model, lambda m, b: 1.0, torch.ones(2)\n", ["returned float"]),
+        (f"{BUILD}{RETURN}model, lambda m, b: m(b), torch.ones(3, 2)\n", ["Measuring failed"]),
+    ],
+)
+def test_mistakes_in_the_file(call, source, words):
+    Path("net.py").write_text(source)
+    code, out, err = call("inspect", "net.py:build", "--out", "page.html")
+    assert code == 2 and out == "" and err.count("\n") == 1
+    assert all(word in err for word in words), err
+    assert not Path("page.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["absent.py:build"], "no file absent.py"),
+        ([], "Which model?"),
+        (["net.py", "other.py"], "one at a time"),
+        (["net.py", "--partition", "canonicle"], "canonical"),
+        (["net.py", "--backend", "swep"], "sweep"),
+        (["net.py", "--order", "1"], "order"),
+        (["net.py", "--max-batches", "0"], "--max-batches 0"),
+        (["net.py", "--device", "abacus"], "'abacus' is not there"),
+        (["net.py", "--lambda-int", "-1"], "lambda_int"),
+        (["net.py", "--order", "2", "--lambda-int", "1"], "D3"),
+        (["net.py", "--out", "net.py/page.html"], "cannot be written"),
+    ],
+)
+def test_mistakes_in_the_command(call, args, words):
+    code, out, err = call("inspect", *args)
+    assert code == 2 and out == "" and err.count("\n") == 1
+    assert words in err, err
+    assert {file.name for file in Path().iterdir()} <= {"net.py", "__pycache__"}
+
+
+def test_without_plotly_nothing_is_measured(call, monkeypatch):
+    find_spec = cli.importlib.util.find_spec
+    absent = lambda name: None if name == "plotly" else find_spec(name)  # noqa: E731
+    monkeypatch.setattr(cli.importlib.util, "find_spec", absent)
+    code, _, err = call("inspect", "absent.py")
+    assert code == 2 and "newton-summary[report]" in err
+
+
+def test_a_mistake_of_the_package_is_not_hidden(call, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("ours")
+
+    module = pytest.importorskip("newton_summary.inspection")
+    broken.__code__ = broken.__code__.replace(co_filename=module.__file__)
+    monkeypatch.setattr(module, "summarize", broken)
+    with pytest.raises(RuntimeError, match="ours"):
+        call("inspect", "net.py")
