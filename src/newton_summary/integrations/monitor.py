@@ -216,7 +216,6 @@ class Monitor:
         summary = measured.summary
         self.history.facts |= {
             "model": f"{type(model).__name__}, {sum(p.numel() for p in params):,} parameters",
-            "measured on": f"{summary.num_samples:,} samples",
             "backend": summary.backend,
             "lambda_int": f"{self.lambda_int:g}",
             "device": str(params[0].device),
