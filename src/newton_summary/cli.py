@@ -19,6 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from newton_summary.experiments import launch
 from newton_summary.experiments.arguments import (
     HelpPrinted,
     leading,
@@ -54,6 +55,7 @@ Examples:
   newton-summary run lenet_embedded --epochs 3
   newton-summary run vgg_cifar10_adam --data-root /data --device cuda --optimizer.lr 1e-4
   newton-summary sweep mlp_embedded --optimizer.lr 0.1,0.3 --seed 0,1,2 --jobs 2
+  torchrun --nproc-per-node 2 -m newton_summary run lenet_embedded
   newton-summary report runs
   newton-summary inspect my_model.py:build --partition blocks-4 --out my_model.html
 """
@@ -94,7 +96,9 @@ class SweepOptions(Output):
     runs_dir: Path | None = None
     """Directory of the run directories; runs/RECIPE if not given."""
     jobs: int = 1
-    """Runs at a time."""
+    """Runs at a time, each in a process of its own on this machine."""
+    scheduler: str | None = None
+    """Address of a dask scheduler, such as tcp://10.0.0.1:8786: run on its workers instead."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _short_warnings():
             return _dispatch(args)
     except UserError as error:
-        print(f"newton-summary: {' '.join(str(error).split())}", file=sys.stderr)
+        # Of several processes the first one speaks, and those with a trouble of their own.
+        if launch.rank() == 0 or error.rank is not None:
+            where = f" (rank {error.rank})" if error.rank else ""
+            print(f"newton-summary{where}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("newton-summary: interrupted; the same command goes on.", file=sys.stderr)
@@ -180,6 +187,8 @@ def _dispatch(args: list[str]) -> int:
         raise UserError(
             f"Unknown command {name!r}.{nearest(name, COMMANDS)} There are {', '.join(COMMANDS)}."
         )
+    if launch.launched() and name != "run":
+        raise UserError(f"{name} is for one process: torchrun can start run alone.")
     if any(importlib.util.find_spec(package) is None for package in ("tyro", "rich")):
         raise UserError("The command line needs tyro and rich: pip install 'newton-summary[cli]'.")
     try:
@@ -217,7 +226,7 @@ def run(args: list[str]) -> int:
         done = train(config, path, reporter, compare_speed=options.compare_speed)
     result = outcome(done)
     pace = speed(done)
-    if options.json:
+    if options.json and launch.rank() == 0:
         ratio = None if pace is None else pace.ratio
         print(json.dumps({"run_dir": str(path), **as_dict(result), "time_over_adam": ratio}))
     console.print(_in_words(result), highlight=False)
@@ -238,6 +247,8 @@ def sweep(args: list[str]) -> int:
     options = parse(SweepOptions(), own, "sweep")
     if options.jobs < 1:
         raise UserError(f"--jobs {options.jobs}: write 1 or more.")
+    if options.scheduler is not None and options.jobs > 1:
+        raise UserError("--jobs is for this machine; the workers of --scheduler run one each.")
     values = {name: text.split(",") for name, text in fields.items()}
     if len(values.get("epochs", [])) > 1:
         raise UserError("--epochs takes one value in a sweep: the metrics have the earlier epochs.")
@@ -257,7 +268,7 @@ def sweep(args: list[str]) -> int:
             markup=False,
         )
 
-    results = run_all(configs, root, options.jobs, tell)
+    results = run_all(configs, root, options.jobs, tell, options.scheduler)
     varied = [name for name in values if len(values[name]) > 1]
     rows = table(results, varied)
     if options.json:
@@ -361,7 +372,8 @@ def _console(options: Output) -> Console:
     """Return where to print: nowhere if asked to be quiet, or if JSON is wanted."""
     from rich.console import Console
 
-    return Console(quiet=options.quiet or options.json, soft_wrap=True)
+    silent = options.quiet or options.json or launch.rank() > 0
+    return Console(quiet=silent, soft_wrap=True)
 
 
 def _in_words(result: Outcome) -> str:

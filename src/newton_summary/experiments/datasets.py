@@ -68,6 +68,7 @@ class Batches:
         size: Samples in a batch; the last one has what is left.
         generator: Random numbers for the order.
         drop_last: Leave a smaller last batch out, unless it is the only one.
+        part: Says which of the samples in a batch of some length to take; all if not given.
     """
 
     def __init__(
@@ -76,7 +77,9 @@ class Batches:
         size: int,
         generator: torch.Generator | None = None,
         drop_last: bool = False,
+        part: Callable[[int], slice] | None = None,
     ):
+        self.part = part
         self.split, self.size, self.generator = split, min(size, len(split)), generator
         self.used = len(split) // self.size * self.size if drop_last else len(split)
 
@@ -90,6 +93,8 @@ class Batches:
         order = order.to(self.split.inputs.device)
         for start in range(0, self.used, self.size):
             index = order[start : start + self.size]
+            if self.part is not None:
+                index = index[self.part(len(index))]
             yield self.split.inputs[index], self.split.targets[index]
 
 

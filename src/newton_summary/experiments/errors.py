@@ -7,7 +7,17 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """Something that the user can mend; the command line prints the message and exits with 2."""
+    """Something that the user can mend; the command line prints the message and exits with 2.
+
+    Attributes:
+        rank: The process that it happened on, where several train together.
+    """
+
+    rank: int | None = None
+
+
+class OtherRankError(UserError):
+    """A mistake on another process, which tells it."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -20,6 +21,7 @@ from newton_summary.experiments.datasets import Batch, Batches, Split
 from newton_summary.experiments.errors import UserError
 from newton_summary.experiments.kfac import KFAC
 from newton_summary.experiments.tasks import Task, negative_log_likelihood, reconstruction_error
+from newton_summary.experiments.team import Team
 from newton_summary.optimizer import NewtonSummary
 from newton_summary.partition import Partition, make_partition
 
@@ -33,27 +35,30 @@ class Stepper(Protocol):
         ...
 
     def step(self, batch: Batch) -> Tensor:
-        """Make one step; return the loss of the batch before it, on the device."""
+        """Make one step; return the loss of the batch before it, on the device.
+
+        Where several processes share a batch, their shares of the loss add up to it.
+        """
         ...
 
 
 class GradientStepper:
     """For optimizers that need gradients alone."""
 
-    def __init__(self, task: Task, optimizer: Optimizer):
-        self.task, self.optimizer = task, optimizer
+    def __init__(self, task: Task, optimizer: Optimizer, team: Team):
+        self.task, self.optimizer, self.team = task, optimizer, team
+        self.params = list(task.model.parameters())
 
     def step(self, batch: Batch) -> Tensor:
         """Make one step."""
         self.optimizer.zero_grad()
-        loss = self.task.loss(self.task.model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = self.team.backward(partial(self.task.loss, self.task.model), batch, self.params)
         self.optimizer.step()
-        return loss.detach()
+        return loss
 
 
 class KFACStepper(GradientStepper):
-    """Shows K-FAC the inputs when its covariances are due."""
+    """Shows K-FAC the inputs when its covariances are due; all of them, on every process."""
 
     optimizer: KFAC
 
@@ -67,47 +72,50 @@ class KFACStepper(GradientStepper):
 class ClosureStepper:
     """For L-BFGS, which evaluates the loss as often as it likes."""
 
-    def __init__(self, task: Task, optimizer: Optimizer):
-        self.task, self.optimizer = task, optimizer
+    def __init__(self, task: Task, optimizer: Optimizer, team: Team):
+        self.task, self.optimizer, self.team = task, optimizer, team
+        self.params = list(task.model.parameters())
 
     def step(self, batch: Batch) -> Tensor:
         """Make one step."""
+        loss_of = partial(self.task.loss, self.task.model)
 
         def closure() -> Tensor:
             self.optimizer.zero_grad()
-            loss = self.task.loss(self.task.model, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss
+            return self.team.total(self.team.backward(loss_of, batch, self.params))
 
         first = self.optimizer.step(closure)  # type: ignore[arg-type]
-        return torch.as_tensor(first).detach()
+        return torch.as_tensor(first).detach() / self.team.size
 
 
-def make_stepper(config: OptimizerConfig, task: Task, train: Split) -> Stepper:
+def make_stepper(
+    config: OptimizerConfig, task: Task, train: Split, team: Team | None = None
+) -> Stepper:
     """Make the optimizer of a configuration, for a model that is on its device.
 
     Args:
         config: Which optimizer, with its settings.
         task: The model and its loss.
         train: The training samples, of which NewtonSummary draws batches of its own.
+        team: The processes that share each batch; this one alone if not given.
 
     Raises:
         UserError: For settings that the optimizer does not take.
     """
     try:
-        return _make_stepper(config, task, train)
+        return _make_stepper(config, task, train, team or Team())
     except ValueError as error:
         raise UserError(f"optimizer: {error}") from None
 
 
-def _make_stepper(config: OptimizerConfig, task: Task, train: Split) -> Stepper:
+def _make_stepper(config: OptimizerConfig, task: Task, train: Split, team: Team) -> Stepper:
     params = list(task.model.parameters())
     if isinstance(config, AdamConfig):
         betas = (config.beta1, config.beta2)
         fused = params[0].is_cuda
-        return GradientStepper(task, Adam(params, lr=config.lr, betas=betas, fused=fused))
+        return GradientStepper(task, Adam(params, lr=config.lr, betas=betas, fused=fused), team)
     if isinstance(config, SGDConfig):
-        return GradientStepper(task, SGD(params, lr=config.lr, momentum=config.momentum))
+        return GradientStepper(task, SGD(params, lr=config.lr, momentum=config.momentum), team)
     if isinstance(config, LBFGSConfig):
         return ClosureStepper(
             task,
@@ -118,11 +126,12 @@ def _make_stepper(config: OptimizerConfig, task: Task, train: Split) -> Stepper:
                 history_size=config.history,
                 line_search_fn="strong_wolfe",
             ),
+            team,
         )
     if isinstance(config, KFACConfig):
-        return KFACStepper(task, _kfac(config, task))
+        return KFACStepper(task, _kfac(config, task), team)
     if isinstance(config, NewtonSummaryConfig):
-        return GradientStepper(task, _newton_summary(config, task, train))
+        return GradientStepper(task, _newton_summary(config, task, train, team), team)
     raise UserError(f"There is no optimizer for {type(config).__name__}.")
 
 
@@ -145,7 +154,9 @@ def _kfac(config: KFACConfig, task: Task) -> KFAC:
     return optimizer
 
 
-def _newton_summary(config: NewtonSummaryConfig, task: Task, train: Split) -> NewtonSummary:
+def _newton_summary(
+    config: NewtonSummaryConfig, task: Task, train: Split, team: Team
+) -> NewtonSummary:
     direction = None
     if config.direction == "adam":
         direction = Adam(task.model.parameters(), lr=1e-3)
@@ -161,7 +172,10 @@ def _newton_summary(config: NewtonSummaryConfig, task: Task, train: Split) -> Ne
         summary_window=config.summary_window,
         warmup=config.warmup,
         direction=direction,
-        curvature=(task.loss, Batches(train, config.curvature_batch_size, drop_last=True)),
+        curvature=(
+            task.loss,
+            Batches(train, config.curvature_batch_size, drop_last=True, part=team.part),
+        ),
         diagonal=config.diagonal,
         negative=config.negative,
         backend=config.backend,

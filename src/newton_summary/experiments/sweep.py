@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from newton_summary.experiments.errors import UserError
 from newton_summary.experiments.recipes import RECIPES
 
 LONGEST_NAME = 120
+CONNECTING = 10  # seconds until a cluster that does not answer is given up
 NOT_IN_NAME = {"recipe", "epochs", "data.root", "data.download", "seed"}
 
 
@@ -76,18 +79,22 @@ def run_all(
     root: Path,
     jobs: int,
     done: Callable[[Result], None],
+    scheduler: str | None = None,
 ) -> list[Result]:
     """Train all points, some at a time, and return how they ended, in their order.
 
     Args:
         configs: The points.
-        root: Directory of the run directories.
-        jobs: How many at a time. On one machine these are processes with one thread each; inside
-            ``joblib.parallel_config(backend="dask")`` or ``"ray"`` they go to a cluster.
+        root: Directory of the run directories; on a cluster, one that all machines see.
+        jobs: How many at a time, in processes with one thread each.
         done: Is called after each run.
+        scheduler: Address of a dask scheduler whose workers train in the place of this machine.
+
+    Raises:
+        UserError: If the cluster cannot be used, or a process dies. What is done is kept.
     """
     try:
-        from joblib import Parallel, delayed
+        from joblib import Parallel, delayed, parallel_config
     except ImportError:
         raise UserError(
             "A sweep needs joblib: pip install 'newton-summary[experiments]'."
@@ -96,13 +103,55 @@ def run_all(
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise UserError(f"The grid has the point {twice} twice.")
-    threads = 1 if jobs > 1 else None
-    work = (delayed(run_one)(c, root / n, threads) for c, n in zip(configs, names, strict=True))
+    root = root.absolute()  # workers have other working directories
+    threads = 1 if jobs > 1 or scheduler else None
+    work = [delayed(run_one)(c, root / n, threads) for c, n in zip(configs, names, strict=True)]
     results: dict[Path, Result] = {}
-    for result in Parallel(n_jobs=jobs, return_as="generator_unordered")(work):
-        results[result.path] = result
-        done(result)
+    with ExitStack() as cluster:
+        if scheduler is not None:
+            cluster.enter_context(connected(scheduler))
+            # One task a run: joblib would pack short ones together, to be lost together.
+            cluster.enter_context(parallel_config(backend="dask"))
+        try:
+            options = {"n_jobs": -1 if scheduler else jobs, "return_as": "generator_unordered"}
+            for result in Parallel(batch_size=1, **options)(work):
+                results[result.path] = result
+                done(result)
+        except Exception as error:  # not of a run, whose errors are results
+            raise UserError(
+                f"A process of the sweep has ended before its run was done, with "
+                f"{len(results)} of {len(work)} done ({type(error).__name__}: "
+                f"{str(error).splitlines()[0] if str(error) else 'it says nothing'}). The same "
+                f"command goes on from there."
+            ) from None
     return [results[root / name] for name in names]
+
+
+@contextmanager
+def connected(scheduler: str) -> Iterator[None]:
+    """Be a client of a dask cluster."""
+    try:
+        distributed: Any = importlib.import_module("distributed")
+    except ImportError:
+        raise UserError(
+            "A sweep on a cluster needs dask: pip install 'newton-summary[cluster]'."
+        ) from None
+    try:
+        client = distributed.Client(scheduler, timeout=CONNECTING)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"There is no dask scheduler at {scheduler}: {str(error).splitlines()[0]}"
+        ) from None
+    with client:
+        workers = client.scheduler_info(n_workers=-1)["workers"]
+        if not workers:
+            raise UserError(f"The scheduler at {scheduler} has no workers: start dask worker.")
+        if any(worker["nthreads"] > 1 for worker in workers.values()):
+            raise UserError(
+                f"Workers of {scheduler} have several threads, and runs in one process would share "
+                f"torch's random numbers. Start them with dask worker --nthreads 1."
+            )
+        yield
 
 
 # --- the table at the end ------------------------------------------------------------------------

@@ -17,21 +17,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from newton_summary.derivatives.probe import CannotDifferentiate, NotFiniteError
+from newton_summary.experiments import launch
 from newton_summary.experiments.config import AdamConfig, ExperimentConfig, check
 from newton_summary.experiments.datasets import Batches, Dataset, Split, load_dataset
-from newton_summary.experiments.errors import UserError
+from newton_summary.experiments.errors import OtherRankError, UserError
 from newton_summary.experiments.optimizers import Stepper, checked_partition, make_stepper
 from newton_summary.experiments.rundir import Row, Run, RunWriter
 from newton_summary.experiments.tasks import Task, make_task
+from newton_summary.experiments.team import Team, TeamWriter, assemble
 from newton_summary.history import Measured
 from newton_summary.learning_rates import learning_rates
 from newton_summary.measure import summarize
@@ -80,13 +84,29 @@ def train(
         UserError: For what a user can mend; then nothing was written, or the run can go on.
     """
     check(config)
-    device = find_device(config.device)
-    writer = RunWriter(path, config)
+    try:
+        device = find_device(config.device)
+        with assemble(device) as team:
+            return _train(config, path, reporter or Reporter(), compare_speed, device, team)
+    except UserError as error:
+        if not isinstance(error, OtherRankError):
+            error.rank = launch.rank()
+        raise
+
+
+def _train(
+    config: ExperimentConfig,
+    path: Path,
+    reporter: Reporter,
+    compare_speed: bool,
+    device: torch.device,
+    team: Team,
+) -> Run:
+    writer = RunWriter(path, config) if team.size == 1 else TeamWriter(path, config, team)
     if writer.known is not None and writer.known.finished:
         return writer.known
-    reporter = reporter or Reporter()
     with _precision(config), _memory_errors():
-        session = Session(config, device)
+        session = team.agreed(lambda: Session(config, device, team))
         try:
             session.restore(writer.start(environment(device)))
             session.run(writer, reporter)
@@ -97,13 +117,18 @@ def train(
     return run
 
 
+Writer = RunWriter | TeamWriter
+
+
 class Session:
     """One process's part of a run: data, model and optimizer in memory."""
 
-    def __init__(self, config: ExperimentConfig, device: torch.device):
+    def __init__(self, config: ExperimentConfig, device: torch.device, team: Team | None = None):
         self.config, self.device = config, device
+        self.team = team = team or Team()
         dtype = getattr(torch, config.dtype)
-        self.data: Dataset = load_dataset(
+        load = partial(
+            load_dataset,
             config.data.name,
             root=config.data.root,
             download=config.data.download,
@@ -112,11 +137,13 @@ class Session:
             dtype=dtype,
             device=device,
         )
+        self.data: Dataset = team.first_on_each_machine(load)
         torch.manual_seed(config.seed)
         self.task: Task = make_task(config.model, self.data)  # on the CPU, the same for all devices
         self.task.model.to(device, dtype)
         _check_fit(self.task, self.data, config)
-        self.stepper: Stepper = make_stepper(config.optimizer, self.task, self.data.train)
+        _check_divisible(self.task, team)
+        self.stepper: Stepper = make_stepper(config.optimizer, self.task, self.data.train, team)
         if config.measure.every:
             self.measured_groups = checked_partition(self.task, config.measure.partition)
         self.scheduler = ReduceLROnPlateau(
@@ -133,7 +160,7 @@ class Session:
 
     # --- the loop ---------------------------------------------------------------------------------
 
-    def run(self, writer: RunWriter, reporter: Reporter) -> None:
+    def run(self, writer: Writer, reporter: Reporter) -> None:
         """Train to the last epoch, or until the loss is not finite."""
         reporter.start(self.config, len(self.batches), self.epoch)
         if not writer.rows:
@@ -161,9 +188,9 @@ class Session:
             total += self.stepper.step(batch).double() * len(batch[0])
             if i % told == 0:
                 reporter.step(self.epoch + 1, i)
-        return float(total) / len(self.data.train)
+        return float(self.team.total(total)) / len(self.data.train)
 
-    def _complete(self, row: Row, writer: RunWriter, reporter: Reporter) -> None:
+    def _complete(self, row: Row, writer: Writer, reporter: Reporter) -> None:
         """Evaluate, measure and write the present epoch."""
         fine = row["train_loss"] is None or math.isfinite(row["train_loss"])
         row["status"] = "ok" if fine else "diverged"
@@ -192,16 +219,16 @@ class Session:
         """Return the mean loss of a part of the data, and the accuracy where there is one."""
         model = self.task.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for batch in split.parts(EVALUATION_BATCH):
+        for batch in self.team.every(split.parts(EVALUATION_BATCH)):
             outputs = model(batch[0])
             values = [self.task.criterion(outputs, batch).double()]
             if self.task.accuracy is not None:
                 values.append(self.task.accuracy(outputs, batch))
             sums[: len(values)] += torch.stack(values) * len(batch[0])
-        loss, accuracy = (sums / len(split)).tolist()
+        loss, accuracy = (self.team.total(sums) / len(split)).tolist()
         return {"loss": loss, "accuracy": None if self.task.accuracy is None else accuracy}
 
-    def _optimizer_facts(self, writer: RunWriter) -> Row:
+    def _optimizer_facts(self, writer: Writer) -> Row:
         """Return what NewtonSummary tells of itself, and keep its last summary."""
         optimizer = self.stepper.optimizer
         if not isinstance(optimizer, NewtonSummary) or optimizer.last_rates is None:
@@ -223,7 +250,7 @@ class Session:
         every = self.config.measure.every
         return every > 0 and (self.epoch % every == 0 or self.epoch == self.config.epochs)
 
-    def _measure(self, writer: RunWriter, reporter: Reporter) -> Row:
+    def _measure(self, writer: Writer, reporter: Reporter) -> Row:
         """Measure along the gradient of the whole training set (Section 6.1)."""
         config = self.config.measure
         samples = self.data.train[slice(config.samples)]
@@ -232,7 +259,7 @@ class Session:
             summary = summarize(
                 self.task.model,
                 self.task.loss,
-                list(samples.parts(config.batch_size)),
+                list(self.team.every(samples.parts(config.batch_size))),
                 partition=self.measured_groups,
                 progress=lambda done, total: reporter.measure(self.epoch, done, total),
             )
@@ -248,7 +275,7 @@ class Session:
         """Return how long an epoch of Adam takes in the same loop, from some of its steps."""
         model = copy.deepcopy(self.task.model).train()
         task = Task(model, self.task.criterion, self.task.accuracy)
-        stepper = make_stepper(AdamConfig(lr=0.0), task, self.data.train)
+        stepper = make_stepper(AdamConfig(lr=0.0), task, self.data.train, self.team)
         passes = itertools.chain.from_iterable(itertools.repeat(self.batches))
         for i, batch in enumerate(itertools.islice(passes, SPEED_WARMUP + SPEED_STEPS)):
             if i == SPEED_WARMUP:
@@ -290,7 +317,11 @@ class Session:
 def find_device(name: str) -> torch.device:
     """Return a device that is there; ``"auto"`` takes a GPU if it can."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if (
+        name == "cuda" and launch.launched() and torch.cuda.is_available()
+    ):  # each process has its own
+        return torch.device("cuda", launch.local_rank() % torch.cuda.device_count())
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).tolist()  # which a meta device has not
@@ -386,6 +417,16 @@ def _check_fit(task: Task, data: Dataset, config: ExperimentConfig) -> None:
         raise UserError(
             f"The model {config.model.name!r} does not fit the data {config.data.name!r}, whose "
             f"samples have the shape {shape}."
+        )
+
+
+def _check_divisible(task: Task, team: Team) -> None:
+    """Say so if a batch cannot be divided among processes without changing its loss."""
+    coupled = any(isinstance(module, _BatchNorm) for module in task.model.modules())
+    if team.size > 1 and coupled:
+        raise UserError(
+            f"The model has batch norms, so its loss is a function of the whole batch, and "
+            f"{team.size} processes would train another one than one process. Start one process."
         )
 
 
