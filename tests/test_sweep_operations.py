@@ -57,7 +57,8 @@ def test_operation_agrees_with_central_differences(name: str) -> None:
     assert actual.backend == "sweep"
     expected = finite_differences(model, loss_fn, BATCH, partition, u)
     assert torch.allclose(actual.loss, expected.loss, rtol=1e-12)
-    assert relative_error(actual.gbar, expected.gbar) < 1e-12
+    # torch's own gradients of some functions (hardsigmoid, celu) have constants in float32.
+    assert relative_error(actual.gbar, expected.gbar) < 1e-8
     assert relative_error(actual.Hbar, expected.Hbar) < 1e-8
     assert relative_error(actual.D3, expected.D3) < 1e-5
     (Hbar, D3), (expected_Hbar, expected_D3) = (

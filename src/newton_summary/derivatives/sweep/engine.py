@@ -2,20 +2,22 @@
 
 With y1_s, y2_s the derivatives of an operation's output along group s, and delta_y its adjoint:
 
-    gbar_s   = sum over the group's parameters of <dL/dT, U>
+    gbar_s   = <delta_x, x1_s> for what goes into the last curved operation
     Hbar_st  = sum over operations  <delta_y, d2h[x1_s, x1_t]>
     D3_s     = sum over operations  <delta_y, d3h[x1_s, x1_s, x1_s] + 3 d2h[x1_s, x2_s]>
 
-The first line is in :func:`summarize_sweep`; each rule adds its terms of the other two with
-:meth:`Sweep.add_Hbar` and :meth:`Sweep.add_D3`, and returns the derivatives of its outputs.
+The first line is :func:`find_cut`: the gradient by the parameters, a third of a backward pass, is
+not needed. Each rule adds its terms of the other two with :meth:`Sweep.add_Hbar` and
+:meth:`Sweep.add_D3`, and returns the derivatives of its outputs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,8 +43,9 @@ from newton_summary.derivatives.sweep.rules import (
     is_curved,
     rule_for,
 )
+from newton_summary.derivatives.sweep.rules.bilinear import gram
 from newton_summary.derivatives.sweep.tangent import Groups, Tangent
-from newton_summary.derivatives.sweep.tape import Op, Tape, Value
+from newton_summary.derivatives.sweep.tape import Cut, Op, Tape, Value
 from newton_summary.partition import Params, Partition
 from newton_summary.summary import Summary
 
@@ -67,6 +70,7 @@ class Sweep:
         self.order = order
         self.partition = partition
         self.tangents: dict[int, Tangent] = {}
+        self._gbar: list[tuple[Groups, Tensor]] = []
         self._Hbar: list[tuple[Groups, Groups, Tensor]] = []
         self._D3: list[tuple[Groups, Tensor]] = []
         chosen = set(groups)
@@ -105,7 +109,10 @@ class Sweep:
             last_uses: For every operation, the slots that no later one needs.
             consume: Whether to let go of the tape on the way; it cannot be swept again then.
         """
-        for op, finished in zip(self.tape.ops, last_uses, strict=True):
+        cut = self.tape.cut
+        for i, (op, finished) in enumerate(zip(self.tape.ops, last_uses, strict=True)):
+            if cut is not None and i == cut.index:
+                self._read_slopes(cut)
             if op.passed and any(slot in self.tangents for slot in op.inputs):
                 self._pass(op)
             for slot in finished:
@@ -115,6 +122,11 @@ class Sweep:
                     if value is not None and value.slot is not None:
                         self.adjoints.pop(value.slot, None)
                 op.args, op.kwargs, op.outputs, op.saved = (), {}, [], None
+
+    def _read_slopes(self, cut: Cut) -> None:
+        t = self.tangent(cut.value)
+        if t is not None and cut.adjoint is not None:
+            self._gbar.append((t.first, gram(t.y1, cut.adjoint[None])))
 
     def _pass(self, op: Op) -> None:
         try:
@@ -135,39 +147,53 @@ class Sweep:
     def contributions(self) -> tuple[Layout, list[Tensor]]:
         """Return all contributions as vectors, and what they belong to."""
         layout = Layout(
-            [(rows, columns) for rows, columns, _ in self._Hbar], [groups for groups, _ in self._D3]
+            [groups for groups, _ in self._gbar],
+            [(rows, columns) for rows, columns, _ in self._Hbar],
+            [groups for groups, _ in self._D3],
         )
-        pieces = [entries.reshape(-1) for *_, entries in self._Hbar]
-        return layout, pieces + [entries.reshape(-1) for _, entries in self._D3]
+        every = [*self._gbar, *((rows, x) for rows, _, x in self._Hbar), *self._D3]
+        return layout, [entries.reshape(-1) for _, entries in every]
 
-    def totals(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return Hbar and D3: all contributions, added up in float64."""
+    def totals(self) -> Totals:
+        """Return gbar, Hbar and D3: all contributions, added up in float64."""
         layout, pieces = self.contributions()
         numbers = joined(pieces).double().cpu().numpy() if pieces else np.zeros(0)
         return layout.add_up(numbers, len(self.partition))
+
+
+class Totals(NamedTuple):
+    """The sums of all contributions."""
+
+    gbar: np.ndarray  # (S,), zero where there is no cut
+    Hbar: np.ndarray  # (S, S)
+    D3: np.ndarray  # (S,)
 
 
 @dataclass(frozen=True)
 class Layout:
     """Which groups the contributions of a sweep belong to, in the order in which they came."""
 
+    gbar: list[Groups]
     Hbar: list[tuple[Groups, Groups]]
     D3: list[Groups]
 
-    def add_up(self, numbers: np.ndarray, S: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return Hbar (S, S) and D3 (S,) from all contributions end to end."""
-        Hbar, D3 = np.zeros((S, S)), np.zeros(S)
+    def add_up(self, numbers: np.ndarray, S: int) -> Totals:
+        """Return the totals from all contributions end to end."""
+        totals = Totals(np.zeros(S), np.zeros((S, S)), np.zeros(S))
         start = 0
+
+        def take(*shape: int) -> np.ndarray:
+            nonlocal start
+            start += math.prod(shape)
+            return numbers[start - math.prod(shape) : start].reshape(shape)
+
+        for groups in self.gbar:
+            totals.gbar[list(groups)] += take(len(groups))
         for rows, columns in self.Hbar:
-            end = start + len(rows) * len(columns)
-            block = numbers[start:end].reshape(len(rows), len(columns))
-            Hbar[np.array(rows)[:, None], columns] += block
-            start = end
+            totals.Hbar[np.array(rows)[:, None], columns] += take(len(rows), len(columns))
         for groups in self.D3:
-            end = start + len(groups)
-            D3[list(groups)] += numbers[start:end]
-            start = end
-        return Hbar, D3
+            totals.D3[list(groups)] += take(len(groups))
+        return totals
 
 
 def joined(pieces: list[Tensor]) -> Tensor:
@@ -194,6 +220,8 @@ def mark_needed(tape: Tape) -> list[list[int]]:
     one that is. The loss itself needs none: its adjoint carries all that is linear.
     """
     last_uses: list[list[int]] = []
+    if tape.cut is not None:
+        tape.needed.add(tape.cut.slot)
     for op in reversed(tape.ops):
         op.wanted = any(value is not None and value.slot in tape.needed for value in op.outputs)
         op.passed = op.wanted or is_curved(op)
@@ -204,24 +232,56 @@ def mark_needed(tape: Tape) -> list[list[int]]:
     return last_uses[::-1]
 
 
+def find_cut(tape: Tape) -> Cut | None:
+    """Return the place before the last curved operation; None where gbar cannot be read off there.
+
+    It can where one value goes into what follows, such as the logits. Of several values one may
+    depend on another, and then its adjoint counts twice what goes through both.
+    """
+    curved = [i for i, op in enumerate(tape.ops) if is_curved(op)]
+    if not curved or any(op.complex for op in tape.ops):
+        return None
+    index = curved[-1]
+    made = {
+        value.slot: value for op in tape.ops[:index] for value in op.outputs if value is not None
+    }
+    before = {slot for op in tape.ops[index:] for slot in op.inputs} & (made.keys() | tape.leaves)
+    if len(before) != 1 or any(value.tensor is tape.loss for value in made.values()):
+        return None
+    value = made.get(before.pop())  # a parameter itself has no adjoint but its gradient
+    return None if value is None else Cut(index, value)
+
+
 def backward(tape: Tape, params: Params) -> tuple[list[Tensor], dict[int, Tensor | None]]:
-    """One ordinary backward pass: the gradient, and the adjoint of every curved operation."""
-    curved = [
-        value for op in tape.ops if is_curved(op) for value in op.outputs if value is not None
-    ]
-    leaves = list(params.values())
+    """One ordinary backward pass: the adjoint of every curved operation, and the gradient.
+
+    Where the tape has a cut there is no need for the gradient: then the parameters are not gone
+    back to, and the adjoint of the value at the cut is kept with it.
+    """
+    leaves = [] if tape.cut is not None else list(params.values())
+    wanted = {
+        value.slot: value
+        for op in tape.ops
+        if is_curved(op)
+        for value in op.outputs
+        if value is not None
+    }
+    if tape.cut is not None:
+        wanted[tape.cut.slot] = tape.cut.value
     grads = torch.autograd.grad(
-        tape.loss, [*leaves, *(value.edge for value in curved)], allow_unused=True
+        tape.loss, [*leaves, *(value.edge for value in wanted.values())], allow_unused=True
     )
     gradient = [
         torch.zeros_like(p) if grad is None else grad.detach()
         for p, grad in zip(leaves, grads, strict=False)
     ]
     adjoints = {
-        value.slot: value.own_adjoint(grad)
-        for value, grad in zip(curved, grads[len(leaves) :], strict=True)
+        slot: value.own_adjoint(grad)
+        for (slot, value), grad in zip(wanted.items(), grads[len(leaves) :], strict=True)
     }
-    for value in curved:
+    if tape.cut is not None:
+        tape.cut.adjoint = adjoints[tape.cut.slot]
+    for value in wanted.values():
         value.edge = None
     return gradient, adjoints  # type: ignore[return-value]
 
@@ -269,6 +329,7 @@ def summarize_sweep(
     loss = tape.loss.detach().reshape(())
     parts = 1
     if order > 1:
+        tape.cut = find_cut(tape)
         last_uses = mark_needed(tape)
         needed = stack_bytes(tape, last_uses, partition, order)
         limit = stack_limit
@@ -281,22 +342,25 @@ def summarize_sweep(
             parts = min(-(-needed // limit), len(partition))
     with without_autocast(loss.device.type):
         gradient, adjoints = backward(tape, params)
-        gbar = partition.inner(dict(zip(params, gradient, strict=True)), u)
+        gbar = partition.inner(dict(zip(params, gradient)), u)  # zero where there is a cut
     how = {"loss": loss, "partition": partition, "backend": "sweep"}
     if order == 1:
         check_finite(loss)
         return Summary(gbar, **how)  # type: ignore[arg-type]
     S = len(partition)
-    Hbar, D3 = np.zeros((S, S)), np.zeros(S)
+    slopes, Hbar, D3 = np.zeros(S), np.zeros((S, S)), np.zeros(S)
     for groups in group_chunks(S, parts):
         with torch.no_grad(), without_autocast(loss.device.type):
             sweep = Sweep(tape, adjoints, u, partition, order, groups)
             sweep.run(last_uses, consume=parts == 1)
-            H, D = sweep.totals()
-        Hbar[np.ix_(groups, groups)] = H[np.ix_(groups, groups)]
-        D3[list(groups)] = D[list(groups)]
+            totals = sweep.totals()
+        slopes[list(groups)] = totals.gbar[list(groups)]
+        Hbar[np.ix_(groups, groups)] = totals.Hbar[np.ix_(groups, groups)]
+        D3[list(groups)] = totals.D3[list(groups)]
     check_finite(loss)  # only now, when the GPU has been waited for anyway
     Hbar = (Hbar + Hbar.T) / 2
+    if tape.cut is not None:
+        gbar = torch.from_numpy(slopes).to(gbar)
     return Summary(
         gbar,
         torch.from_numpy(Hbar).to(gbar),

@@ -30,6 +30,7 @@ from newton_summary.derivatives.sweep.engine import (
     Layout,
     Sweep,
     backward,
+    find_cut,
     joined,
     mark_needed,
 )
@@ -153,15 +154,12 @@ class SweepGraph:
                 held.copy_(new)
         self._graph.replay()
         numbers = self._numbers.cpu()
-        S, P = len(self.partition), len(self.partition.params)
-        loss, gbar = numbers[0], torch.zeros(S, dtype=torch.float64)
+        loss = numbers[0]
         check_finite(loss)
-        labels = torch.tensor([self.partition.labels[name] for name in self.partition.params])
-        gbar.index_add_(0, labels, numbers[1 : 1 + P])
-        Hbar, D3 = self._layout.add_up(numbers[1 + P :].numpy(), S)
+        gbar, Hbar, D3 = self._layout.add_up(numbers[1:].numpy(), len(self.partition))
         dtype = torch.promote_types(torch.float32, next(iter(self.partition.params.values())).dtype)
         return Summary(
-            gbar.to(dtype),
+            torch.from_numpy(gbar).to(dtype),
             torch.from_numpy((Hbar + Hbar.T) / 2).to(dtype),
             torch.from_numpy(D3).to(dtype) if self.order == 3 else None,
             loss=loss.to(dtype),
@@ -177,21 +175,19 @@ def _run(
     """Sweep without waiting for the device.
 
     Returns:
-        End to end, in float64: the loss, the inner product of gradient and direction of every
-        parameter, and all contributions to Hbar and D3; and what the last belong to.
+        The loss and all contributions end to end, in float64, and what the latter belong to.
     """
     tape = Recorder(params, KNOWN, PREPARE, DECOMPOSED).record(closure)
+    tape.cut = find_cut(tape)
+    if tape.cut is None:
+        raise CannotCapture("the loss does not end in a function of one value, such as the logits")
     last_uses = mark_needed(tape)
-    gradient, adjoints = backward(tape, params)
+    _, adjoints = backward(tape, params)
     with torch.no_grad():
-        slopes = [
-            torch.dot(g.reshape(-1), u[name].reshape(-1)).reshape(1)
-            for name, g in zip(params, gradient, strict=True)
-        ]
         sweep = Sweep(tape, adjoints, u, partition, order, range(len(partition)))
         sweep.run(last_uses, consume=True)
         layout, pieces = sweep.contributions()
-        return layout, joined([tape.loss.detach().reshape(1), *slopes, *pieces]).double()
+        return layout, joined([tape.loss.detach().reshape(1), *pieces]).double()
 
 
 def _check_repeatable(model: nn.Module, run: Callable[[], Any]) -> None:

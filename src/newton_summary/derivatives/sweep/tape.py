@@ -115,6 +115,24 @@ class Op:
 
 
 @dataclass
+class Cut:
+    """A place on the tape where the loss depends on all before it through a single value.
+
+    The slope of the loss along a group is then <adjoint, y1> of this value.
+    """
+
+    index: int  # of the operation before which it is
+    value: Value
+    adjoint: Tensor | None = None  # known after the backward pass; None if it is zero
+
+    @property
+    def slot(self) -> int:
+        """Of the value."""
+        assert self.value.slot is not None
+        return self.value.slot
+
+
+@dataclass
 class Tape:
     """All operations that lead from the parameters to the loss."""
 
@@ -122,6 +140,7 @@ class Tape:
     loss: Tensor
     leaves: dict[int, str]  # slot -> parameter name
     needed: set[int] = field(default_factory=set)  # slots whose derivatives a later operation uses
+    cut: Cut | None = None  # where gbar is read off; else it comes from the gradient
 
 
 def find_tensors(tree: Any) -> list[Tensor]:

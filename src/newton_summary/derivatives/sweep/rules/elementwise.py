@@ -127,7 +127,7 @@ def _clamp_slope(x: Tensor, y: Tensor, min: Any = None, max: Any = None) -> Tens
 
 
 def _leaky_slope(x: Tensor, y: Tensor, negative_slope: float = 0.01, inplace: Any = None) -> Tensor:
-    return torch.where(x > 0, 1.0, negative_slope).to(x.dtype)
+    return torch.where(x > 0, torch.ones_like(x), negative_slope)
 
 
 def _random_slope(x: Tensor, y: Tensor, *args: Any, **kwargs: Any) -> Tensor:
