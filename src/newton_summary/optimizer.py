@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from newton_summary.averaging import make_average
 from newton_summary.derivatives import BACKENDS
@@ -489,6 +490,8 @@ class NewtonSummary(Optimizer):
         saved = state_dict.get("newton_summary")
         if saved is None:
             raise ValueError("This is no state of NewtonSummary, but of another optimizer.")
+        # Loaders and frameworks may have moved everything to the parameters' device.
+        saved = tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, saved)
         self._check_same(saved)
         super().load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
         self._t, self._next_refresh = saved["t"], saved["next_refresh"]
