@@ -69,7 +69,7 @@ def test_report_and_words(call):
     summary = expected()
     rates = ns.learning_rates(summary)
     fastest = int(rates.eta.argmax())
-    assert f"fastest {summary.names[fastest]}" in out and f"{rates.eta[fastest]:.4g}" in out
+    assert f"fastest  {summary.names[fastest]}" in out and f"{rates.eta[fastest]:.4g}" in out
     scale = summary.Hbar.diagonal().abs().sqrt()
     interaction = (summary.Hbar / scale[:, None] / scale[None, :]).abs()
     pair = float(interaction.triu(1).max())

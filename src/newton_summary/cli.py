@@ -121,8 +121,7 @@ class InspectOptions(Output):
     out: Path = Path("report.html")
     """The page to write."""
     partition: str = "canonical"
-    """Groups of parameters: canonical (one a tensor), blocks-4, chunks-4, alternate-4,
-    weights-biases, trivial."""
+    """Groups: canonical (one a tensor), blocks-4, chunks-4, alternate-4, weights-biases, ..."""
     max_batches: int = 16
     """Measure on so many batches at most, the first of the data."""
     order: Literal[2, 3] = 3
@@ -132,8 +131,7 @@ class InspectOptions(Output):
     backend: str = "auto"
     """sweep, nested, dense, differences, or auto: the first of these that can."""
     device: str | None = None
-    """Move the model and the data there, for example to cuda; they stay where they are if not
-    given."""
+    """Move model and data there, for example to cuda; if not given, they stay where they are."""
     seed: int = 0
     """Seed of torch, set before the file is run."""
     stderr: bool = True

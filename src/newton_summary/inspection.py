@@ -80,34 +80,40 @@ class Inspection:
         """Return a few lines: what was measured, the slowest and fastest group, strongest pairs."""
         facts = self.history.facts
         lines = [
-            f"{facts['model']}",
-            f"{facts['partition']}, measured on {facts['data']} with the backend "
-            f"{self.summary.backend} in {facts['time']}",
-            f"loss {float(self.summary.loss):.6g}",
+            facts["model"],
+            f"{facts['partition']}, measured on {facts['data']} in {facts['time']} "
+            f"(backend {self.summary.backend})",
             "",
         ]
         if self.rates.ok:
             lines += self._rates_in_words()
         else:
-            lines.append(f"no learning rates, {self.rates.status}: {STATUS[self.rates.status]}")
+            lines.append(f"No learning rates, {self.rates.status}: {STATUS[self.rates.status]}")
         if self.pairs:
-            rows = [[f"  {p.first}", p.second, f"{p.interaction:+.3f}"] for p in self.pairs]
-            table = text_table([["  strongest pairs", "", "interaction"], *rows], right=[2])
-            lines += ["", table]
+            rows = [["Strongest pairs", "", "interaction"]]
+            rows += [[f"  {p.first}", p.second, f"{p.interaction:+.3f}"] for p in self.pairs]
+            lines += ["", text_table(rows, right=[2])]
         return "\n".join(lines)
 
     def _rates_in_words(self) -> list[str]:
         eta, errors = self.rates.eta.tolist(), self.rates.eta_stderr
         forwards = sorted((s for s in range(len(eta)) if eta[s] > 0), key=eta.__getitem__)
-        rows = [["  learning rates", ""]]
+        rows = []
         for word, chosen in (("fastest", forwards[-1:]), ("slowest", forwards[:1])):
             for s in chosen:
                 error = "" if errors is None else f" ± {float(errors[s]):.1g}"
-                rows.append([f"  {word} {self.summary.names[s]}", f"{eta[s]:.4g}{error}"])
-        lines = [text_table(rows)]
+                rows.append([f"  {word}", self.summary.names[s], f"{eta[s]:.4g}{error}"])
+        lines = ["Learning rates", *([text_table(rows)] if rows else [])]
         backwards = sum(value < 0 for value in eta)
         if backwards:
             lines.append(f"  {backwards} of {len(eta)} are negative: their partners move too far")
+        for trial in self.history.measured[0].trials[-1:]:
+            lines.append(
+                f"  with these the loss of {float(self.summary.loss):.4g} should change by "
+                f"{trial.predicted:+.3g}; it changed by {trial.real:+.3g}"
+            )
+            if trial.predicted < 0 < trial.real:
+                lines.append("  so far the model does not hold: try shorter steps, --lambda-int 10")
         return lines
 
     def as_dict(self) -> dict[str, Any]:
