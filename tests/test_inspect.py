@@ -73,7 +73,7 @@ def test_report_and_words(call):
     scale = summary.Hbar.diagonal().abs().sqrt()
     interaction = (summary.Hbar / scale[:, None] / scale[None, :]).abs()
     pair = float(interaction.triu(1).max())
-    assert f"{pair:.3f}" in out.split("strongest pairs")[1].splitlines()[1]
+    assert f"{pair:.3f}" in out.split("Strongest pairs")[1].splitlines()[1]
     assert "60 samples in 3 batches" in out and "report.html" in out
     page = Path("report.html").read_text()
     assert "Net of net.py:build" in page and "newton-summary" in page

@@ -113,7 +113,9 @@ class Inspection:
                 f"{trial.predicted:+.3g}; it changed by {trial.real:+.3g}"
             )
             if trial.predicted < 0 < trial.real:
-                lines.append("  so far the model does not hold: try shorter steps, --lambda-int 10")
+                lines.append(
+                    "  that far the model does not hold: a larger --lambda-int gives shorter steps"
+                )
         return lines
 
     def as_dict(self) -> dict[str, Any]:
