@@ -205,9 +205,10 @@ def test_loggers_get_rates_by_group(tmp_path):
     assert [image.step for image in events.Images("newton_summary/Hbar")] == [0, 6, 9]
 
 
-def test_report_and_curves(tmp_path):
+def test_report_and_curves(tmp_path, capsys):
     callback = SummaryCallback(report="page.html", every_n_epochs=3, name="my run")
     fit(Plain(), tmp_path, [callback], accumulate_grad_batches=3, max_epochs=2)
+    assert f"the report is {tmp_path / 'page.html'}" in capsys.readouterr().err
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "net.2.weight" in page and "my run" in page
     assert [epoch for epoch, _ in callback.history.curves["train_loss"]] == [1, 2]
@@ -217,6 +218,20 @@ def test_report_and_curves(tmp_path):
         torch.tensor(callback.history.curves["train_loss"][0][1]),
         callback.history.measured[0].summary.loss.float(),
     )
+
+
+def test_a_try_leaves_no_report_and_a_failure_leaves_one(tmp_path):
+    """``fast_dev_run`` is for looking whether the code runs; a training that breaks was real."""
+    fit(Plain(), tmp_path / "try", [SummaryCallback(figures=False)], fast_dev_run=True)
+    assert not (tmp_path / "try" / "newton_summary.html").exists()
+
+    class Breaks(Plain):
+        def on_train_epoch_end(self):
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        fit(Breaks(), tmp_path, [SummaryCallback(figures=False)])
+    assert (tmp_path / "newton_summary.html").exists()
 
 
 def test_history_goes_on_from_a_checkpoint(tmp_path):
@@ -244,12 +259,14 @@ def test_a_training_that_diverges_goes_on(tmp_path):
     assert callback.history.epochs == [0]
 
 
-def test_rates_that_do_not_exist_are_told(tmp_path):
-    """The bias of a layer before a batch norm changes nothing."""
-    module = Plain()
-    module.net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
-    with pytest.warns(UserWarning, match="rates after epoch 0 are of no use.*batch norm"):
-        fit(module, tmp_path, [quick(lambda_int=1.0, partition="canonical")], max_epochs=1)
+def test_rates_of_no_use_are_told(tmp_path):
+    """A loss that is concave, without a third derivative."""
+
+    def hill(module, batch):
+        return -sum(p.square().sum() for p in module.parameters())
+
+    with pytest.warns(UserWarning, match=r"rates after epoch 0 are of no use.*Told once"):
+        fit(Plain(), tmp_path, [quick(loss_fn=hill)])
 
 
 @pytest.mark.parametrize(

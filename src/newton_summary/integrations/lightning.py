@@ -6,7 +6,6 @@ Works with the packages ``lightning`` and ``pytorch_lightning``, which have the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -114,8 +113,8 @@ class SummaryCallback(Monitor, Callback):
 
     def _write(self, trainer: Any) -> None:
         directory = trainer.log_dir or trainer.default_root_dir  # asked on every rank
-        if self.report is not None and trainer.is_global_zero and not trainer.fast_dev_run:
-            self.write_report(Path(directory) / self.report)
+        if trainer.is_global_zero and not trainer.fast_dev_run:
+            self.finish(directory)
 
 
 class _CallbackMetrics:

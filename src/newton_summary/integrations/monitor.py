@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -188,6 +189,12 @@ class Monitor:
         path.parent.mkdir(parents=True, exist_ok=True)
         newton_summary.report(self.history, path)
         return path
+
+    def finish(self, directory: str | Path) -> None:
+        """Write the report at the end of a training, and say where it is on standard error."""
+        path = None if self.report is None else self.write_report(Path(directory) / self.report)
+        if path is not None:
+            print(f"newton_summary: the report is {path}", file=sys.stderr)
 
     def check_report(self) -> None:
         """Raise at the start of a training if the report at its end cannot be written."""

@@ -114,8 +114,8 @@ class SummaryCallback(Monitor, TrainerCallback):
         """Measure the trained model, and write the report."""
         if round(state.epoch, 6) not in self.history.epochs:
             self._measure(args, state, **kwargs)
-        if self.report is not None and state.is_world_process_zero:
-            self.write_report(Path(args.output_dir) / self.report)
+        if state.is_world_process_zero:
+            self.finish(args.output_dir)
 
     def _measure(self, args: Any, state: Any, **kwargs: Any) -> None:
         model = unwrap(kwargs["model"])
