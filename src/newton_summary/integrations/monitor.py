@@ -194,7 +194,7 @@ class Monitor:
         """Write the report at the end of a training, and say where it is on standard error."""
         path = None if self.report is None else self.write_report(Path(directory) / self.report)
         if path is not None:
-            print(f"newton_summary: the report is {path}", file=sys.stderr)
+            print(f"\nnewton_summary: the report is {path}", file=sys.stderr)
 
     def check_report(self) -> None:
         """Raise at the start of a training if the report at its end cannot be written."""
