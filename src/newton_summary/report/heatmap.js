@@ -37,7 +37,7 @@ function limits(values) {
   if (!sizes.length) return { most: 1, many: 1, least: 1e-3 };
   const most = sizes[sizes.length - 1];
   const quantile = (share) => sizes[Math.floor(share * (sizes.length - 1))];
-  return { most, many: quantile(0.9), least: Math.max(quantile(0.05), most * 1e-6) };
+  return { most, many: quantile(0.9), least: Math.max(quantile(0.05), most * 1e-12) };
 }
 
 /** All values that a picture may colour, over rows and columns. */
@@ -51,12 +51,7 @@ function colouring(scale, { most, many, least }) {
     // Normalised entries are at most 1 where the matrix is positive definite; else a few may be huge.
     const range = scale === "raw" ? most : Math.max(1, many);
     const marks = [-1, -0.5, 0, 0.5, 1].map((share) => share * range);
-    const text = marks.map((v) => (v ? show(v, 2) : "0"));
-    if (most > range * 1.001) {
-      text[0] = `≤ ${text[0]}`;
-      text[4] = `≥ ${text[4]}`;
-    }
-    return { of: (v) => v, range, at: marks, text };
+    return { of: (v) => v, range, at: marks, text: marks.map((v) => show(v, 2)) };
   }
   const of = (v) => Math.sign(v) * Math.log10(1 + Math.abs(v) / least);
   const [low, high] = [Math.ceil(Math.log10(least)), Math.floor(Math.log10(most))];
@@ -100,6 +95,10 @@ function drawHeatmap(panel, run, measured, matrix, options) {
   const error = matrix === "Hbar" ? entries(measured.Hbar_stderr, run.groups.length) : null;
   const scaled = normalised(raw);
   const paint = colouring(options.scale, options.limits ?? limits(valuesOf(entry, rows, columns)));
+  const beyond = valuesOf(entry, rows, columns).filter((v) => Math.abs(paint.of(v)) > paint.range * 1.001).length;
+  const about = panel.querySelector(".about");
+  about.textContent = joined(options.moment, beyond ? `${beyond} cells beyond ±${show(paint.range, 2)} have its colour` : "");
+  about.hidden = about.textContent === "";
   const z = rows.map((s) =>
     columns.map((t) => (Number.isFinite(entry(s, t)) ? paint.of(entry(s, t)) : null)),
   );

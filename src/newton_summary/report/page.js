@@ -70,7 +70,7 @@ function drawHeatmaps() {
   $("heatmaps").classList.toggle("every", state.every); // one below the other
   panels("heatmaps", wanted).forEach((panel, i) => {
     const { run, matrix } = wanted[i];
-    const options = { scale: state.scale, block: state.block, every: state.every };
+    const options = { scale: state.scale, block: state.block, every: state.every, moment: wanted[i].note };
     if (state.same) options.limits = commonLimits(matrix);
     drawHeatmap(panel, run, measurementOf(run), matrix, options);
   });
@@ -90,10 +90,18 @@ function commonLimits(matrix) {
   ).filter((found) => found !== null);
   if (!all.length) return undefined;
   const [most, many] = ["most", "many"].map((key) => Math.max(...all.map((found) => found[key])));
-  return { most, many, least: Math.max(Math.min(...all.map((found) => found.least)), most * 1e-6) };
+  return { most, many, least: Math.max(Math.min(...all.map((found) => found.least)), most * 1e-12) };
 }
 
-function drawRateCharts() {
+/** Move the mark of the moment once the slider rests: plotly draws all lines again for it. */
+function moveMark(div, epoch) {
+  clearTimeout(div.waiting);
+  const move = () => Plotly.relayout(div, { "shapes[0].x0": epoch, "shapes[0].x1": epoch });
+  div.waiting = setTimeout(move, 150);
+}
+
+/** Of the charts over training only the mark of the moment moves with the slider. */
+function drawRateCharts(momentOnly) {
   const runs = measuredRuns();
   const sizes = runs.flatMap(({ run }) => run.measured.flatMap((m) => numbers(m.eta).map(Math.abs)));
   const wanted = runs.map(({ run, index }) => {
@@ -117,11 +125,12 @@ function drawRateCharts() {
     div.hidden = key.endsWith("now") && !numbers(measured.eta).some((v) => Number.isFinite(v) && v !== 0);
     if (div.hidden) return;
     if (key.endsWith("now")) drawRates(div, run, measured, sizes);
+    else if (momentOnly) moveMark(div, measured.epoch);
     else drawRatesOverTime(div, run, run.measured, measured.epoch, sizes);
   });
 }
 
-function drawTrialCharts() {
+function drawTrialCharts(momentOnly) {
   const wanted = measuredRuns().flatMap(({ run, index }) => {
     const tried = run.measured.filter((m) => m.trials.length);
     if (!tried.length) return [];
@@ -142,7 +151,9 @@ function drawTrialCharts() {
     return [now, over];
   });
   $("trials-section").hidden = !wanted.length;
-  panels("trials", wanted).forEach((panel, i) => wanted[i].draw(panel.querySelector(".picture")));
+  panels("trials", wanted).forEach((panel, i) => {
+    if (!momentOnly || wanted[i].key.endsWith("now")) wanted[i].draw(panel.querySelector(".picture"));
+  });
 }
 
 function drawCurveCharts() {
@@ -181,15 +192,15 @@ function drawTables() {
 
 let canDraw = false;
 
-function draw() {
+function draw(momentOnly = false) {
   $("epoch-text").textContent = epochs.length ? `epoch ${epochs[state.epoch]}` : "";
   for (const section of document.querySelectorAll("[data-measured]")) section.hidden = !measuredRuns().length;
   drawTables();
   if (!canDraw) return;
   drawHeatmaps();
-  drawRateCharts();
-  drawTrialCharts();
-  drawCurveCharts();
+  drawRateCharts(momentOnly);
+  drawTrialCharts(momentOnly);
+  if (!momentOnly) drawCurveCharts();
 }
 
 // --- controls ------------------------------------------------------------------------------------------
@@ -243,7 +254,7 @@ function setUpControls() {
   $("epoch").addEventListener("input", () => {
     state.epoch = Number($("epoch").value);
     $("epoch").setAttribute("aria-valuetext", `epoch ${epochs[state.epoch]}`);
-    draw();
+    draw(true);
   });
   $("download").addEventListener("click", download);
   const dark = matchMedia("(prefers-color-scheme: dark)");
