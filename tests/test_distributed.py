@@ -1,50 +1,291 @@
-"""Two gloo processes measure what one measures."""
+"""Several gloo processes measure and train what one does; what fails on one stops all."""
 
+import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-import torch.nn.functional as F
 from torch import nn
 
 import newton_summary as ns
+from distributed_cases import (
+    KINDS,
+    MEASUREMENTS,
+    SHARDED,
+    draw,
+    everything,
+    loss_fn,
+    make_net,
+    numbers,
+    train,
+)
+from newton_summary.distributed import message_length
+from ranks import run_ranks
+
+FIELDS = ("loss", "gbar", "Hbar", "D3")
 
 
-def make_net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What each of two ranks found out, all tests in one start."""
+    return run_ranks(everything, 2, tmp_path_factory.mktemp("two"))
 
 
-def loss_fn(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1])
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return run_ranks(numbers, 4, tmp_path_factory.mktemp("four"))
 
 
-def make_batch():
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(13, 4, generator=generator, dtype=torch.float64)
-    return x, torch.randint(0, 3, (13,), generator=generator)
+@pytest.fixture(params=[2, 4])
+def ranks(request):
+    return request.getfixturevalue("two" if request.param == 2 else "four")
 
 
-def measure_part(rank, path, results):
-    """One rank: the first 5 samples, or the other 8."""
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-    x, y = make_batch()
-    mine = slice(0, 5) if rank == 0 else slice(5, 13)
-    summary = ns.summarize(make_net(), loss_fn, (x[mine], y[mine]))
-    alone = ns.summarize(make_net(), loss_fn, (x[mine], y[mine]), distributed=False)
-    torch.save(
-        {"summary": summary.state_dict(), "alone": float(alone.loss)}, f"{results}/{rank}.pt"
-    )
-    dist.destroy_process_group()
+def summaries(ranks, key, name):
+    states = [rank[key] if key == "measured" else rank[key]["summaries"] for rank in ranks]
+    return [ns.Summary.from_state_dict(state[name]) for state in states]
 
 
-def test_two_processes_give_the_summary_of_one(tmp_path):
-    """Unequal shards are weighted; the result is the same to the last bit on both ranks."""
-    mp.spawn(measure_part, args=(tmp_path / "store", tmp_path), nprocs=2)
-    saved = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
-    first, second = (ns.Summary.from_state_dict(s["summary"]) for s in saved)
-    whole = ns.summarize(make_net(), loss_fn, make_batch())
-    for name in ("loss", "gbar", "Hbar", "D3"):
-        assert torch.equal(getattr(first, name), getattr(second, name))
-        torch.testing.assert_close(getattr(first, name), getattr(whole, name), rtol=1e-12, atol=0)
-    assert first.num_samples == whole.num_samples == 13
-    assert saved[0]["alone"] != saved[1]["alone"]
+def assert_equal_to_one(found, whole, fields=FIELDS):
+    """All ranks have the same to the last bit, and that of one process to 1e-12."""
+    for name in fields:
+        expected = getattr(whole, name)
+        if expected is None:
+            assert all(getattr(summary, name) is None for summary in found)
+            continue
+        for summary in found:
+            assert torch.equal(getattr(summary, name), getattr(found[0], name))
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(getattr(found[0], name), expected, rtol=0, atol=1e-12 * scale)
+    assert {summary.num_samples for summary in found} == {whole.num_samples}
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MEASUREMENTS)
+def test_ranks_measure_what_one_process_does(ranks, name):
+    """Shards of different sizes are weighted."""
+    whole = ns.summarize(make_net(), loss_fn, draw(1, 13), **MEASUREMENTS[name])
+    assert_equal_to_one(summaries(ranks, "measured", name), whole)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_parameters_give_the_same(ranks, name):
+    """FSDP2: exact, although no rank has the model."""
+    whole = ns.summarize(make_net(), loss_fn, draw(1, 13), **SHARDED[name])
+    assert_equal_to_one(summaries(ranks, "sharded", name), whole)
+
+
+def test_ranks_may_have_different_numbers_of_batches(ranks):
+    """Also none at all. Standard errors are those of the batches of all ranks."""
+    whole = draw(1, 13)
+    batches = [tuple(t[i : i + 2] for t in whole) for i in range(0, 13, 2)]
+    one = ns.summarize(make_net(), loss_fn, batches, stderr=True)
+    found = summaries(ranks, "measured", "unequal batches")
+    assert_equal_to_one(found, one, (*FIELDS, "gbar_stderr", "Hbar_stderr"))
+    assert len(found[0].parts) == len(one.parts) == 7
+
+
+@pytest.mark.parametrize("name", ["empty list", "empty batch"])
+def test_a_rank_without_data_counts_nothing(ranks, name):
+    """The last rank has no sample, the others all of them."""
+    one = ns.summarize(make_net(), loss_fn, draw(1, 13))
+    found = summaries(ranks, "measured", name)
+    assert found[0].num_samples == 13 * (len(ranks) - 1)
+    torch.testing.assert_close(found[-1].Hbar, one.Hbar, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(found[-1].D3, one.D3, rtol=1e-12, atol=1e-15)
+
+
+def test_errors_come_from_all_ranks(two):
+    """With stderr the parts of all ranks are there, the same on each."""
+    found = summaries(two, "measured", "errors")
+    assert [part.num_samples for part in found[0].parts] == [1, 12]
+    assert torch.equal(found[0].Hbar_stderr, found[1].Hbar_stderr)
+
+
+# --- wrapped modules ------------------------------------------------------------------------------
+
+
+def test_a_wrapped_module_is_measured_unwrapped(two):
+    """Names and the module given to the loss are those inside; no hook fires, no buffer is sent."""
+    for rank in two:
+        seen = rank["wrapped"]
+        assert seen["names"][0] == "0.weight"
+        assert set(seen["kinds"]) == {"Sequential"}
+        assert seen["collectives"] == ["all_gather_object", "all_reduce"]
+        assert seen["reductions"] == (0, 3)  # none while measuring, one for each training step
+        assert seen["unmoved"] and seen["verified"]
+        assert torch.equal(seen["same"], seen["summary"])  # through the wrapper, in the loss
+
+
+def test_wrapped_modules_stay_equal(two):
+    """Advice and training steps with a closure are the same on both ranks."""
+    first, second = (rank["wrapped"] for rank in two)
+    assert first["factors"] == second["factors"] and first["stderr"] == second["stderr"]
+    assert all(torch.equal(a, b) for a, b in zip(first["params"], second["params"]))
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained_alone():
+    return {kind: train(make_net(), kind, lambda batch: batch) for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_fifty_steps_are_those_of_one_process(two, trained_alone, how, kind):
+    """To 1e-10, and to the last bit the same on both ranks."""
+    compare_training([rank["trained"][how, kind] for rank in two], trained_alone[kind])
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_fifty_steps_on_four_ranks(four, trained_alone, how):
+    compare_training([rank["trained"][how, "default"] for rank in four], trained_alone["default"])
+
+
+def compare_training(found, one):
+    start = make_net().parameters()
+    assert any((a - b).abs().max() > 0.01 for a, b in zip(one["params"], start))  # it has moved
+    for rank in found:
+        assert torch.equal(rank["eta"], found[0]["eta"])
+        for p, first, expected in zip(rank["params"], found[0]["params"], one["params"]):
+            assert torch.equal(p, first)
+            torch.testing.assert_close(p, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["default", "paper", "adam"])
+def test_a_refresh_is_one_collective_and_other_steps_are_none(two, kind):
+    """Under DDP, whose own all-reduce of gradients is not counted."""
+    for rank in two:
+        steps = rank["trained"]["ddp", kind]["steps"]
+        S = len(make_net().state_dict())
+        assert sum(refreshes for refreshes, _ in steps) >= 7
+        for refreshes, calls in steps:
+            assert calls == [("all_reduce", 8 * (S * S + 2 * S + 1))] * refreshes
+
+
+def test_bytes_of_a_refresh(two):
+    """8 (S^2 + 2S + 1) a rank; one group has no redundant entry, and needs one number more."""
+    found = two[0]["bytes"]
+    for spec in ("canonical", "weights-biases", "blocks-2"):
+        S, calls = found[spec]
+        assert S > 1 and calls == [("all_reduce", 8 * (S * S + 2 * S + 1))]
+    assert found["trivial"] == (1, [("all_reduce", 8 * 5)])
+    tensors, calls = found["gradient"]  # along the gradient: its count, each tensor, the summary
+    S = tensors
+    sizes = [8, *(8 * p.numel() for p in make_net().parameters()), 8 * (S * S + 2 * S + 1)]
+    assert calls == [("all_reduce", size) for size in sizes]
+
+
+def test_length_of_a_message():
+    """What is sent of a summary of each order."""
+    assert [message_length(5, order) for order in (1, 2, 3)] == [7, 31, 36]
+    assert [message_length(1, order) for order in (1, 2, 3)] == [3, 4, 5]
+
+
+# --- sharded parameters ---------------------------------------------------------------------------
+
+
+def test_measuring_sharded_parameters_leaves_no_trace(two):
+    """Values, gradients and the hooks of fully_shard are as before."""
+    assert all(rank["sharded"]["no trace"] for rank in two)
+    whole = ns.summarize(make_net(), loss_fn, draw(1, 13))
+    assert_equal_to_one(summaries(two, "sharded", "after a forward pass"), whole)
+    assert two[0]["sharded"]["factors"] == two[1]["sharded"]["factors"]
+
+
+def test_no_rank_gathers_the_whole_model(two):
+    """Of 24 tensors a few are whole at a time."""
+    for rank in two:
+        most, everything_there_is = rank["sharded"]["wholes"]
+        assert 0 < most < everything_there_is / 2
+
+
+def test_mistakes_with_sharded_parameters(two):
+    """They are told on all ranks alike."""
+    first, second = (rank["sharded"]["errors"] for rank in two)
+    assert first == second
+    assert "only the sweep" in first["backend"][1]
+    assert "all ranks have to take part" in first["alone"][1]
+    assert "rank 0 has fewer" in first["batches"][1]
+    kind, message, _ = first["not finite"]
+    assert kind == "RankNotFiniteError" and "inf on rank 0" in message
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("raises", "KeyError: 'no such label'"),
+        ("raises along u", "KeyError: 'no such label'"),
+        ("loader", "OSError: the disk is gone"),
+        ("generator", "OSError: the disk is gone"),
+        ("curvature", "OSError: the disk is gone"),
+        ("empty curvature", "The curvature loader is empty"),
+        ("refresh", "KeyError: 'no such label'"),
+    ],
+)
+def test_a_rank_that_fails_stops_all_and_is_named(two, name, text):
+    """The rank itself shows the error as the cause."""
+    for rank in two:
+        kind, message, cause = rank["failed"][name]
+        assert kind == "RankError"
+        assert message.startswith("Rank 1 of 2: ") and text in message
+        assert (cause != "NoneType") == (rank is two[1])
+
+
+@pytest.mark.parametrize("name", ["nan", "nan along u"])
+def test_a_loss_that_is_not_finite_stops_all(two, name):
+    for rank in two:
+        kind, message, _ = rank["failed"][name]
+        assert kind == "RankNotFiniteError"
+        assert message.startswith("Rank 1 of 2: The loss is nan")
+
+
+def test_a_refresh_without_a_finite_loss_is_skipped_on_all(two):
+    """As on one process; the warning names the rank."""
+    for rank in two:
+        failed, message = rank["failed"]["nan in a refresh"]
+        assert failed == 3 and "Rank 1 of 2: The loss is nan" in message
+
+
+def test_what_fails_alike_on_all_ranks_is_told_as_it_is(two):
+    for rank in two:
+        assert rank["failed"]["no data"][:2] == (
+            "ValueError",
+            "The data is empty on all ranks: there is no batch to measure.",
+        )
+        assert rank["failed"]["alike"][0] == "ValueError"
+        assert rank["failed"]["alike"][1].startswith("Unknown direction 'downhill'")
+
+
+def test_ranks_are_in_step_after_failures(two):
+    expected = float(loss_fn(make_net(), draw(1)).detach())
+    assert all(abs(float(rank["failed"]["and then"]) - expected) < 1e-12 for rank in two)
+
+
+def test_time_outs_are_passed_through(two):
+    """A group with a time-out of a second, in which only rank 0 measures."""
+    error, seconds = two[0]["waited"]
+    assert error[0] == "RankError" and error[1].startswith("Rank 0 of 2 waited for the others")
+    assert "init_process_group(timeout=...)" in error[1]
+    assert seconds < 20  # the other group's is 30
+
+
+def test_a_rank_that_dies_ends_the_others(two):
+    error, seconds = two[0]["end"]
+    assert error[0] == "RankError" and error[1].startswith("Rank 0 of 2 waited for the others")
+    assert seconds < 20
+
+
+# --- without processes ----------------------------------------------------------------------------
+
+
+def test_wrong_values_of_distributed():
+    net = nn.Linear(4, 3).double()
+    with pytest.raises(ValueError, match="'always': write 'auto', True, False, or a process group"):
+        ns.summarize(net, loss_fn, draw(1), distributed="always")
+    with pytest.raises(ValueError, match="no process group is initialised"):
+        ns.summarize(net, loss_fn, draw(1), distributed=True)

@@ -47,7 +47,6 @@ def gradient(probe: Probe) -> Params:
 
 def sharded_gradient(probe: Probe, shards: Shards) -> Params:
     """Return the same for sharded parameters: each rank gets its shard of the gradient."""
-    probe.recorded = True  # what is gathered is a copy, so the loss cannot change parameters
     sums = {
         name: torch.zeros_like(local_part(p), dtype=torch.promote_types(p.dtype, torch.float32))
         for name, p in shards.items()

@@ -10,6 +10,7 @@ long as all goes well.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -104,12 +105,14 @@ class Ranks:
 
     def check_finite(self, loss: Tensor) -> None:
         """Raise on all ranks if the loss of one of them is not finite."""
-        bad = {r: x for r, x in enumerate(self.gather(float(loss.detach()))) if not math.isfinite(x)}
+        bad = {
+            r: x for r, x in enumerate(self.gather(float(loss.detach()))) if not math.isfinite(x)
+        }
         if bad:
-            losses = ", ".join(f"rank {rank}: {value}" for rank, value in bad.items())
+            losses = ", ".join(f"{value} on rank {rank}" for rank, value in bad.items())
             raise RankNotFiniteError(
-                f"The loss is not finite, so all {self.count} ranks stop ({losses}). Look for a "
-                f"division by zero, a logarithm of zero, or parameters that have diverged."
+                f"The loss is {losses}, so it has no derivatives. Look for a division by zero, a "
+                f"logarithm of zero, or parameters that have diverged."
             )
 
     def _sum(self, message: Tensor) -> None:
@@ -124,19 +127,19 @@ class Ranks:
         if not failed or (len(failed) == self.count and len({text for text, _ in told}) == 1):
             return
         kind = RankNotFiniteError if all(hopeless for _, hopeless in failed.values()) else RankError
-        causes = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in failed.items())
-        raise kind(f"Of {self.count} ranks, {len(failed)} failed, so all stop. {causes}") from error
+        told_by = (f"Rank {rank} of {self.count}: {text}" for rank, (text, _) in failed.items())
+        raise kind(" ".join(told_by)) from error
 
     @contextmanager
     def _readable_errors(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:  # of any backend, when a rank has gone or the time is over
-            reason = str(error).strip().splitlines()[0]
+            reason = re.sub(r"^\[[^]]*\] *", "", str(error).strip()).split(". ")[0]
             raise RankError(
-                f"Rank {self.rank} of {self.count} waited for the others in vain: a rank has "
-                f"ended, or is too slow for the time-out of init_process_group(timeout=...). See "
-                f"what the other ranks wrote. ({reason})"
+                f"Rank {self.rank} of {self.count} waited for the others in vain: one has ended, "
+                f"or is too slow for the time-out of init_process_group(timeout=...). See what the "
+                f"other ranks wrote. ({reason})"
             ) from error
 
 

@@ -115,7 +115,6 @@ def summarize(
             try:
                 if probe.shards is not None:
                     run = partial(summarize_sharded, stack_limit=stack_limit, ranks=ranks)
-                    probe.recorded = True
                     summary = _mean_summary(probe, u, run, order, _reporter(progress))
                 elif name == "sweep":
                     summary = _within_limit(probe, u, order, _reporter(progress), stack_limit)

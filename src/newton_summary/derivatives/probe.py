@@ -235,8 +235,9 @@ class Probe:
                 self.random.restore(state)
                 self._model_state.restore()
                 torch.clear_autocast_cache()  # of an outer autocast: it may hold moved parameters
-                in_detail = not self._params_checked and not self.recorded
-                watch = ParameterWatch(self.params, in_detail)
+                # Of sharded parameters a loss gets copies, so it cannot change them.
+                known = self._params_checked or self.recorded or self.shards is not None
+                watch = ParameterWatch(self.params, in_detail=not known)
                 self.random.forget()
             try:
                 with WholeBatchOnly() if is_part else nullcontext(), self._open_shards():
@@ -244,7 +245,7 @@ class Probe:
             finally:
                 with torch._C.DisableTorchFunction():
                     changed = watch.put_back()
-            self._params_checked = self._params_checked or in_detail
+            self._params_checked = self._params_checked or not known
             if changed is not None:
                 raise ValueError(
                     f"loss_fn(model, batch) on batch {number} changed parameter {changed!r} in "

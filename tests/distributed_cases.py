@@ -1,0 +1,444 @@
+"""What each rank does in the tests of several processes."""
+
+import os
+import time
+import warnings
+import weakref
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import newton_summary as ns
+from newton_summary import sharded
+
+STEPS = 50
+
+
+def make_net():
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(5, 6), nn.GELU())
+    layers = [nn.Linear(4, 5), nn.Tanh(), nn.LayerNorm(5), inner, nn.Linear(6, 3)]
+    return nn.Sequential(*layers).double()
+
+
+def sharded_net(net=None):
+    """The same model under FSDP2, in five units."""
+    net = make_net() if net is None else net
+    for layer in net:
+        if next(layer.parameters(), None) is not None:
+            fully_shard(layer)
+    return fully_shard(net)
+
+
+def loss_fn(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def draw(seed, size=12):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 4, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 3, (size,), generator=generator)
+
+
+def some_direction():
+    torch.manual_seed(7)
+    return {name: torch.randn_like(p) for name, p in make_net().named_parameters()}
+
+
+def cut(batch, rank, count):
+    """Parts of different sizes: with 13 samples 1 and 12, or 1, 2, 3 and 7."""
+    sizes = [*range(1, count), len(batch[0]) - sum(range(1, count))]
+    return tuple(t.split(sizes)[rank] for t in batch)
+
+
+def even_part(batch, rank, count):
+    return tuple(t.tensor_split(count)[rank] for t in batch)
+
+
+# Ways to measure: how, and the same data for one process and for a rank of several.
+MEASUREMENTS = {
+    "order 3": {},
+    "order 2": {"order": 2},
+    "order 1": {"order": 1},
+    "one group": {"partition": "trivial"},
+    "one group, order 2": {"partition": "trivial", "order": 2},
+    "two groups": {"partition": "weights-biases"},
+    "every number": {"partition": "discrete"},
+    "nested": {"backend": "nested"},
+    "given direction": {"direction": some_direction()},
+    "errors": {"stderr": True},
+}
+SHARDED = {name: how for name, how in MEASUREMENTS.items() if name != "nested"}
+
+
+def measure_all(rank, count):
+    """Shards of different sizes, in different numbers of batches; none on the last rank."""
+    mine = cut(draw(1, 13), rank, count)
+    found = {}
+    whole = draw(1, 13)
+    batches = [tuple(t[i : i + 2] for t in whole) for i in range(0, 13, 2)]
+    some = batches[:5] if rank == 0 else batches[5:] if rank == 1 else []
+    found["unequal batches"] = ns.summarize(make_net(), loss_fn, some, stderr=True)
+    last = rank == count - 1
+    found["empty list"] = ns.summarize(make_net(), loss_fn, [] if last else [whole])
+    nobody = tuple(t[:0] for t in whole)
+    found["empty batch"] = ns.summarize(make_net(), loss_fn, nobody if last else whole)
+    states = {name: summary.state_dict() for name, summary in found.items()}
+    return states | measure_each(make_net, MEASUREMENTS, mine)
+
+
+def measure_each(build, ways, batch):
+    return {
+        name: ns.summarize(build(), loss_fn, batch, **how).state_dict()
+        for name, how in ways.items()
+    }
+
+
+# --- a module wrapped for data parallelism --------------------------------------------------------
+
+
+@contextmanager
+def counted(calls):
+    """Count collectives that Python code starts, and their bytes; not those of DDP's reducer."""
+    names = ["all_reduce", "all_gather_object", "broadcast", "broadcast_object_list", "barrier"]
+    names += [
+        "all_gather",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "_broadcast_coalesced",
+    ]
+    originals = {name: getattr(dist, name) for name in names}
+
+    def wrap(name):
+        def call(*args, **kwargs):
+            size = args[0].nbytes if isinstance(args[0], torch.Tensor) else 0
+            calls.append((name, size))
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(dist, name, wrap(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def wrapped(rank, count):
+    """Everything that takes a model is given the wrapped one."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
+    model = DistributedDataParallel(net)
+    reductions, kinds = [], []
+
+    def hook(state, bucket):
+        reductions.append(bucket.buffer().numel())
+        return (
+            dist.all_reduce(bucket.buffer().div_(count), async_op=True)
+            .get_future()
+            .then(lambda future: future.value()[0])
+        )
+
+    model.register_comm_hook(None, hook)
+
+    def loss(given, batch):
+        kinds.append(type(given).__name__)
+        return loss_fn(given, batch)
+
+    def loss_of_wrapped(given, batch):  # although it is given the module inside
+        return loss_fn(model, batch)
+
+    batches = [even_part(draw(seed, 8 * count), rank, count) for seed in range(3)]
+    partition = ns.make_partition(model)
+    before = [b.clone() for b in net.buffers()]
+    calls = []
+    with counted(calls):
+        summary = ns.summarize(model, loss, batches[0], partition=partition)
+        same = ns.summarize(model, loss_of_wrapped, batches[0], partition=partition)
+        adam = torch.optim.Adam(model.parameters())
+        advice = ns.suggest_lrs(model, loss, batches, adam, "canonical")
+    kinds_of_collectives = {name for name, _ in calls}
+    measured_reductions = len(reductions)
+    unmoved = all(torch.equal(a, b) for a, b in zip(before, net.buffers()))
+    eval_net = net.eval()
+    verified = ns.verify(DistributedDataParallel(eval_net), loss_fn, batches[0]).ok
+    net.train()
+    optimizer = ns.NewtonSummary(partition, warmup=1, summary_period=1)
+    for batch in batches:
+        loss_fn(model, batch).backward()
+        optimizer.step(lambda: loss_fn(model, batch))  # noqa: B023 -- called at once
+        optimizer.zero_grad()
+    return {
+        "names": partition.names,
+        "kinds": kinds,
+        "collectives": sorted(kinds_of_collectives),
+        "reductions": (measured_reductions, len(reductions)),
+        "summary": summary.Hbar,
+        "same": same.Hbar,
+        "factors": [group.factor for group in advice.groups],
+        "stderr": [group.stderr for group in advice.groups],
+        "verified": verified,
+        "unmoved": unmoved,
+        "params": [p.detach().clone() for p in net.parameters()],
+    }
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def make_optimizer(kind, model, curvature):
+    partition = ns.make_partition(model, "discrete" if kind == "every number" else "canonical")
+    curvature = (loss_fn, curvature)
+    if kind == "paper":
+        return ns.NewtonSummary.paper(partition, lr=0.05, lambda_int=30.0, curvature=curvature)
+    if kind == "adam":
+        adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+        return ns.NewtonSummary(partition, direction=adam, curvature=curvature)
+    if kind == "every number":
+        return ns.NewtonSummary(partition, lr=0.1, curvature=curvature)
+    if kind == "min_decrease":
+        return ns.NewtonSummary(partition, min_decrease=0.9, curvature=curvature)
+    return ns.NewtonSummary(partition, curvature=curvature)
+
+
+KINDS = ("default", "paper", "adam", "min_decrease", "every number")
+
+
+def train(model, kind, part, calls=None):
+    """Make 50 steps; ``part`` cuts a batch. Return parameters, rates, and collectives a step."""
+    optimizer = make_optimizer(kind, model, [part(draw(100 + i)) for i in range(5)])
+    steps = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_fn(model, part(draw(1000 + step))).backward()
+        made, refreshes = len(calls or ()), optimizer.refreshes
+        optimizer.step()
+        steps.append((optimizer.refreshes - refreshes, (calls or [])[made:]))
+    params = [sharded.whole(p).detach().clone() for p in model.parameters()]
+    return {"params": params, "eta": optimizer.eta.clone(), "steps": steps}
+
+
+def train_all(rank, count, kinds=KINDS):
+    def part(batch):
+        return even_part(batch, rank, count)
+
+    found = {}
+    for kind in kinds:
+        calls = []
+        model = DistributedDataParallel(make_net())
+        with counted(calls):
+            found["ddp", kind] = train(model, kind, part, calls)
+        found["fsdp", kind] = train(sharded_net(), kind, part)
+    return found
+
+
+# --- sharded parameters ---------------------------------------------------------------------------
+
+
+def measure_sharded(rank, count):
+    mine = cut(draw(1, 13), rank, count)
+    found = measure_each(sharded_net, SHARDED, mine)
+    net = sharded_net()
+    with torch.no_grad():
+        net(mine[0])  # leaves whole parameters in the outermost module
+    found["after a forward pass"] = ns.summarize(net, loss_fn, mine).state_dict()
+    loss_fn(net, mine).backward()
+    gradient = [sharded.local_part(p.grad).clone() for p in net.parameters()]
+    values = [sharded.local_part(p).clone() for p in net.parameters()]
+    ns.summarize(net, loss_fn, [mine, mine])
+    adam = torch.optim.Adam(net.parameters())
+    advice = ns.suggest_lrs(net, loss_fn, [mine, mine], adam, "canonical")
+    still = all(
+        torch.equal(sharded.local_part(p.grad), g) and torch.equal(sharded.local_part(p), v)
+        for p, g, v in zip(net.parameters(), gradient, values)
+    )
+    net.zero_grad()
+    loss_fn(net, mine).backward()  # the hooks are back: gradients are reduced as before
+    again = [sharded.local_part(p.grad) for p in net.parameters()]
+    return {
+        "summaries": found,
+        "no trace": still and all(torch.equal(a, b) for a, b in zip(again, gradient)),
+        "factors": [group.factor for group in advice.groups],
+        "wholes": most_whole_at_a_time(rank),
+        "errors": sharded_mistakes(rank),
+    }
+
+
+def most_whole_at_a_time(rank):
+    """Return how many numbers of gathered tensors are alive at most, and how many the model has."""
+    layers = [layer for _ in range(12) for layer in (nn.Linear(6, 6), nn.Tanh())]
+    net = sharded_net(nn.Sequential(*layers).double())
+    alive, most = set(), [0]
+    real = sharded.whole
+
+    def watched(tensor):
+        result = real(tensor)
+        if result is not tensor:
+            memory = result.untyped_storage()
+            alive.add(key := (memory._cdata, memory.nbytes()))
+            weakref.finalize(memory, alive.discard, key)
+            most[0] = max(most[0], sum(size for _, size in alive) // 8)
+        return result
+
+    sharded.whole = watched
+    try:
+        ns.summarize(net, lambda model, x: model(x).square().mean(), torch.ones(3, 6).double())
+    finally:
+        sharded.whole = real
+    return most[0], sum(p.numel() for p in net.parameters())
+
+
+def sharded_mistakes(rank):
+    net, batch = sharded_net(), draw(1)
+    mistakes = {
+        "backend": lambda: ns.summarize(net, loss_fn, batch, backend="nested"),
+        "alone": lambda: ns.summarize(net, loss_fn, batch, distributed=False),
+        "batches": lambda: ns.summarize(net, loss_fn, [batch] * (1 + rank)),
+        "not finite": lambda: ns.summarize(net, lambda m, b: loss_fn(m, b) / rank, batch),
+    }
+    return {name: error_of(call) for name, call in mistakes.items()}
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+def error_of(call):
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error), type(error.__cause__).__name__
+    return None
+
+
+def breaking(kind, rank):
+    """A loss that breaks on rank 1."""
+
+    def loss(model, batch):
+        if rank == 1 and kind == "raises":
+            raise KeyError("no such label")
+        value = loss_fn(model, batch)
+        return value * float("nan") if rank == 1 and kind == "nan" else value
+
+    return loss
+
+
+def broken_loader(rank):
+    yield draw(1)
+    if rank == 1:
+        raise OSError("the disk is gone")
+    yield draw(2)
+
+
+class BrokenLoader:
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __iter__(self):
+        return broken_loader(self.rank)
+
+
+def fail(rank, count):
+    batch = draw(1)
+    net = make_net()
+    u = some_direction()
+    failures = {
+        "raises": lambda: ns.summarize(net, breaking("raises", rank), batch),
+        "raises along u": lambda: ns.summarize(net, breaking("raises", rank), batch, direction=u),
+        "nan": lambda: ns.summarize(net, breaking("nan", rank), batch),
+        "nan along u": lambda: ns.summarize(net, breaking("nan", rank), batch, direction=u),
+        "loader": lambda: ns.summarize(net, loss_fn, BrokenLoader(rank)),
+        "generator": lambda: ns.summarize(net, loss_fn, broken_loader(rank)),
+        "no data": lambda: ns.summarize(net, loss_fn, []),
+        "alike": lambda: ns.summarize(net, loss_fn, batch, direction="downhill"),
+        "curvature": lambda: refresh(net, loss_fn, BrokenLoader(rank), warmup=2),
+        "empty curvature": lambda: refresh(net, loss_fn, [] if rank == 1 else [batch]),
+        "refresh": lambda: refresh(net, breaking("raises", rank), [batch]),
+    }
+    found = {name: error_of(call) for name, call in failures.items()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = refresh(net, breaking("nan", rank), [batch])
+    found["nan in a refresh"] = optimizer.failed_refreshes, str(caught[-1].message)
+    found["and then"] = ns.summarize(make_net(), loss_fn, batch).loss
+    return found
+
+
+def refresh(net, loss, data, **options):
+    optimizer = ns.NewtonSummary(ns.make_partition(net), curvature=(loss, data), **options)
+    loss_fn(net, draw(3)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def wait_in_vain(rank, count):
+    """A group with a short time-out, in which only rank 0 measures."""
+    hasty = dist.new_group(timeout=timedelta(seconds=1))
+    start = time.monotonic()
+    error = None
+    if rank == 0:
+        error = error_of(lambda: ns.summarize(make_net(), loss_fn, draw(1), distributed=hasty))
+    seconds = time.monotonic() - start
+    dist.barrier()
+    return error, seconds
+
+
+def end_by_death(rank):
+    """The last rank dies; the others measure on."""
+    if rank == dist.get_world_size() - 1:
+        os._exit(0)
+    start = time.monotonic()
+    error = error_of(lambda: ns.summarize(make_net(), loss_fn, draw(1)))
+    return error, time.monotonic() - start
+
+
+def count_bytes(rank, count):
+    """Return for each number of groups the messages of a refresh."""
+    found = {}
+    for spec in ("canonical", "weights-biases", "trivial", "blocks-2"):
+        net = make_net()
+        optimizer = ns.NewtonSummary(
+            ns.make_partition(net, spec), curvature=(loss_fn, [draw(1)]), warmup=1
+        )
+        loss_fn(net, draw(2)).backward()
+        calls = []
+        with counted(calls):
+            optimizer.step()
+        found[spec] = len(optimizer.partition), calls
+    calls = []
+    with counted(calls):
+        ns.summarize(make_net(), loss_fn, draw(1))
+    found["gradient"] = len(list(make_net().parameters())), calls
+    return found
+
+
+def numbers(rank, count):
+    """What four ranks do: measure, and train with the defaults."""
+    mine = cut(draw(1, 13), rank, count)
+    return {
+        "measured": measure_all(rank, count),
+        "trained": train_all(rank, count, ["default"]),
+        "sharded": {"summaries": measure_each(sharded_net, SHARDED, mine)},
+    }
+
+
+def everything(rank, count):
+    """What two ranks do: all of the above, in one start of the processes."""
+    return {
+        "measured": measure_all(rank, count),
+        "wrapped": wrapped(rank, count),
+        "trained": train_all(rank, count),
+        "sharded": measure_sharded(rank, count),
+        "failed": fail(rank, count),
+        "bytes": count_bytes(rank, count),
+        "waited": wait_in_vain(rank, count),
+        "at the end": end_by_death,
+    }
