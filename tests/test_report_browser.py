@@ -57,7 +57,7 @@ class Opener:
         if before:
             page.add_init_script(before)
         page.goto(path.as_uri())
-        page.wait_for_function("document.documentElement.dataset.ready", timeout=20_000)
+        page.locator("html[data-ready]").wait_for(state="attached")
         assert self.problems.pop(0) == path.as_uri()
         return page
 
@@ -313,6 +313,7 @@ def test_dark_and_light(page):
     ground = "getComputedStyle(document.body).backgroundColor"
     picture = page.locator("#heatmaps .heatmaplayer image").first
     page.emulate_media(color_scheme="dark")
+    page.locator("html[data-theme=dark]").wait_for(state="attached")
     dark, dark_cells = page.evaluate(ground), picture.evaluate("node => node.href.baseVal")
     page.locator("#theme").click()
     assert page.evaluate(ground) == "rgb(255, 255, 255)" != dark
@@ -320,6 +321,7 @@ def test_dark_and_light(page):
     page.locator("#theme").click()
     assert page.evaluate(ground) == dark
     page.emulate_media(color_scheme="light")
+    page.locator("html[data-theme=light]").wait_for(state="attached")
     assert page.evaluate(ground) == "rgb(255, 255, 255)"
 
 

@@ -40,7 +40,7 @@ def report(what: Source | Sequence[Source], path: str | Path, *, title: str | No
     sources = [what] if isinstance(what, Summary | History | str | os.PathLike) else list(what)
     if not sources:
         raise ValueError("There is nothing to report: the sequence of runs is empty.")
-    histories = [_history(source, number) for number, source in enumerate(sources, start=1)]
+    histories = [_history(source) for source in sources]
     for history in histories:
         if not history.measured and not history.curves:
             raise ValueError(
@@ -51,7 +51,7 @@ def report(what: Source | Sequence[Source], path: str | Path, *, title: str | No
     return write_page(histories, path / "report.html" if is_folder else path, title)
 
 
-def _history(source: object, number: int) -> History:
+def _history(source: object) -> History:
     """Return what a source tells as a history."""
     if isinstance(source, History):
         return source
@@ -59,7 +59,7 @@ def _history(source: object, number: int) -> History:
         if source.order == 1:
             raise ValueError("The summary has no Hbar to show: measure it with order=2 or order=3.")
         lambda_int = 1.0 if source.order == 3 else 0.0  # the cubic term needs D3
-        return History.of(source, f"measurement {number}", lambda_int)
+        return History.of(source, lambda_int=lambda_int)
     if not isinstance(source, str | os.PathLike):
         raise TypeError(
             f"A report is of a Summary, a History or a run directory, and this is a "

@@ -95,9 +95,11 @@ function drawHeatmap(panel, run, measured, matrix, options) {
   const error = matrix === "Hbar" ? entries(measured.Hbar_stderr, run.groups.length) : null;
   const scaled = normalised(raw);
   const paint = colouring(options.scale, options.limits ?? limits(valuesOf(entry, rows, columns)));
-  const beyond = valuesOf(entry, rows, columns).filter((v) => Math.abs(paint.of(v)) > paint.range * 1.001).length;
+  const beyond = valuesOf(entry, rows, columns).filter(
+    (v) => Number.isFinite(v) && Math.abs(paint.of(v)) > paint.range * 1.001,
+  ).length;
   const about = panel.querySelector(".about");
-  about.textContent = joined(options.moment, beyond ? `${beyond} cells beyond ±${show(paint.range, 2)} have its colour` : "");
+  about.textContent = joined(options.moment, beyond ? `${beyond} cells are beyond ±${show(paint.range, 2)}` : "");
   about.hidden = about.textContent === "";
   const z = rows.map((s) =>
     columns.map((t) => (Number.isFinite(entry(s, t)) ? paint.of(entry(s, t)) : null)),
@@ -116,7 +118,7 @@ function drawHeatmap(panel, run, measured, matrix, options) {
   const width = panel.clientWidth;
   const short = labels(run.groups.map((group) => group.name), lettersFor(width));
   const [rowNames, columnNames] = [rows, columns].map((list) => list.map((s) => short[s]));
-  const margin = { l: room(rowNames), r: 20, t: 24, b: room(columnNames) };
+  const margin = { l: room(rowNames), r: 20, t: 44, b: room(columnNames), autoexpand: false };
   const fitting = Math.max(60, width - margin.l - margin.r);
   const across = options.every ? Math.max(fitting, columns.length * CELL) : fitting;
   const cell = across / columns.length;

@@ -150,6 +150,7 @@ function drawTrialCharts(momentOnly) {
     };
     return [now, over];
   });
+  wanted.sort((a, b) => a.key.endsWith("time") - b.key.endsWith("time")); // the moment first
   $("trials-section").hidden = !wanted.length;
   panels("trials", wanted).forEach((panel, i) => {
     if (!momentOnly || wanted[i].key.endsWith("now")) wanted[i].draw(panel.querySelector(".picture"));
