@@ -7,10 +7,12 @@ from pathlib import Path
 
 import newton_summary
 
-OPTIONAL = ["lightning", "matplotlib", "plotly", "pytest", "rich", "transformers", "tyro"]
+OPTIONAL = [
+    *("lightning", "matplotlib", "plotly", "pytest", "rich", "scipy", "transformers", "tyro"),
+]
 
 
-def test_import_needs_torch_numpy_and_scipy_alone():
+def test_import_needs_torch_and_numpy_alone():
     """In a new process, since pytest and its plugins have imported much already."""
     code = f"import sys, newton_summary\nprint(*sorted(set(sys.modules) & set({OPTIONAL!r})))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -33,10 +35,10 @@ def test_version_is_that_of_the_distribution():
     assert newton_summary.__version__ == importlib.metadata.version("newton-summary")
 
 
-def test_distribution_asks_for_torch_numpy_and_scipy_alone():
+def test_distribution_asks_for_torch_and_numpy_alone():
     requires = importlib.metadata.requires("newton-summary")
     always = {r.split(">")[0].strip() for r in requires if "extra ==" not in r}
-    assert always == {"torch", "numpy", "scipy"}
+    assert always == {"torch", "numpy"}
 
 
 def test_types_are_published():

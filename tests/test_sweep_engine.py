@@ -114,7 +114,8 @@ def test_what_the_last_operation_takes_twice_counts_once() -> None:
         y = torch.tanh(model(x))
         return y @ model(y)
 
-    summary = measure(model, loss_fn, x, direction={"weight": torch.ones(3, 3).double()})
+    u = {"weight": torch.ones(3, 3, dtype=torch.float64)}
+    summary = summarize(model, loss_fn, x, direction=u, backend="sweep")
     loss_fn(model, x).backward()
     torch.testing.assert_close(summary.gbar, model.weight.grad.sum().reshape(1), rtol=1e-12, atol=0)
 

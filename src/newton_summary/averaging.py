@@ -26,8 +26,11 @@ class Average(Protocol):
     def __len__(self) -> int:
         """Return how many summaries have gone in and still count."""
 
-    def push(self, summary: Summary, norms: Tensor) -> None:
-        """Add a summary that was measured along a direction with these norms, (S,)."""
+    def push(self, summary: Summary, norms: Tensor | None) -> None:
+        """Add a summary that was measured along a direction with these norms, (S,).
+
+        The norms may be left out where ``lengths`` is false.
+        """
 
     def mean(self) -> Summary:
         """Return the average, in float64 on the CPU."""
@@ -55,7 +58,7 @@ class WindowAverage:
         """Return how many summaries are held."""
         return len(self._window)
 
-    def push(self, summary: Summary, norms: Tensor) -> None:
+    def push(self, summary: Summary, norms: Tensor | None) -> None:
         """Add a summary; the norms do not matter."""
         self._window.push(_exact(summary))
 
@@ -107,8 +110,9 @@ class NormalizedAverage:
         """Return how many summaries have gone in."""
         return self._count
 
-    def push(self, summary: Summary, norms: Tensor) -> None:
+    def push(self, summary: Summary, norms: Tensor | None) -> None:
         """Add a summary that was measured along a direction with these norms."""
+        assert norms is not None
         summary, norms = _exact(summary), norms.detach().double().cpu()
         inverse = torch.where(norms > 0, 1 / norms, 0.0)  # a group that does not move counts as 0
         D3 = summary.D3

@@ -17,13 +17,14 @@ which allows d_s = 0 (then w = 0) and is as exact as Cholesky's method, whatever
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.linalg import solve_triangular
 from torch import Tensor
 
 from newton_summary.notebook import html_table, paragraph
@@ -138,7 +139,7 @@ def learning_rates(
     dtype = torch.promote_types(torch.float32, summary.gbar.dtype)
     D = np.full_like(g, math.nan) if D3 is None else _cube_root(np.abs(D3))
     eta, status = np.full_like(g, math.nan), "not-finite"
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"), _one_thread():
         if all(np.isfinite(x).all() for x in (g, H, D3) if x is not None):
             model_H = np.diag(np.diag(H)) if diagonal else H
             model_D = D if lambda_int > 0 else np.zeros_like(g)
@@ -234,7 +235,7 @@ def _minimise(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, s
             eta, status = _cubic(g, H, D, lambda_int)
             return eta, "flat" if (status, kind) == ("minimum", "flat") else status
         c = _scale(g, H)
-        eta = np.linalg.solve(H / c[:, None] / c, g / c) / c
+        eta = _regular_solution(H / c[:, None] / c, g / c) / c
     except np.linalg.LinAlgError:  # inf or nan inside: entries near the ends of float64
         return nowhere, "overflow"
     return eta, {"definite": "newton", "flat": "flat", "indefinite": "saddle"}[kind]
@@ -265,7 +266,7 @@ def _without_flat(g: Array, H: Array, free: NDArray[np.bool_]) -> tuple[str, Arr
     H = H.copy()
     block = H[np.ix_(free, free)]
     c = _scale(g[free], block)
-    e, V = np.linalg.eigh(block / c[:, None] / c)
+    e, V = _eigen(block / c[:, None] / c)
     tolerance = 8 * len(e) * _EPS * np.abs(e).max()
     null = np.abs(e) <= tolerance
     if null.any():
@@ -293,7 +294,7 @@ def _cubic(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, str]
         if L is None:
             sigma0 *= 2
             continue
-        Q, w, _ = np.linalg.svd(_solve(L, np.diag(D)))
+        Q, w = _singular(_solve(L, np.diag(D)))
         V = _solve(L, Q, transposed=True)  # V^T M(sigma0) V = I and V^T D^2 V = Diag(w^2)
         c = Q.T @ _solve(L, g)
         unsure = np.abs(c) <= rounding * (np.abs(V).T @ np.abs(g))
@@ -305,18 +306,6 @@ def _cubic(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, str]
             break
         sigma0 = sigma
     return eta, status
-
-
-def _solve(L: Array, x: Array, transposed: bool = False) -> Array:
-    y = solve_triangular(L, x, lower=True, trans=int(transposed), check_finite=False)
-    return np.asarray(y, dtype=np.float64)
-
-
-def _cholesky(M: Array) -> Array | None:
-    try:
-        return np.asarray(np.linalg.cholesky(M), dtype=np.float64)
-    except np.linalg.LinAlgError:
-        return None
 
 
 def _definite_shift(H: Array, D: Array) -> float:
@@ -344,7 +333,7 @@ def _rough_shift(H: Array, D: Array) -> int | None:
     if not D.all():
         return None
     try:
-        lowest = float(np.linalg.eigvalsh(H / D[:, None] / D)[0])
+        lowest = float(_eigen(H / D[:, None] / D)[0][0])
     except np.linalg.LinAlgError:
         return None
     return math.ceil(math.log2(-lowest)) if -(2.0**800) < lowest < -(2.0**-800) else None
@@ -430,3 +419,72 @@ def _root(c: Array, omega: Array, beta: Array, b: float, log_kappa: float) -> fl
             return step
         tau = step
     return tau
+
+
+# --- linear algebra ------------------------------------------------------------------------------
+# In torch, which can be told to use one thread: for matrices of a few dozen rows several threads
+# are up to a hundred times slower, because they wait for each other and for those of the training.
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _solve(L: Array, x: Array, transposed: bool = False) -> Array:
+    """Return L^-1 x, or L^-T x, for a lower triangular L."""
+    matrix, right = torch.from_numpy(L), torch.from_numpy(np.ascontiguousarray(x))
+    matrix = matrix.T if transposed else matrix
+    columns = right if right.dim() == 2 else right[:, None]
+    y = torch.linalg.solve_triangular(matrix, columns, upper=transposed)
+    return _as_array(y).reshape(x.shape)
+
+
+def _cholesky(M: Array) -> Array | None:
+    """Return the lower factor; None if M is not positive definite."""
+    factor, info = torch.linalg.cholesky_ex(torch.from_numpy(M))
+    return None if int(info) else _as_array(factor)
+
+
+def _singular(M: Array) -> tuple[Array, Array]:
+    """Return the left singular vectors, and the singular values from the largest down."""
+    with _numpy_errors(M):
+        Q, w, _ = torch.linalg.svd(torch.from_numpy(M))
+    return _as_array(Q), _as_array(w)
+
+
+def _eigen(M: Array) -> tuple[Array, Array]:
+    """Return the eigenvalues of a symmetric matrix from the lowest up, and the eigenvectors."""
+    with _numpy_errors(M):
+        e, V = torch.linalg.eigh(torch.from_numpy(M))
+    return _as_array(e), _as_array(V)
+
+
+def _regular_solution(M: Array, x: Array) -> Array:
+    """Return M^-1 x."""
+    with _numpy_errors(M):
+        y = torch.linalg.solve(torch.from_numpy(M), torch.from_numpy(x))
+    return _as_array(y)
+
+
+@contextmanager
+def _numpy_errors(M: Array) -> Iterator[None]:
+    """Raise numpy's error for what has no decomposition."""
+    if not np.isfinite(M).all():
+        raise np.linalg.LinAlgError("The matrix has entries that are not finite.")
+    try:
+        yield
+    except RuntimeError as error:
+        raise np.linalg.LinAlgError(str(error)) from error
+
+
+def _as_array(tensor: Tensor) -> Array:
+    return np.ascontiguousarray(tensor.numpy(), dtype=np.float64)

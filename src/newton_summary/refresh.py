@@ -120,7 +120,8 @@ class Refresh:
             )
         self.done += 1
         self.last_summary = summary
-        self.average.push(summary, motion.measured_norms())
+        norms = motion.measured_norms() if self.average.lengths else None
+        self.average.push(summary, norms)
         return True
 
     def _measured(self, loss_fn: LossFn, batch: Any, u: Params) -> Summary:

@@ -56,6 +56,7 @@ class Setup:
     newton_summary: tuple[float, float]  # lambda_1 and lambda_int
     sgd: float = 1e-2  # learning rate, not from the paper
     cuda_graph: bool = True  # for summaries, where a GPU would wait for Python otherwise
+    tf32: bool = False  # torch's own default is True for convolutions
 
 
 SETUPS = {
@@ -68,6 +69,7 @@ SETUPS = {
     "vgg_cifar10": Setup(
         *(ModelConfig("vgg11"), DataConfig("cifar10"), 100, 1e-5, (3e-4, 3e-2), (0.3, 1.0), 1e-3),
         cuda_graph=False,
+        tf32=True,
     ),
     "bigmlp_cifar10": Setup(
         ModelConfig("big_mlp"), DataConfig("cifar10"), 100, 1e-5, (1e-5, 1e-2), (0.1, 3.0), 1e-3
@@ -83,6 +85,7 @@ def setup(name: str, optimizer: OptimizerConfig | None = None) -> ExperimentConf
         data=chosen.data,
         epochs=chosen.epochs,
         optimizer=optimizer or paper_optimizer(name),
+        tf32=chosen.tf32,
     )
 
 
