@@ -163,6 +163,15 @@ def test_sources(tmp_path):
     assert "<h1>A &lt;title&gt;</h1>" in (tmp_path / "report.html").read_text()
 
 
+def test_names_leave_out_the_folder_of_all_runs(tmp_path):
+    names = ["runs/lenet/a/seed=0", "runs/lenet/a/seed=1", "runs/lenet/b"]
+    histories = [ns.History(name, curves={"loss": [(0, 1.0)]}) for name in names]
+    page = carried(ns.report(histories, tmp_path / "page.html"))
+    assert [run["name"] for run in page["runs"]] == ["a/seed=0", "a/seed=1", "b"]
+    assert [history.name for history in histories] == names
+    assert carried(ns.report(histories[:1], tmp_path))["runs"][0]["name"] == names[0]
+
+
 def test_curves_alone_are_enough(tmp_path):
     history = ns.History("adam", curves={"train_loss": [(0, 1.0), (1, math.nan)]})
     run = carried(ns.report(history, tmp_path / "page.html"))["runs"][0]

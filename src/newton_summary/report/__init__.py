@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 from newton_summary.history import History
@@ -41,6 +43,7 @@ def report(what: Source | Sequence[Source], path: str | Path, *, title: str | No
     if not sources:
         raise ValueError("There is nothing to report: the sequence of runs is empty.")
     histories = [_history(source) for source in sources]
+    _shorten_names(histories)
     for history in histories:
         if not history.measured and not history.curves:
             raise ValueError(
@@ -49,6 +52,16 @@ def report(what: Source | Sequence[Source], path: str | Path, *, title: str | No
     path = Path(path)
     is_folder = path.is_dir() or path.suffix == ""
     return write_page(histories, path / "report.html" if is_folder else path, title)
+
+
+def _shorten_names(histories: list[History]) -> None:
+    """Leave out the folders that the names of all runs begin with."""
+    paths = [Path(history.name).parts for history in histories]
+    folders = zip(*(path[:-1] for path in paths), strict=False)
+    shared = len(list(takewhile(lambda parts: len(set(parts)) == 1, folders)))
+    if len(paths) > 1 and shared:
+        for i, (history, path) in enumerate(zip(histories, paths, strict=True)):
+            histories[i] = replace(history, name=str(Path(*path[shared:])))
 
 
 def _history(source: object) -> History:

@@ -59,7 +59,7 @@ function colouring(scale, { most, many, least }) {
   const sizes = [];
   for (let power = high; power >= low && sizes.length < 2; power -= step) sizes.push(power);
   const marks = [...sizes.map((p) => -(10 ** p)), 0, ...sizes.reverse().map((p) => 10 ** p)];
-  const text = marks.map((v) => (v ? `${v < 0 ? "−" : ""}1e${Math.round(Math.log10(Math.abs(v)))}` : "0"));
+  const text = marks.map((v) => (v ? `${v < 0 ? "-" : ""}1e${Math.round(Math.log10(Math.abs(v)))}` : "0"));
   return { of, range: of(most), at: marks.map(of), text };
 }
 

@@ -3,8 +3,9 @@
 const data = JSON.parse($("contents").textContent);
 const withMeasurements = data.runs.filter((run) => run.measured.length);
 const epochs = [...new Set(withMeasurements.flatMap((run) => run.measured.map((m) => m.epoch)))].sort((a, b) => a - b);
+const AT_FIRST = 4; // runs that are shown before any is chosen
 const state = {
-  shown: new Set(data.runs.keys()),
+  shown: new Set([...data.runs.keys()].slice(0, AT_FIRST)),
   epoch: epochs.length - 1, // a place in epochs
   matrix: data.runs.length > 1 ? "Hbar" : "both",
   scale: "normalised",
@@ -238,7 +239,7 @@ function setUpControls() {
 
   data.runs.forEach((run, index) => {
     const input = element("input", { type: "checkbox", value: index });
-    input.checked = true;
+    input.checked = state.shown.has(index);
     input.addEventListener("change", () => {
       if (input.checked) state.shown.add(index);
       else state.shown.delete(index);
@@ -277,7 +278,7 @@ function setTheme(isDark) {
 
 /** Everything on the page as JSON with plain numbers; those that are not finite by their names. */
 function download() {
-  const readable = (value) => (Number.isFinite(value) ? value : show(value).replace("−", "-"));
+  const readable = (value) => (Number.isFinite(value) ? value : show(value));
   const square = (packed, size) => {
     const entry = entries(packed, size);
     if (entry === null) return null;

@@ -101,4 +101,7 @@ def _lead(histories: Sequence[History]) -> str:
         return "No summary was measured; the page shows the curves of training."
     if len(set(told)) == 1:
         return f"{'In each run ' if len(told) > 1 else ''}{told[0]}."
+    if len(set(told)) > 3:
+        sizes = [len(history.names) for history in histories if history.measured]
+        return f"{len(told)} runs with {min(sizes)} to {max(sizes)} groups of parameters."
     return "; ".join(dict.fromkeys(told)) + "."

@@ -3,7 +3,7 @@
 const sorting = { column: null, descending: true };
 
 /** A table in a box that scrolls; rows are lists of cells, the first of which names the row. */
-function table(head, rows, words = []) {
+function table(label, head, rows, words = []) {
   const cells = (row, tag) =>
     row.map((cell, k) => {
       const node = element(k ? tag : "th", { class: words.includes(k) ? "words" : null });
@@ -14,7 +14,7 @@ function table(head, rows, words = []) {
     });
   return element(
     "div",
-    { class: "table", tabindex: "0", role: "region" },
+    { class: "table", tabindex: "0", role: "region", "aria-label": label },
     element(
       "table",
       {},
@@ -78,8 +78,7 @@ function drawGroups(panel, run, measured, redraw) {
     }),
   );
   const words = columns.flatMap(([, values], k) => (typeof values[0] === "string" ? [k] : []));
-  const box = table(head, rows, words);
-  box.setAttribute("aria-label", `Groups of ${run.name}`);
+  const box = table(`Groups of ${run.name}`, head, rows, words);
   columns.forEach(([title], k) => {
     if (title !== sorting.column) return;
     const direction = sorting.descending ? "descending" : "ascending";
@@ -102,7 +101,7 @@ function drawPairs(panel, measured) {
       show(value, 4),
       String(distance),
     ]);
-    left.append(table(["Group", "and", "Interaction", "H̄ₛₜ", "Layers apart"], rows, [1]));
+    left.append(table("Strongest pairs", ["Group", "and", "Interaction", "H̄ₛₜ", "Layers apart"], rows, [1]));
   } else left.append(element("p", {}, "There is no pair of groups whose interaction is defined."));
   if (undefined_pairs) {
     left.append(element("p", { class: "hint" }, `Not defined for ${undefined_pairs} pairs: a group has no curvature of its own, or an entry is not finite.`));
@@ -115,7 +114,7 @@ function drawPairs(panel, measured) {
       ["tridiagonal", "Tridiagonal"],
     ];
     const rows = words.map(([key, text]) => [text, percent(fromJson(kept.inverse[key])), percent(fromJson(kept.hessian[key]))]);
-    right.append(table(["Keeps", "of the inverse", "of H̄"], rows));
+    right.append(table("What approximations keep", ["Keeps", "of the inverse", "of H̄"], rows));
   } else right.append(element("p", { class: "note" }, `No inverse: ${measured.no_inverse}`));
   if (gain !== null) right.append(element("p", {}, gain));
   if (merges !== null) right.append(element("p", {}, merges));
@@ -133,6 +132,7 @@ function drawFacts(panel, run, measured) {
     add("groups", "partition" in run.facts ? "" : groups);
     add("samples", "data" in run.facts || !measured.samples ? "" : measured.samples.toLocaleString("en"));
     add("loss", Number.isNaN(loss) ? "" : show(loss));
+    add("direction", measured.kind === "optimizer" ? "the optimizer's own, as it was last measured" : "");
     add("backend", measured.backend);
     add("accuracy", measured.approximate ? "approximate, by central differences" : "");
     add("why this backend", measured.reason);

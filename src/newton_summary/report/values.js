@@ -54,14 +54,14 @@ function fromJson(value) {
 function show(value, digits = 6) {
   if (value === null || value === undefined) return "–";
   if (Number.isNaN(value)) return "nan";
-  if (!Number.isFinite(value)) return value > 0 ? "inf" : "−inf";
+  if (!Number.isFinite(value)) return value > 0 ? "inf" : "-inf";
   if (value === 0) return "0";
   const size = Math.abs(value);
   const text =
     size < 1e-3 || size >= 1e6
       ? value.toExponential(digits - 1)
       : value.toPrecision(digits);
-  return text.replaceAll("-", "−").replace("e+", "e");
+  return text.replace("e+", "e");
 }
 
 /** Text that plotly shows as it is: its labels know some markup. */
