@@ -1,5 +1,7 @@
 """Start processes of torch.distributed for a test, with a limit on their time."""
 
+import os
+import socket
 import time
 from datetime import timedelta
 
@@ -11,9 +13,12 @@ LIMIT = 100  # seconds until processes that hang are killed
 
 
 def run_ranks(work, count, folder):
-    """Run ``work(rank, count)`` in so many processes; return what each of them returned."""
+    """Run ``work(rank, count)`` in so many processes, in a folder; return what each returned."""
     context = mp.get_context("spawn")
-    arguments = (work, count, str(folder))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]  # for scripts that make a process group of their own
+    arguments = (work, count, str(folder), port)
     processes = [context.Process(target=_enter, args=(rank, *arguments)) for rank in range(count)]
     for process in processes:
         process.start()
@@ -28,8 +33,10 @@ def run_ranks(work, count, folder):
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)]
 
 
-def _enter(rank, work, count, folder):
+def _enter(rank, work, count, folder, port):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
+    os.chdir(folder)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
@@ -42,5 +49,5 @@ def _enter(rank, work, count, folder):
     torch.save(results, f"{folder}/{rank}.pt")
     if end is not None:  # something after which the ranks can no longer talk
         torch.save(results | {"end": end(rank)}, f"{folder}/{rank}.pt")
-    else:
+    elif dist.is_initialized():
         dist.destroy_process_group()

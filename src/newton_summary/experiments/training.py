@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import os
 import platform
 import subprocess
 import sys
@@ -318,9 +319,8 @@ def find_device(name: str) -> torch.device:
     """Return a device that is there; ``"auto"`` takes a GPU if it can."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if (
-        name == "cuda" and launch.launched() and torch.cuda.is_available()
-    ):  # each process has its own
+    if name == "cuda" and launch.launched() and torch.cuda.is_available():
+        # Each process has its own.
         return torch.device("cuda", launch.local_rank() % torch.cuda.device_count())
     try:
         device = torch.device(name)
@@ -360,6 +360,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": str(device),
         "gpu": gpu,
         "threads": torch.get_num_threads(),
+        "process": os.getpid(),
     }
 
 
