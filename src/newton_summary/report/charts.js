@@ -48,7 +48,7 @@ function logAxis(title, values) {
   return axisOf(title, {
     type: "log",
     range: [low - space, high + space],
-    dtick: high - low > 1.5 ? Math.ceil((high - low) / 6) : undefined,
+    dtick: high - low > 1.5 ? Math.ceil((high - low) / 6) : "D2", // powers of ten, or 1, 2 and 5
   });
 }
 
@@ -239,7 +239,8 @@ function drawCurves(div, metrics, runs, title) {
   }
   const values = traces.flatMap((trace) => trace.y);
   const sizes = values.filter((v) => v !== null);
-  const logarithmic = Math.min(...sizes) > 0 && Math.max(...sizes) > 10 * Math.min(...sizes);
+  const isWide = Math.min(...sizes) > 0 && Math.max(...sizes) > 10 * Math.min(...sizes);
+  const logarithmic = isWide && !/acc|seconds|time/.test(title);
   drawChart(div, traces, {
     showlegend: true,
     legend: { orientation: "h", x: 0, y: -0.22, yanchor: "top", font: { size: 11 } },

@@ -99,7 +99,7 @@ function drawHeatmap(panel, run, measured, matrix, options) {
     (v) => Number.isFinite(v) && Math.abs(paint.of(v)) > paint.range * 1.001,
   ).length;
   const about = panel.querySelector(".about");
-  about.textContent = joined(options.moment, beyond ? `${beyond} cells are beyond ±${show(paint.range, 2)}` : "");
+  about.textContent = joined(options.note, beyond ? `${beyond} cells are beyond ±${show(paint.range, 2)}` : "");
   about.hidden = about.textContent === "";
   const z = rows.map((s) =>
     columns.map((t) => (Number.isFinite(entry(s, t)) ? paint.of(entry(s, t)) : null)),

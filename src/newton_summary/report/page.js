@@ -65,13 +65,14 @@ function drawHeatmaps() {
   );
   for (const item of wanted) {
     const name = item.matrix === "Hbar" ? "H̄, interactions" : "Inverse of H̄";
-    item.title = joined(runTitle(item.run), state.scale === "normalised" ? `${name}, normalised` : name);
-    item.note = momentText(measurementOf(item.run));
+    const what = state.scale === "normalised" ? `${name}, normalised` : name;
+    item.title = runTitle(item.run) || what;
+    item.note = joined(runTitle(item.run) && what, momentText(measurementOf(item.run)));
   }
   $("heatmaps").classList.toggle("every", state.every); // one below the other
   panels("heatmaps", wanted).forEach((panel, i) => {
     const { run, matrix } = wanted[i];
-    const options = { scale: state.scale, block: state.block, every: state.every, moment: wanted[i].note };
+    const options = { scale: state.scale, block: state.block, every: state.every, note: wanted[i].note };
     if (state.same) options.limits = commonLimits(matrix);
     drawHeatmap(panel, run, measurementOf(run), matrix, options);
   });
@@ -167,7 +168,9 @@ function drawCurveCharts() {
     kinds.set(kind, [...(kinds.get(kind) ?? []), metric]);
   }
   $("curves-section").hidden = !metrics.length;
-  const wanted = [...kinds].map(([kind, members]) => ({ key: kind, title: kind, members }));
+  const order = ["loss", "accuracy"];
+  const place = ([kind]) => (order.includes(kind) ? order.indexOf(kind) : order.length);
+  const wanted = [...kinds].sort((a, b) => place(a) - place(b)).map(([kind, members]) => ({ key: kind, title: kind, members }));
   panels("curves", wanted).forEach((panel, i) => {
     drawCurves(panel.querySelector(".picture"), wanted[i].members, runs, wanted[i].key);
   });

@@ -74,12 +74,10 @@ def _compressed(file: Path) -> str:
 
 
 def _title(histories: Sequence[History]) -> str:
-    names = [history.name for history in histories]
-    return (
-        names[0]
-        if len(names) == 1
-        else f"{len(names)} runs: {', '.join(names[:4])}" + (", ..." if len(names) > 4 else "")
-    )
+    names = ", ".join(history.name for history in histories)
+    if len(histories) == 1:
+        return names
+    return f"Comparison of {len(histories)} runs" + (f": {names}" if len(names) < 50 else "")
 
 
 def _lead(histories: Sequence[History]) -> str:
