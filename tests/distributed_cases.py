@@ -1,5 +1,6 @@
 """What each rank does in the tests of several processes."""
 
+import io
 import os
 import time
 import warnings
@@ -267,9 +268,38 @@ def measure_sharded(rank, count):
         "summaries": found,
         "no trace": still and all(torch.equal(a, b) for a, b in zip(again, gradient)),
         "factors": [group.factor for group in advice.groups],
+        "resumed": resumed(mine),
         "wholes": most_whole_at_a_time(rank),
         "errors": sharded_mistakes(rank),
     }
+
+
+def resumed(mine):
+    """Whether sharded training that was saved and loaded goes on bit for bit."""
+    runs = []
+    for _ in range(2):
+        net = sharded_net()
+        options = {"curvature": (loss_fn, [mine]), "summary_period": 2}
+        runs.append((net, ns.NewtonSummary(ns.make_partition(net), **options)))
+    (net, optimizer), (other, later) = runs
+    take_steps(net, optimizer, mine)
+    file = io.BytesIO()
+    torch.save((net.state_dict(), optimizer.state_dict()), file)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    other.load_state_dict(weights)
+    later.load_state_dict(state)
+    for some in runs:
+        take_steps(*some, mine)
+    pairs = zip(net.parameters(), other.parameters())
+    return all(torch.equal(sharded.local_part(a), sharded.local_part(b)) for a, b in pairs)
+
+
+def take_steps(net, optimizer, batch):
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_fn(net, batch).backward()
+        optimizer.step()
 
 
 def most_whole_at_a_time(rank):

@@ -194,6 +194,11 @@ def test_measuring_sharded_parameters_leaves_no_trace(two):
     assert two[0]["sharded"]["factors"] == two[1]["sharded"]["factors"]
 
 
+def test_sharded_training_goes_on_bit_for_bit(two):
+    """Each rank writes and reads its own shards with torch.save and torch.load."""
+    assert all(rank["sharded"]["resumed"] for rank in two)
+
+
 def test_no_rank_gathers_the_whole_model(two):
     """Of 24 tensors a few are whole at a time."""
     for rank in two:

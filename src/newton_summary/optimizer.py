@@ -32,6 +32,7 @@ from newton_summary.optimizer_input import (
 from newton_summary.partition import Partition
 from newton_summary.rate_rules import RateRules
 from newton_summary.refresh import Refresh
+from newton_summary.sharded import own_memory
 from newton_summary.summary import Summary
 
 Closure = Callable[[], Tensor]
@@ -466,6 +467,10 @@ class NewtonSummary(Optimizer):
         Only plain values and tensors, so ``torch.load(weights_only=True)`` reads it.
         """
         state = super().state_dict()
+        state["state"] = {
+            key: {name: own_memory(value) for name, value in values.items()}
+            for key, values in state["state"].items()
+        }
         state["newton_summary"] = {
             "groups": list(self.partition.names),
             "t": self._t,

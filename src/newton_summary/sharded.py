@@ -63,6 +63,11 @@ def like_sharded(local: Tensor, like: Tensor) -> Tensor:
     )
 
 
+def own_memory(value: Any) -> Any:
+    """Return a copy of a sharded tensor, as torch.save cannot write one that is a view."""
+    return like_sharded(local_part(value).clone(), value) if is_sharded(value) else value
+
+
 def scattered_sum(value: Tensor, like: Tensor) -> Tensor:
     """Return this rank's part of the sum over ranks of whole tensors, divided as another one is."""
     if not is_sharded(like):
