@@ -82,6 +82,15 @@ def test_entries_that_are_not_finite_stay_so(tmp_path):
     assert shown["inverse"] is None and "not finite" in shown["no_inverse"]
 
 
+def test_an_infinite_curvature_gives_no_interaction(tmp_path):
+    Hbar = torch.eye(3)
+    Hbar[2, 2] = math.inf
+    summary = ns.Summary(gbar=torch.ones(3), Hbar=Hbar, D3=torch.ones(3))
+    shown = carried(ns.report(summary, tmp_path / "page.html"))["runs"][0]["measured"][0]
+    assert [pair[:2] for pair in shown["analysis"]["pairs"]] == [["0", "1"]]
+    assert shown["analysis"]["undefined_pairs"] == 2
+
+
 def test_no_inverse_comes_with_a_reason(tmp_path):
     summary = ns.Summary(
         gbar=torch.ones(2), Hbar=torch.diag(torch.tensor([1.0, 0.0])), D3=torch.ones(2)

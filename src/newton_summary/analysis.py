@@ -353,7 +353,7 @@ def _double(summary: Summary | Tensor) -> Summary:
 
 def _unit_diagonal(matrix: Tensor) -> Tensor:
     scale = matrix.detach().diagonal().abs().sqrt()
-    scale = scale.where(scale > 0, torch.tensor(math.nan).to(scale))
+    scale = scale.where((scale > 0) & torch.isfinite(scale), torch.tensor(math.nan).to(scale))
     return matrix.detach() / scale[:, None] / scale[None, :]
 
 

@@ -15,6 +15,7 @@ function baseLayout() {
       namelength: -1,
       font: { family: colour("sans"), size: 12, color: colour("text") },
     },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("soft"), activecolor: colour("accent") },
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom", // a finger scrolls the page
   };
 }
@@ -22,7 +23,7 @@ function baseLayout() {
 function plotOptions() {
   return {
     displaylogo: false,
-    modeBarButtonsToRemove: ["select2d", "lasso2d", "zoomIn2d", "zoomOut2d", "autoScale2d", "pan2d"],
+    modeBarButtons: [["toImage", "zoom2d", "resetScale2d"]],
   };
 }
 
@@ -228,7 +229,7 @@ function drawCurves(div, metrics, runs, title) {
       traces.push({
         type: "scatter",
         mode: points.length > 1 ? "lines" : "markers",
-        name: plain(name),
+        name: plain(shorten(name, Math.max(20, div.clientWidth / 7.5))),
         x: points.map((point) => point[0]),
         y: points.map((point) => (Number.isFinite(point[1]) ? point[1] : null)),
         text: points.map(([epoch, value]) => `${plain(name)}<br>epoch ${show(epoch, 4)}: ${show(value)}`),

@@ -18,7 +18,7 @@ from typing import Any
 from newton_summary.history import History
 from newton_summary.report.contents import contents
 
-SCRIPTS = ("values.js", "heatmap.js", "charts.js", "tables.js", "page.js")
+SCRIPTS = ("values.js", "heatmap.js", "charts.js", "tables.js", "sections.js", "page.js")
 """The parts of the page's script, in order; together they are one module."""
 
 

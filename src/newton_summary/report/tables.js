@@ -140,7 +140,7 @@ function drawFacts(panel, run, measured) {
   }
   const list = element("dl", { class: "facts" });
   for (const [key, value] of facts) {
-    const term = element("dt", {}, key.replaceAll("_", " "));
+    const term = element("dt", {}, key.replaceAll("_", " ").replaceAll(".", ".\u200b")); // may break there
     list.append(element("div", {}, term, element("dd", {}, value)));
   }
   panel.querySelector(".content").replaceChildren(list);

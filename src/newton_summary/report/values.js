@@ -67,6 +67,13 @@ function show(value, digits = 6) {
 /** Text that plotly shows as it is: its labels know some markup. */
 const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 
+/** A name of at most so many letters: what is too long loses its middle. */
+function shorten(name, most) {
+  if (name.length <= most) return name;
+  const tail = Math.ceil((most - 1) * 0.6);
+  return `${name.slice(0, Math.floor(most) - 1 - tail)}…${name.slice(-tail)}`;
+}
+
 /**
  * Names short enough for an axis. Words between dots are left out, the first ones first, as long as the
  * names stay different; what is still too long loses its middle.
@@ -79,11 +86,7 @@ function labels(names, most) {
     const fewer = short.map((words) => words.filter((w, k) => w !== word || k === words.length - 1));
     if (new Set(text(fewer)).size === new Set(names).size) short = fewer;
   }
-  return text(short).map((name) => {
-    if (name.length <= most) return plain(name);
-    const tail = Math.ceil((most - 1) * 0.6);
-    return plain(`${name.slice(0, most - 1 - tail)}…${name.slice(-tail)}`);
-  });
+  return text(short).map((name) => plain(shorten(name, most)));
 }
 
 /** Pixels that the longest of some labels takes on an axis. */
