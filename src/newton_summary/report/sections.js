@@ -56,7 +56,6 @@ const runTitle = (run) => (data.runs.length > 1 ? run.name : "");
 const momentText = (measured) => (epochs.length > 1 ? `epoch ${show(measured.epoch, 4).replace(/\.0+$/, "")}` : "");
 const joined = (...parts) => parts.filter(Boolean).join(", ");
 
-
 function drawHeatmaps() {
   const matrices = state.matrix === "both" ? ["Hbar", "inverse"] : [state.matrix];
   const wanted = measuredRuns().flatMap(({ run, index }) =>
