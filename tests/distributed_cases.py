@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import newton_summary as ns
 from newton_summary import sharded
+from problems import PROBLEMS
 
 STEPS = 50
 
@@ -269,9 +271,30 @@ def measure_sharded(rank, count):
         "no trace": still and all(torch.equal(a, b) for a, b in zip(again, gradient)),
         "factors": [group.factor for group in advice.groups],
         "resumed": resumed(mine),
+        "others": other_models(),
         "wholes": most_whole_at_a_time(rank),
         "errors": sharded_mistakes(rank),
     }
+
+
+def other_models():
+    """Return by how much sharded models of other kinds are off: also tied and frozen ones."""
+    errors = {}
+    for name in ("convnet", "transformer", "weight_norm", "rms_norm", "frozen"):
+        models = [PROBLEMS["mlp_cross_entropy" if name == "frozen" else name]() for _ in range(2)]
+        if name == "frozen":
+            for problem in models:
+                next(problem.model.parameters()).requires_grad_(False)
+        plain, problem = models
+        fully_shard(problem.model)
+        given = (plain.loss_fn, plain.batch)  # all ranks have the same batch
+        a = ns.summarize(problem.model, *given)
+        b = ns.summarize(plain.model, *given, distributed=False)
+        errors[name] = max(
+            float((getattr(a, key) - getattr(b, key)).abs().max() / getattr(b, key).abs().max())
+            for key in ("gbar", "Hbar", "D3")
+        )
+    return errors
 
 
 def resumed(mine):
@@ -328,7 +351,11 @@ def most_whole_at_a_time(rank):
 
 def sharded_mistakes(rank):
     net, batch = sharded_net(), draw(1)
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("copy", "shard"))
+    copied = fully_shard(make_net(), mesh=mesh)
     mistakes = {
+        "mesh": lambda: ns.summarize(copied, loss_fn, batch),
+        "microbatch": lambda: ns.summarize(net, loss_fn, batch, microbatch=2),
         "backend": lambda: ns.summarize(net, loss_fn, batch, backend="nested"),
         "alone": lambda: ns.summarize(net, loss_fn, batch, distributed=False),
         "batches": lambda: ns.summarize(net, loss_fn, [batch] * (1 + rank)),

@@ -194,6 +194,13 @@ def test_measuring_sharded_parameters_leaves_no_trace(two):
     assert two[0]["sharded"]["factors"] == two[1]["sharded"]["factors"]
 
 
+def test_other_sharded_models(two):
+    """Convolutions, attention with tied weights, parametrisations, norms, and frozen layers."""
+    for rank in two:
+        assert len(rank["sharded"]["others"]) == 5
+        assert max(rank["sharded"]["others"].values()) < 1e-12
+
+
 def test_sharded_training_goes_on_bit_for_bit(two):
     """Each rank writes and reads its own shards with torch.save and torch.load."""
     assert all(rank["sharded"]["resumed"] for rank in two)
@@ -210,6 +217,8 @@ def test_mistakes_with_sharded_parameters(two):
     """They are told on all ranks alike."""
     first, second = (rank["sharded"]["errors"] for rank in two)
     assert first == second
+    assert "over a mesh of shape (1, 2): only fully_shard over all ranks" in first["mesh"][1]
+    assert "Give smaller batches" in first["microbatch"][1]
     assert "only the sweep" in first["backend"][1]
     assert "all ranks have to take part" in first["alone"][1]
     assert "rank 0 has fewer" in first["batches"][1]
