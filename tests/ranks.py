@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from contextlib import ExitStack
 from datetime import timedelta
 
 import torch
@@ -12,13 +13,33 @@ import torch.multiprocessing as mp
 LIMIT = 100  # seconds until processes that hang are killed
 
 
+def run_once(work, count, factory):
+    """Run ranks for all workers of pytest-xdist: the first to ask starts them, others wait."""
+    base = factory.getbasetemp()
+    root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = root / f"{work.__name__}-{count}"
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        end = time.monotonic() + LIMIT
+        while not (folder / "over").exists():
+            assert time.monotonic() < end, "another worker has not ended its ranks"
+            time.sleep(0.1)
+        return results_in(folder, count)
+    try:
+        return run_ranks(work, count, folder)
+    finally:
+        (folder / "over").touch()
+
+
+def results_in(folder, count):
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)]
+
+
 def run_ranks(work, count, folder):
     """Run ``work(rank, count)`` in so many processes, in a folder; return what each returned."""
     context = mp.get_context("spawn")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]  # for scripts that make a process group of their own
-    arguments = (work, count, str(folder), port)
+    arguments = (work, count, str(folder), free_ports(5))
     processes = [context.Process(target=_enter, args=(rank, *arguments)) for rank in range(count)]
     for process in processes:
         process.start()
@@ -30,11 +51,20 @@ def run_ranks(work, count, folder):
         process.kill()
         process.join()
     assert not late, f"ranks {late} of {count} were still running after {LIMIT} seconds"
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)]
+    return results_in(folder, count)
 
 
-def _enter(rank, work, count, folder, port):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def free_ports(count):
+    """Return ports for scripts that make process groups of their own, one for each group."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for free in sockets:
+            free.bind(("127.0.0.1", 0))
+        return [free.getsockname()[1] for free in sockets]
+
+
+def _enter(rank, work, count, folder, ports):
+    os.environ.update(MASTER_ADDR="127.0.0.1", FREE_PORTS=" ".join(map(str, ports)))
     torch.set_num_threads(1)
     os.chdir(folder)
     dist.init_process_group(

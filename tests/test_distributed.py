@@ -17,7 +17,7 @@ from distributed_cases import (
     train,
 )
 from newton_summary.distributed import message_length
-from ranks import run_ranks
+from ranks import run_once
 
 FIELDS = ("loss", "gbar", "Hbar", "D3")
 
@@ -25,12 +25,12 @@ FIELDS = ("loss", "gbar", "Hbar", "D3")
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """What each of two ranks found out, all tests in one start."""
-    return run_ranks(everything, 2, tmp_path_factory.mktemp("two"))
+    return run_once(everything, 2, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    return run_ranks(numbers, 4, tmp_path_factory.mktemp("four"))
+    return run_once(numbers, 4, tmp_path_factory)
 
 
 @pytest.fixture(params=[2, 4])
