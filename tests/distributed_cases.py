@@ -271,6 +271,7 @@ def measure_sharded(rank, count):
         "no trace": still and all(torch.equal(a, b) for a, b in zip(again, gradient)),
         "factors": [group.factor for group in advice.groups],
         "resumed": resumed(mine),
+        "trials": ns.step_trials(net, loss_fn, mine, ns.summarize(net, loss_fn, mine)),
         "others": other_models(),
         "wholes": most_whole_at_a_time(rank),
         "errors": sharded_mistakes(rank),
@@ -354,6 +355,9 @@ def sharded_mistakes(rank):
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("copy", "shard"))
     copied = fully_shard(make_net(), mesh=mesh)
     mistakes = {
+        "verify": lambda: ns.verify(net, loss_fn, batch),
+        "derivative_tensor": lambda: ns.derivative_tensor(net, loss_fn, batch, order=2),
+        "taylor_terms": lambda: ns.taylor_terms(net, loss_fn, batch, order=2),
         "mesh": lambda: ns.summarize(copied, loss_fn, batch),
         "microbatch": lambda: ns.summarize(net, loss_fn, batch, microbatch=2),
         "backend": lambda: ns.summarize(net, loss_fn, batch, backend="nested"),

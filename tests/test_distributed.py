@@ -206,6 +206,18 @@ def test_sharded_training_goes_on_bit_for_bit(two):
     assert all(rank["sharded"]["resumed"] for rank in two)
 
 
+def test_steps_are_tried_on_sharded_models(two):
+    """With the real change of the loss of all ranks."""
+    net = make_net()
+    summary = ns.summarize(net, loss_fn, draw(1, 13))
+    for trial, *others in zip(
+        ns.step_trials(net, loss_fn, draw(1, 13), summary), *(r["sharded"]["trials"] for r in two)
+    ):
+        for other in others:
+            assert other.real == pytest.approx(trial.real, rel=1e-9)
+            assert other.predicted == pytest.approx(trial.predicted, rel=1e-9)
+
+
 def test_no_rank_gathers_the_whole_model(two):
     """Of 24 tensors a few are whole at a time."""
     for rank in two:
@@ -219,6 +231,8 @@ def test_mistakes_with_sharded_parameters(two):
     assert first == second
     assert "over a mesh of shape (1, 2): only fully_shard over all ranks" in first["mesh"][1]
     assert "Give smaller batches" in first["microbatch"][1]
+    for name in ("verify", "derivative_tensor", "taylor_terms"):
+        assert f"is sharded, and {name} takes whole models only" in first[name][1]
     assert "only the sweep" in first["backend"][1]
     assert "all ranks have to take part" in first["alone"][1]
     assert "rank 0 has fewer" in first["batches"][1]

@@ -138,8 +138,9 @@ class Ranks:
             reason = re.sub(r"^\[[^]]*\] *", "", str(error).strip()).split(". ")[0]
             raise RankError(
                 f"Rank {self.rank} of {self.count} waited for the others in vain: one has ended, "
-                f"or is too slow for the time-out of init_process_group(timeout=...). See what the "
-                f"other ranks wrote. ({reason})"
+                f"has not made this call (distributed=False is for one rank alone), or is too slow "
+                f"for the time-out of init_process_group(timeout=...). See what the other ranks "
+                f"wrote. ({reason})"
             ) from error
 
 

@@ -35,7 +35,7 @@ from newton_summary.partition import (
     result_dtype,
     unwrap,
 )
-from newton_summary.sharded import is_sharded
+from newton_summary.sharded import is_sharded, refuse_sharded
 from newton_summary.summary import Summary
 
 
@@ -182,6 +182,7 @@ def derivative_tensor(
     """
     _check_order(order)
     partition = find_partition(model, partition)
+    refuse_sharded(partition.params, "derivative_tensor")
     with Probe(model, loss_fn, data, partition, microbatch) as probe:
         u = find_direction(direction, probe)
         return _mean_tensor(
@@ -214,6 +215,7 @@ def taylor_terms(
     """
     _check_order(order)
     partition = make_partition(model, "trivial")
+    refuse_sharded(partition.params, "taylor_terms")
     with Probe(model, loss_fn, data, partition, microbatch) as probe:
         u = find_direction(direction, probe)
         return _mean_tensor(

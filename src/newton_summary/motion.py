@@ -41,6 +41,7 @@ class Bucket:
     ):
         self.names, self.live = list(names), list(live)
         self.params = [local_part(p) for p in live]
+        self.sharded = is_sharded(live[0])  # then all of them are
         self.shapes = [p.shape for p in self.params]
         self.sizes = [p.numel() for p in self.params]
         first = self.params[0]
@@ -73,7 +74,7 @@ class Bucket:
             if not p.requires_grad:  # frozen since
                 self.views[i].zero_()
             elif grad is not None:
-                grad = local_part(grad)
+                grad = local_part(grad) if self.sharded else grad
                 if grad.shape != self.shapes[i] or grad.layout is not torch.strided:
                     raise ValueError(_unfit(self.names[i], self.shapes[i], grad))
                 grads.append(grad)
@@ -350,7 +351,7 @@ class ShardedMotion(Motion):
         """Return ||U^s|| of the present direction on all ranks, (S,)."""
         total = torch.zeros(len(self.partition), dtype=self.dtype, device=self.device)
         for bucket in self.buckets:
-            if is_sharded(bucket.live[0]) or dist.get_rank() == 0:  # the same on all ranks
+            if bucket.sharded or dist.get_rank() == 0:  # others are the same on all ranks
                 bucket.add_squares(total)
         return _sum_over_ranks(total).sqrt_()
 

@@ -86,6 +86,16 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.detach().full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def refuse_sharded(params: Mapping[str, Tensor], what: str) -> None:
+    """Raise if a parameter is sharded, for what takes whole models only."""
+    name = next((name for name, p in params.items() if is_sharded(p)), None)
+    if name is not None:
+        raise ValueError(
+            f"Parameter {name!r} is sharded, and {what} takes whole models only. Call it before "
+            f"fully_shard; summarize measures sharded models."
+        )
+
+
 def find_shards(params: Mapping[str, Tensor], model: nn.Module) -> Shards | None:
     """Return the parameters as shards; None if they are ordinary ones.
 

@@ -23,6 +23,7 @@ from newton_summary.partition import (
     trainable,
     unwrap,
 )
+from newton_summary.sharded import refuse_sharded
 from newton_summary.summary import Summary
 
 # Steps of the differences: two long ones, and two that hardly ever meet a kink.
@@ -127,6 +128,7 @@ def verify(
     >>> verify(net, lambda model, x: model(x).square().mean(), batch).ok
     True
     """
+    refuse_sharded(dict(unwrap(model).named_parameters()), "verify")
     exact = copy.deepcopy(unwrap(model)).double()
     if isinstance(partition, Partition):
         groups = Partition(partition.names, trainable(exact), partition.labels, exact)

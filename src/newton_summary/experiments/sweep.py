@@ -143,10 +143,10 @@ def connected(scheduler: str) -> Iterator[None]:
             f"There is no dask scheduler at {scheduler}: {str(error).splitlines()[0]}"
         ) from None
     with client:
-        workers = client.scheduler_info(n_workers=-1)["workers"]
-        if not workers:
+        threads = client.nthreads()  # of each worker
+        if not threads:
             raise UserError(f"The scheduler at {scheduler} has no workers: start dask worker.")
-        if any(worker["nthreads"] > 1 for worker in workers.values()):
+        if max(threads.values()) > 1:
             raise UserError(
                 f"Workers of {scheduler} have several threads, and runs in one process would share "
                 f"torch's random numbers. Start them with dask worker --nthreads 1."
