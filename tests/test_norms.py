@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from newton_summary import Summary, make_partition, summarize
+from newton_summary import NewtonSummary, Summary, make_partition, summarize
 from newton_summary.derivatives.norms import ELEMENTARY, ElementaryNorms
-from problems import PROBLEMS, finite_differences, worst_error
+from problems import PROBLEMS, cross_entropy, finite_differences, worst_error
 
 
 def native_nested(problem, u, partition):
@@ -230,3 +230,25 @@ def test_statistics_that_are_read_in_the_same_evaluation_are_the_updated_ones():
     native = copy.deepcopy(problem.model)
     torch.testing.assert_close(actual.loss, loss_fn(native, problem.batch).detach())
     assert problem.model.training and all(m.training for m in problem.model.modules())
+
+
+def test_a_bias_before_a_batch_norm_has_no_derivatives_at_all():
+    """The norm takes it out again; rounding that stays would be all that its rate is made of."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()),
+        *(nn.Linear(144, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)),
+    )
+    batch = torch.randn(40, 1, 8, 8), torch.randint(3, (40,))
+    summary = summarize(model, cross_entropy, batch, backend="sweep")
+    for s in (summary.names.index("0.bias"), summary.names.index("4.bias")):
+        assert summary.gbar[s] == 0 and summary.D3[s] == 0
+        assert not summary.Hbar[s].any() and not summary.Hbar[:, s].any()
+    optimizer = NewtonSummary(make_partition(model), curvature=(cross_entropy, [batch]))
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = cross_entropy(model, batch)
+        loss.backward()
+        optimizer.step()
+    assert optimizer.failed_refreshes == 0
+    assert loss < 0.1
