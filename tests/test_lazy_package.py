@@ -1,0 +1,50 @@
+"""The package imports what it is asked for, when it is asked for."""
+
+import subprocess
+import sys
+
+import pytest
+
+import newton_summary as ns
+
+
+def run(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_the_command_line_tells_its_help_without_torch():
+    code = (
+        "import sys\n"
+        "from newton_summary.cli import main\n"
+        "main(['--help']), main(['list']), main(['run', 'mlp_embedded', '--help'])\n"
+        "print('torch' in sys.modules)"
+    )
+    assert run(code).splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize(
+    "before",
+    ["import newton_summary.optimizer", "import newton_summary.learning_rates", "pass"],
+)
+def test_functions_win_over_submodules_of_the_same_name(before):
+    code = (
+        f"import newton_summary as ns\n{before}\n"
+        "import newton_summary.report\n"
+        "from newton_summary.learning_rates import STATUS\n"
+        "from newton_summary import learning_rates, report\n"
+        "print(*(callable(f) for f in (ns.learning_rates, ns.report, learning_rates, report)))"
+    )
+    assert run(code) == "True True True True"
+
+
+def test_names_are_there_to_be_seen_and_others_are_not():
+    assert set(ns.__all__) <= set(dir(ns))
+    assert ns.analysis.normalized and ns.figures.heatmap
+    with pytest.raises(AttributeError, match="no attribute 'sumarize'"):
+        _ = ns.sumarize
+
+
+def test_every_name_says_where_it_lives():
+    assert set(ns._HOMES) == set(ns.__all__) - {"__version__"}
