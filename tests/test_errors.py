@@ -5,7 +5,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from newton_summary import derivative_tensor, make_partition, summarize, taylor_terms
+from newton_summary import (
+    History,
+    NewtonSummary,
+    Summary,
+    derivative_tensor,
+    learning_rates,
+    make_partition,
+    suggest_lrs,
+    summarize,
+    taylor_terms,
+    verify,
+)
 from newton_summary.derivatives import BACKENDS
 from newton_summary.derivatives.probe import CannotDifferentiate
 from problems import PROBLEMS
@@ -302,6 +313,89 @@ def test_a_dataset_is_not_a_batch():
         summarize(nn.Linear(3, 1), lambda model, batch: model(batch[0]).sum(), data)
 
 
-def test_what_is_no_module_is_said():
-    with pytest.raises(TypeError, match=r"generator.*Module"):
-        make_partition(nn.Linear(3, 1).parameters())
+NET = nn.Linear(3, 2)
+BATCH = (torch.randn(4, 3), torch.randint(2, (4,)))
+ADAM = torch.optim.Adam(NET.parameters())
+PAIRS = [BATCH]
+WRITTEN_OUT = r"loss_fn\(model, batch\) is wanted.*lambda model, batch: "
+
+WRONG_ARGUMENTS = {
+    "a criterion": (
+        lambda: summarize(NET, nn.CrossEntropyLoss(), BATCH),
+        r"CrossEntropyLoss\(\), which takes outputs.*" + WRITTEN_OUT + "criterion",
+    ),
+    "a functional criterion": (
+        lambda: summarize(NET, F.cross_entropy, BATCH),
+        WRITTEN_OUT + r"F\.cross_entropy\(model",
+    ),
+    "a function of output and target": (
+        lambda: summarize(NET, lambda output, target: F.cross_entropy(output, target), BATCH),
+        "the model, for a tensor.*" + WRITTEN_OUT,
+    ),
+    "a function of the batch": (
+        lambda: summarize(NET, lambda batch: NET(batch[0]).sum(), BATCH),
+        r"arguments \(batch\).*" + WRITTEN_OUT,
+    ),
+    "no loss": (lambda: summarize(NET, None, BATCH), "type NoneType.*" + WRITTEN_OUT),
+    "a criterion for curvature": (
+        lambda: NewtonSummary(make_partition(NET), curvature=(nn.MSELoss(), PAIRS)),
+        WRITTEN_OUT,
+    ),
+    "no data": (lambda: summarize(NET, model_loss, None), "data is None.*DataLoader"),
+    "rates of a model": (lambda: learning_rates(NET), r"type Linear.*summarize\(model"),
+    "advice for nothing": (lambda: suggest_lrs(None, model_loss, BATCH, ADAM), "NoneType.*Module"),
+    "advice for no optimizer": (
+        lambda: suggest_lrs(NET, model_loss, BATCH, None),
+        "optimizer is of type NoneType.*torch optimizer",
+    ),
+    "a check of nothing": (lambda: verify(None, model_loss, BATCH), "NoneType.*Module"),
+    "groups of parameters": (lambda: make_partition(NET.parameters()), "generator.*Module"),
+    "groups of a class": (lambda: make_partition(nn.Linear), "type.*Module.*not.*class"),
+    "an optimizer of parameters": (
+        lambda: NewtonSummary(NET.parameters()),
+        r"model\.parameters\(\) as for.*make_partition\(model\)",
+    ),
+    "an optimizer of a model": (
+        lambda: NewtonSummary(NET),
+        r"is the model itself.*make_partition\(model\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ARGUMENTS)
+def test_arguments_of_the_wrong_kind(case):
+    call, message = WRONG_ARGUMENTS[case]
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_an_error_of_the_loss_itself_stays_what_it_is():
+    def loss_fn(model, batch):
+        return model(batch[0]) + "one"
+
+    with pytest.raises(TypeError, match="unsupported operand") as caught:
+        summarize(NET, loss_fn, BATCH)
+    assert "wanted" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [Summary, History])
+def test_files_of_something_else(kind, tmp_path):
+    text, model, numbers = (tmp_path / name for name in ("text", "model", "numbers"))
+    text.write_text("hello")
+    torch.save(NET, model)
+    torch.save({"a": 1}, numbers)
+    for path in (text, model, numbers):
+        with pytest.raises(ValueError, match=rf"{path.name} holds no .*{kind.__name__}\.save"):
+            kind.load(path)
+    with pytest.raises(FileNotFoundError):
+        kind.load(tmp_path / "nowhere")
+
+
+def test_verify_wants_the_model_that_it_gives():
+    """In float32, where torch would complain of dtypes, and in float64; without a trace."""
+    for model in (nn.Sequential(NET), nn.Sequential(nn.Linear(3, 2).double())):
+        x = BATCH[0].to(model[0].weight.dtype)
+        for call in (model, model[0]):
+            with pytest.raises(ValueError, match=r"from elsewhere.*uses its argument"):
+                verify(model, lambda _, batch, call=call: call(batch).square().mean(), x)
+        assert model(x).shape == (4, 2)

@@ -208,6 +208,11 @@ def suggest_lrs(
     ):
         if not allowed:
             raise ValueError(f"{name}={value!r}: fraction is in (0, 1], max_change above 1.")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"The optimizer is of type {type(optimizer).__name__}: give the torch optimizer that "
+            f"trains the model, suggest_lrs(model, loss_fn, data, optimizer)."
+        )
     data = list(data) if isinstance(data, Iterable) and iter(data) is data else data
     with ExitStack() as thaw:
         _leave_out_others(model, optimizer, partition, thaw)

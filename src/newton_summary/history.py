@@ -17,7 +17,7 @@ from torch import Tensor
 from newton_summary.learning_rates import LearningRates, learning_rates
 from newton_summary.notebook import html_table, paragraph
 from newton_summary.partition import shorten, text_table
-from newton_summary.summary import Summary, _differing
+from newton_summary.summary import Summary, _differing, _read_file
 
 _NUMBERS = range(5)  # columns of the table of a history
 
@@ -182,7 +182,4 @@ class History:
     @classmethod
     def load(cls, path: str | Path) -> History:
         """Read a history from a file; nothing in the file is executed."""
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(state, dict) or "measured" not in state:
-            raise ValueError(f"{path} holds no history. History.save writes one.")
-        return cls.from_state_dict(state)
+        return cls.from_state_dict(_read_file(path, "measured", cls.__name__))

@@ -134,6 +134,11 @@ def learning_rates(
         ValueError: If Hbar is missing, or D3 where it is needed, if shapes do not fit, or if
             ``lambda_int`` is negative or not finite.
     """
+    if not hasattr(summary, "gbar"):
+        raise TypeError(
+            f"The summary is of type {type(summary).__name__}: measure one first, with "
+            f"summarize(model, loss_fn, data)."
+        )
     lambda_int = float(lambda_int)
     g, H, D3 = _checked(summary, lambda_int)
     dtype = torch.promote_types(torch.float32, summary.gbar.dtype)

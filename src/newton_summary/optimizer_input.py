@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from newton_summary.curvature_data import CurvatureData
-from newton_summary.derivatives.probe import LossFn
+from newton_summary.derivatives.loss_function import LossFn, check_loss_fn
 from newton_summary.partition import Partition
 
 Closure = Callable[[], Tensor]
@@ -28,12 +28,17 @@ def check_whole(name: str, value: object, least: int) -> None:
     check_number(fits, name, value, f"whole and at least {least}")
 
 
-def check_partition(partition: Partition) -> nn.Module:
+def check_partition(partition: Any) -> nn.Module:
     """Return the model of a partition, or say what is wrong with it."""
     if not isinstance(partition, Partition):
+        given = f"is of type {type(partition).__name__}"
+        if isinstance(partition, nn.Module):
+            given = "is the model itself"
+        elif isinstance(partition, Iterable):
+            given += ", perhaps model.parameters() as for other optimizers"
         raise TypeError(
-            f"The partition is of type {type(partition).__name__}: make one with "
-            f"make_partition(model, 'canonical')."
+            f"The first argument {given}, where NewtonSummary takes the groups of the parameters: "
+            f"write NewtonSummary(make_partition(model), ...)."
         )
     if partition.model is None:
         raise ValueError(
@@ -65,6 +70,7 @@ def check_curvature(curvature: Any) -> tuple[LossFn | None, CurvatureData | None
         raise TypeError(
             "curvature is a pair (loss_fn, loader), with loss_fn(model, batch) -> mean loss."
         )
+    check_loss_fn(curvature[0])
     return curvature[0], CurvatureData(curvature[1])
 
 

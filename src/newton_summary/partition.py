@@ -262,6 +262,11 @@ def unwrap(model: nn.Module) -> nn.Module:
 
     One that FSDP2 looks after is put into its sharded state: else it may show other parameters.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"The model is of type {type(model).__name__}: give a torch.nn.Module, the model "
+            f"itself and not its parameters or its class."
+        )
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     while isinstance(model, wrappers):
         model = model.module
@@ -465,8 +470,6 @@ def make_partition(model: nn.Module, spec: Spec = "canonical") -> Partition:
     0  first  mixed       15  0.weight (3, 4), 0.bias (3,)
     1  rest   mixed        8  2.weight (2, 3), 2.bias (2,)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"The model is of type {type(model).__name__}: give a torch.nn.Module.")
     model = unwrap(model)
     params = trainable(model)
     if not params:

@@ -313,10 +313,21 @@ class Summary:
     @classmethod
     def load(cls, path: str | Path) -> Summary:
         """Read a summary from a file; nothing in the file is executed."""
+        return cls.from_state_dict(_read_file(path, "gbar", cls.__name__))
+
+
+def _read_file(path: str | Path, key: str, kind: str) -> dict[str, Any]:
+    """Return the state that a file holds; ``key`` is one that it is known by."""
+    wrong = ValueError(f"{path} holds no {kind.lower()}. {kind}.save writes one.")
+    try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(state, dict) or "gbar" not in state:
-            raise ValueError(f"{path} holds no summary. Summary.save writes one.")
-        return cls.from_state_dict(state)
+    except OSError:
+        raise
+    except Exception as error:  # of many kinds, for what torch.save has not written
+        raise wrong from error
+    if not isinstance(state, dict) or key not in state:
+        raise wrong
+    return state
 
 
 def _equilibrate(H: Tensor) -> Tensor:

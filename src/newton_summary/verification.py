@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,7 +142,10 @@ def verify(
                 f"the model, so give it 'gradient' or a mapping from parameter name to tensor."
             )
         direction = {name: value.double() for name, value in direction.items()}
-    with Probe(exact, loss_fn, _in_double(data), groups) as probe:
+    with (
+        _not_called(unwrap(model)),
+        Probe(exact, loss_fn, _in_double(data), groups) as probe,
+    ):
         u = find_direction(direction, probe)
         closure, _ = next(iter(probe.closures()))
         arguments = (closure, probe.params, u, groups)
@@ -152,6 +156,24 @@ def verify(
     H_error, D3_error = (torch.stack(some).amin(0) for some in zip(*errors, strict=True))
     H_doubt, D3_doubt = (torch.stack(some).amin(0) for some in zip(*doubts, strict=True))
     return Verification(groups.names, H_error, D3_error, H_doubt, D3_doubt, sweep, by_step[0])
+
+
+@contextmanager
+def _not_called(model: nn.Module) -> Iterator[None]:
+    """Raise if the loss calls the model that was copied, and not the copy that it is given."""
+
+    def stop(module: nn.Module, args: Any) -> None:
+        raise ValueError(
+            "loss_fn(model, batch) calls a model that it knows from elsewhere, and not its "
+            "argument, which here is a copy in float64. Write loss_fn so that it uses its argument."
+        )
+
+    handles = [module.register_forward_pre_hook(stop) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _errors(a: Summary, b: Summary) -> tuple[Tensor, Tensor]:

@@ -25,13 +25,14 @@ from torch.overrides import TorchFunctionMode
 
 from newton_summary.derivatives.batches import _as_batches as _as_batches
 from newton_summary.derivatives.batches import count_samples, outside_inference_mode, take_samples
+from newton_summary.derivatives.loss_function import LossFn as LossFn
+from newton_summary.derivatives.loss_function import check_loss_fn, explain
 from newton_summary.derivatives.state import ModelState, ParameterWatch, without_data_parallel
 from newton_summary.derivatives.state import RandomState as RandomState
 from newton_summary.derivatives.state import _generators as _generators
 from newton_summary.partition import Partition, unwrap
 from newton_summary.sharded import find_shards, resting_hooks
 
-LossFn = Callable[[nn.Module, Any], Tensor]
 Closure = Callable[[], Tensor]
 
 
@@ -91,6 +92,7 @@ class Probe:
     ):
         if microbatch is not None and not (isinstance(microbatch, int) and microbatch >= 1):
             raise ValueError(f"microbatch={microbatch}: write a number of samples, 1 or more.")
+        check_loss_fn(loss_fn)
         _check_differentiable(partition.params)
         self.model = unwrap(model)
         self.loss_fn = loss_fn
@@ -242,6 +244,11 @@ class Probe:
             try:
                 with WholeBatchOnly() if is_part else nullcontext(), self._open_shards():
                     loss = self.loss_fn(self.model, batch)
+            except TypeError as error:
+                clearer = explain(error, self.model, self.data)
+                if clearer is None:
+                    raise
+                raise clearer from error
             finally:
                 with torch._C.DisableTorchFunction():
                     changed = watch.put_back()
