@@ -319,7 +319,7 @@ def inspect_model(
             partition=groups,
             backend=settings.backend,
             order=settings.order,
-            stderr=settings.stderr,
+            stderr=settings.stderr and len(batches) > 1,
             progress=progress,
         )
         seconds = time.perf_counter() - start

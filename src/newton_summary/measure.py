@@ -136,7 +136,15 @@ def summarize(
                 if ranks is not None:
                     summary = mean_over_ranks(ranks, summary)
                     parts = parts_of_all(ranks, parts, summary) if stderr else ()
-                return summary.with_stderr(parts) if stderr else summary
+                if not stderr:
+                    return summary
+                if len(parts) == 1:
+                    warnings.warn(
+                        "One batch tells no standard errors, so there are none. Give several "
+                        "batches, such as a DataLoader, or split this one with microbatch=...",
+                        stacklevel=2,
+                    )
+                return summary.with_stderr(parts)
     raise AssertionError("unreachable")
 
 
