@@ -651,6 +651,55 @@ def test_sparse_gradients_are_refused():
         opt.step()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_first_gradient_of_zero_changes_nothing(mode):
+    """No move, no refresh, no curvature batch spent: what follows is as without that step."""
+    one, other = make_net(), make_net()
+    waiting, plain = (make_optimizer(model, **MODES[mode]) for model in (one, other))
+    start = flat(one)
+    for p in one.parameters():
+        p.grad = torch.zeros_like(p)
+    waiting.step()
+    assert torch.equal(flat(one), start) and waiting.refreshes == 0 and waiting.refresh_due
+    train(one, waiting, 5)
+    train(other, plain, 5)
+    assert torch.equal(flat(one), flat(other)) and not torch.equal(flat(one), start)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_later_direction_of_zero_is_not_averaged(mode):
+    model = make_net()
+    opt = make_optimizer(model, summary_period=2, momentum=0.0, **MODES[mode])
+    train(model, opt, 2)
+    refreshes, before = opt.refreshes, flat(model)
+    for p in model.parameters():
+        p.grad.zero_()
+    opt.step()
+    assert opt.refreshes == refreshes and opt.refresh_due and torch.equal(flat(model), before)
+    train(model, opt, 1)
+    assert opt.refreshes == refreshes + 1
+
+
+def test_curvature_of_another_model_is_an_error():
+    model, other = make_net(), make_net()
+    opt = make_optimizer(model, curvature=(lambda _, batch: loss_fn(other, batch), CURVATURE))
+    loss_fn(model, TRAIN[0]).backward()
+    with pytest.raises(ValueError, match="does not depend on the parameters"):
+        opt.step()
+
+
+ADDITIONS = {"averaging": "normalized", "ramp": 10, "shorten": True, "keep_last_good": True}
+
+
+@pytest.mark.parametrize("name", ADDITIONS)
+def test_paper_mode_refuses_the_additions(name):
+    part = ns.make_partition(make_net())
+    with pytest.raises(ValueError, match=rf"{name}=.*addition to the paper's algorithm"):
+        ns.NewtonSummary.paper(part, **{name: ADDITIONS[name]})
+    own = {"averaging": "window", "ramp": 0, "shorten": False, "keep_last_good": False}[name]
+    ns.NewtonSummary.paper(part, **{name: own})
+
+
 def test_paper_mode_has_none_of_the_additions():
     opt = ns.NewtonSummary.paper(ns.make_partition(make_net()), lr=0.3, lambda_int=1.0)
     rules = opt._refresh.rules

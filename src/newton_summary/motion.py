@@ -230,6 +230,11 @@ class Motion:
             bucket.add_squares(total)
         return total.sqrt_()
 
+    @property
+    def moves(self) -> bool:
+        """Whether the present direction is not zero (waits)."""
+        return bool(self.measured_norms().any())
+
     def direction(self) -> Params:
         """Return the present direction by name, as views."""
         u = {n: view for b in self.buckets for n, view in zip(b.names, b.views)}

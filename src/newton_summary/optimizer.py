@@ -258,7 +258,28 @@ class NewtonSummary(Optimizer):
 
         The window averages D3 with its sign, where App. G averages abs(D3)^(1/3): then the mean of
         batches is that of the data as a whole.
+
+        Args:
+            partition: As for the class, like all that follow.
+            lr: lambda_1.
+            lambda_int: lambda_int.
+            curvature: Loss and data of the summaries.
+            momentum: mu_g.
+            eta_momentum: mu_eta.
+            summary_period: tau.
+            summary_window: upsilon.
+            warmup: Refreshes before the first move.
+            diagonal: Leave out the interactions between groups (App. K).
+            **options: Others of the class, but for those that are additions to Algorithm 2.
         """
+        additions = {"averaging": "window", "ramp": 0, "shorten": False, "keep_last_good": False}
+        for name, value in additions.items():
+            if options.get(name, value) != value:
+                raise ValueError(
+                    f"{name}={options[name]!r} is an addition to the paper's algorithm, which has "
+                    f"{name}={value!r}. Leave it out, or use NewtonSummary(..., averaging='window')"
+                    f" with the additions that you want."
+                )
         return cls(
             partition,
             lr=lr,
@@ -270,13 +291,7 @@ class NewtonSummary(Optimizer):
             warmup=warmup,
             curvature=curvature,
             diagonal=diagonal,
-            **{
-                "averaging": "window",
-                "keep_last_good": False,
-                "shorten": False,
-                "ramp": 0,
-                **options,
-            },
+            **{**options, **additions},
         )
 
     # --- a step -----------------------------------------------------------------------------------
@@ -297,7 +312,7 @@ class NewtonSummary(Optimizer):
                 loss = closure()
         motion = self._motions()
         motion.direct(self.param_groups[0]["momentum"])
-        if self.refresh_due and bool(motion.finite):  # else at the next step
+        if self.refresh_due and bool(motion.finite) and motion.moves:  # else at the next step
             loss = self._renew_rates(motion, closure, loss)
         solution = self._refresh.solution
         if solution is not None:

@@ -114,9 +114,9 @@ class Refresh:
             return False
         if self.done == 0 and not bool(summary.gbar.any() or summary.hessian().any()):
             raise ValueError(
-                "The loss on the curvature batch does not depend on the parameters of the "
-                "partition, or the direction is zero. Is the partition one of the model that is "
-                "trained, and does loss_fn use the model that it is given?"
+                "The loss on the curvature batch does not depend on the parameters that move. Is "
+                "the partition one of the model that is trained, and does loss_fn use the model "
+                "that it is given?"
             )
         self.done += 1
         self.last_summary = summary
