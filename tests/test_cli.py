@@ -213,6 +213,16 @@ def test_sweep_runs_the_grid_once_and_tells_the_best(call):
     assert {r["config"]["seed"] for r in results} == {0, 1}
 
 
+def test_a_sweep_of_fewer_epochs_reads_them_off_longer_runs(call):
+    swept = ["sweep", "mlp_embedded_adam", "--data.samples", "60", "--seed", "0,1", "--json"]
+    for epochs in (2, 1):
+        code, out, _ = call(*swept, "--epochs", str(epochs))
+        results = json.loads(out)
+        assert code == 0
+        assert [r["outcome"]["epochs"] for r in results] == [epochs, epochs]
+        assert [r["skipped"] for r in results] == [epochs == 1] * 2
+
+
 def test_sweep_in_processes_survives_a_failing_run(call):
     """blocks-9 is more blocks than the model has layers."""
     args = ["--optimizer.partition", "trivial,blocks-9", "--optimizer.curvature-batch-size", "20"]

@@ -186,15 +186,26 @@ def test_report_writes_everything_and_the_page_shows_it(runs, tmp_path):
     names = {file.name for file in files}
     for table in ("results", "partitions", "diagonal", "times", "runs"):
         assert {f"{table}.md", f"{table}.csv"} <= names
-    for figure in ("training_curves", "test_curves", "diagonal_curves", "04_custom_hbar"):
+    curves = ("training_curves", "test_curves", "partition_curves", "diagonal_curves")
+    for figure in (*curves, "04_custom_hbar"):
         assert {f"{figure}.png", f"{figure}.pdf"} <= names
     assert {"04_custom_eta.png"} <= names
-    page = files[0].read_text()
-    for file in files[1:]:
+    assert [file.name for file in files[:2]] == ["report.html", "report.md"]
+    page = files[1].read_text()
+    for file in files:
         content = file.read_bytes()
         assert len(content) > 50
         assert file.suffix != ".png" or (content[:4] == b"\x89PNG" and f"({file.name})" in page)
         assert file.suffix != ".pdf" or content[:4] == b"%PDF"
+
+
+def test_a_new_report_leaves_nothing_of_an_earlier_one(runs, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    earlier = make_report(runs, tmp_path)
+    now = make_report(runs[:1], tmp_path)
+    assert set(now) < set(earlier)
+    left = {file.name for file in tmp_path.iterdir()}
+    assert left == {"notes.txt", "files.json", *(file.name for file in now)}
 
 
 def test_report_from_the_command_line(runs, tmp_path, capsys):
@@ -225,5 +236,6 @@ def test_demo_trains_measures_and_draws(tmp_path, capsys, monkeypatch):
     assert cli.main(["demo", "--out", str(tmp_path), "--epochs", "1"]) == 0
     out = capsys.readouterr().out
     assert str(tmp_path / "report") in out and "training_curves.png" in out
+    assert "report.html" in out and "layers apart" in out and "from the same weights" in out
     assert [run.epoch for run in find_runs([tmp_path])] == [1, 1]
     assert len(list((tmp_path / "report").glob("*_hbar.png"))) == 2

@@ -288,13 +288,6 @@ def report(args: list[str]) -> int:
 
     runs = find_runs([Path(folder) for folder in folders])
     files = make_report(runs, options.out)
-    if importlib.util.find_spec("plotly") is None:
-        warnings.warn("no page without plotly: pip install 'newton-summary[report]'", stacklevel=1)
-    else:
-        from newton_summary.report import report as write_report
-
-        shown = [run.path for run in runs if run.rows]
-        files = [write_report(shown, options.out / "report.html"), *files]
     _tell_files(files, options)
     return 0
 
@@ -347,8 +340,7 @@ def demo(args: list[str]) -> int:
     options = parse(DemoOptions(), args, "demo")
     from newton_summary.experiments.demonstration import demonstrate
 
-    console = _console(options)
-    files = demonstrate(options.out, options.epochs, console)
+    files = demonstrate(options.out, options.epochs, _console(options))
     _tell_files(files, options)
     return 0
 
@@ -415,7 +407,10 @@ def _short_warnings() -> Iterator[None]:
     before = warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: f"newton-summary: {message}\n"
     try:
-        yield
+        with warnings.catch_warnings():
+            # What torch says when a thread of its own uses a GPU for the first time.
+            warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
+            yield
     finally:
         warnings.formatwarning = before
 

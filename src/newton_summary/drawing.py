@@ -51,7 +51,9 @@ class Picture(Figure):
         return stream.getvalue()
 
 
-def draw_matrix(axis: Axes, block: Block, scale: str = "raw", font_size: float = 6.0) -> None:
+def draw_matrix(
+    axis: Axes, block: Block, scale: str = "raw", font_size: float = 6.0, numbers: bool = True
+) -> None:
     """Draw a matrix into axes, with a colour bar; entries that are not finite are hatched.
 
     Args:
@@ -59,6 +61,7 @@ def draw_matrix(axis: Axes, block: Block, scale: str = "raw", font_size: float =
         block: The values and the names of rows and columns.
         scale: ``"raw"`` or ``"symlog"``.
         font_size: Of the names, in points; 0 for no names.
+        numbers: Whether to write the entries of a small matrix into its cells.
     """
     if scale not in ("raw", "symlog"):
         raise ValueError(f"scale={scale!r}: write 'raw' or 'symlog'.")
@@ -80,7 +83,7 @@ def draw_matrix(axis: Axes, block: Block, scale: str = "raw", font_size: float =
             this.set_ticklabels([short_name(name) for name in names], fontsize=font_size)
     axis.tick_params(axis="x", rotation=90)
     axis.tick_params(length=2, pad=1)
-    if font_size and max(values.shape) <= 10:
+    if numbers and font_size and max(values.shape) <= 10:
         for (row, column), value in np.ndenumerate(values):
             dark = abs(norm(value) - 0.5) > 0.35 and not unknown[row, column]
             colour = "white" if dark else "black"
@@ -181,13 +184,14 @@ def _rates_legend(
     figure = axis.get_figure()
     assert figure is not None
     handles = list(axis.get_legend_handles_labels()[0])
+    ink = mpl.rcParams["text.color"]  # white in a dark style
     if len(handles) > MOST_NAMES:
-        handles = [Line2D([], [], color="black", label="weights")]
+        handles = [Line2D([], [], color=ink, label="weights")]
         if "bias" in roles:
-            handles.append(Line2D([], [], color="black", linestyle=":", label="biases"))
+            handles.append(Line2D([], [], color=ink, linestyle=":", label="biases"))
         depth = ScalarMappable(Normalize(0, len(colours) - 1), "viridis")
         figure.colorbar(depth, ax=axis, label="layer", fraction=0.04)
-    look: Any = {"linestyle": "none", "markerfacecolor": "none", "color": "black"}
+    look: Any = {"linestyle": "none", "markerfacecolor": "none", "color": ink}
     if negative:
         handles.append(Line2D([], [], marker="v", label="negative: size", **look))
     if lost:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -30,14 +29,44 @@ STYLES = ("-", "--", "-.")  # after all colours are used up
 
 def training_curves(runs: Sequence[Run]) -> Figure:
     """Training loss by epoch, one panel a setup: seeds thin, their mean thick (Section 6.2)."""
-    return _curves(runs, [("train_loss", "training loss", True)])
+    return _curves(_without_studies(runs), [("train_loss", "training loss", True)])
 
 
 def test_curves(runs: Sequence[Run]) -> Figure:
     """Test loss and accuracy by epoch (App. I)."""
     return _curves(
-        runs, [("test_loss", "test loss", True), ("test_accuracy", "test accuracy", False)]
+        _without_studies(runs),
+        [("test_loss", "test loss", True), ("test_accuracy", "test accuracy", False)],
     )
+
+
+def partition_curves(runs: Sequence[Run]) -> Figure | None:
+    """Training loss with the partitions of a study (App. J)."""
+    setups = {setup_label(run.config) for run in runs if _is_study(run)}
+    chosen = [
+        run
+        for run in runs
+        if setup_label(run.config) in setups
+        and isinstance(run.config.optimizer, NewtonSummaryConfig)
+        and not run.config.optimizer.diagonal
+    ]
+    return _curves(chosen, [("train_loss", "training loss", True)]) if chosen else None
+
+
+def _is_study(run: Run) -> bool:
+    """Whether a run is one of a study of partitions, and not of a comparison of optimizers."""
+    optimizer = run.config.optimizer
+    return (
+        isinstance(optimizer, NewtonSummaryConfig)
+        and optimizer.averaging == "window"
+        and optimizer.partition != "canonical"
+    )
+
+
+def _without_studies(runs: Sequence[Run]) -> list[Run]:
+    """Leave out studies of partitions, in setups that have something else to show."""
+    setups = {setup_label(run.config) for run in runs if not _is_study(run)}
+    return [run for run in runs if not _is_study(run) or setup_label(run.config) not in setups]
 
 
 def diagonal_curves(runs: Sequence[Run]) -> Figure | None:
@@ -61,27 +90,29 @@ def diagonal_curves(runs: Sequence[Run]) -> Figure | None:
 def _curves(runs: Sequence[Run], metrics: Sequence[tuple[str, str, bool]]) -> Figure:
     setups = group_by(runs, lambda run: setup_label(run.config))
     label_of = method_labels(runs)
-    rows, columns = len(metrics), len(setups)
-    figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False)
-    for column, (setup, group) in enumerate(setups.items()):
-        for row, (metric, title, logarithmic) in enumerate(metrics):
-            axis = axes[row][column]
-            methods = group_by(group, lambda run: label_of[run.path])
-            looks = _looks(list(methods))
-            for label, same in methods.items():
-                _curve(axis, same, metric, label, *looks[label])
-            axis.set_title(setup, loc="left")
-            axis.set_xlabel("epoch")
-            axis.set_ylabel(title)
-            axis.set_xlim(0, max(1, *(run.epoch for run in group)))
-            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-            if logarithmic and any(_positive(line.get_ydata()) for line in axis.lines):
-                axis.set_yscale("log")
-            axis.grid(alpha=0.3)
-            if row == rows - 1 and axis.lines:
-                place = {"loc": "upper left", "bbox_to_anchor": (0, -0.2), "ncols": 1}
-                axis.legend(fontsize="small", frameon=False, **place)
+    panels = [(setup, group, metric) for setup, group in setups.items() for metric in metrics]
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(1.3 * PANEL[0] * columns, PANEL[1] * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flat
+    for axis, (setup, group, (metric, title, logarithmic)) in zip(axes, panels):
+        methods = group_by(group, lambda run: label_of[run.path])
+        looks = _looks(list(methods))
+        for label, same in methods.items():
+            _curve(axis, same, metric, label, *looks[label], positive=logarithmic)
+        axis.set_title(setup, loc="left")
+        axis.set_xlabel("epoch")
+        axis.set_ylabel(title)
+        axis.set_xlim(0, max(1, *(run.epoch for run in group)))
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if logarithmic and axis.lines:
+            axis.set_yscale("log")
+        axis.grid(alpha=0.3)
+        if metric == metrics[-1][0] and axis.lines:
+            place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+            axis.legend(fontsize="small", frameon=False, **place)
+    for axis in list(axes)[len(panels) :]:
+        axis.set_axis_off()
     return figure
 
 
@@ -97,10 +128,21 @@ def _looks(labels: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 
 def _curve(
-    axis: Axes, runs: Sequence[Run], metric: str, label: str, colour: str, style: str
+    axis: Axes,
+    runs: Sequence[Run],
+    metric: str,
+    label: str,
+    colour: str,
+    style: str,
+    positive: bool,
 ) -> None:
-    """Draw the seeds, and their mean over the epochs that all of them have."""
+    """Draw the seeds, and their mean over the epochs that all of them have.
+
+    With ``positive`` other values are left out: a logarithmic axis has no place for them.
+    """
     series = [np.array(run.column(metric)) for run in runs]
+    if positive:
+        series = [np.where(values > 0, values, np.nan) for values in series]
     epochs = [[row["epoch"] for row in run.rows] for run in runs]
     if not any(np.isfinite(values).any() for values in series):
         return
@@ -111,11 +153,6 @@ def _curve(
     mean = np.mean([values[:shortest] for values in series], axis=0)
     marker = "." if shortest <= 3 else None
     axis.plot(epochs[0][:shortest], mean, color=colour, linestyle=style, label=label, marker=marker)
-
-
-def _positive(values: Any) -> bool:
-    array = np.asarray(values, dtype=float)
-    return bool((array[np.isfinite(array)] > 0).any())
 
 
 # --- Hbar ----------------------------------------------------------------------------------------
@@ -171,7 +208,7 @@ def hessian_figure(run: Run) -> Figure | None:
                 else Block(summary.names, summary.names, matrix)
             )
             few = max(block.values.shape) <= 24
-            draw_matrix(axis, block, "symlog", font_size=5 if few else 0)
+            draw_matrix(axis, block, "symlog", font_size=5 if few else 0, numbers=False)
     figure.suptitle(f"{setup_label(run.config)}, {optimizer_label(run.config)}", x=0.01, ha="left")
     return figure
 

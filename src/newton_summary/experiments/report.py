@@ -1,7 +1,10 @@
-"""From run directories to a folder of tables and figures, with one page that shows them all."""
+"""From run directories to a folder of tables, figures and an interactive page."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import warnings
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -15,16 +18,19 @@ from newton_summary.experiments.tables import all_tables
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+FILES = "files.json"  # of the last report in a folder
+
 
 def make_report(runs: Sequence[Run], out: Path) -> list[Path]:
     """Write every table (Markdown, CSV) and figure (PNG, PDF) that the runs have something for.
 
     Args:
         runs: Runs, finished or not.
-        out: Folder to write to; ``report.md`` in it shows everything.
+        out: Folder to write to; ``report.md`` in it shows everything, ``report.html`` is the
+            interactive page, which needs plotly.
 
     Returns:
-        The files that were written, the page first.
+        The files that were written, the pages first.
     """
     runs = [run for run in runs if run.rows]
     if not runs:
@@ -43,7 +49,32 @@ def make_report(runs: Sequence[Run], out: Path) -> list[Path]:
     for name, title, figure in _figures(runs):
         page += [f"### {title}", "", f"![{title}]({name}.png)", ""]
         files += _save(figure, out / name)
-    return [_write(out / "report.md", "\n".join(page)), *files]
+    written = [*_interactive(runs, out), _write(out / "report.md", "\n".join(page)), *files]
+    _remove_stale(out, written)
+    return written
+
+
+def _interactive(runs: Sequence[Run], out: Path) -> list[Path]:
+    """Write the interactive page, where plotly is installed."""
+    if importlib.util.find_spec("plotly") is None:
+        warnings.warn("no page without plotly: pip install 'newton-summary[report]'", stacklevel=3)
+        return []
+    from newton_summary.report import report
+
+    return [report([run.path for run in runs], out / "report.html")]
+
+
+def _remove_stale(out: Path, written: Sequence[Path]) -> None:
+    """Remove what an earlier report has left, and remember what belongs to this one."""
+    names = sorted(file.name for file in written)
+    try:
+        earlier = json.loads((out / FILES).read_text())
+    except (OSError, ValueError):
+        earlier = []
+    for name in earlier:
+        if isinstance(name, str) and name not in names and Path(name).name == name:
+            (out / name).unlink(missing_ok=True)
+    _write(out / FILES, json.dumps(names, indent=1))
 
 
 def _figures(runs: Sequence[Run]) -> list[tuple[str, str, Figure]]:
@@ -60,6 +91,7 @@ def _figures(runs: Sequence[Run]) -> list[tuple[str, str, Figure]]:
     found: list[tuple[str, str, Figure | None]] = [
         ("training_curves", "Training loss", figures.training_curves(runs)),
         ("test_curves", "Test loss and accuracy", figures.test_curves(runs)),
+        ("partition_curves", "Choice of the partition", figures.partition_curves(runs)),
         ("diagonal_curves", "Whole Hbar and its diagonal", figures.diagonal_curves(runs)),
     ]
     labels = method_labels(runs)

@@ -92,6 +92,22 @@ class Run:
         """Whether there is nothing left to do."""
         return self.epoch >= self.config.epochs or self.diverged
 
+    def check_same(self, config: ExperimentConfig) -> None:
+        """Raise a UserError if the run is one of another configuration."""
+        old, new = flatten(self.config), flatten(config)
+        for name in sorted({*old, *new} - FREE):
+            if old.get(name) != new.get(name):
+                raise UserError(
+                    f"{self.path} holds another run: there {name} = {old.get(name)}, here "
+                    f"{new.get(name)}. Choose another --run-dir."
+                )
+
+    def until(self, config: ExperimentConfig) -> Run:
+        """Return the run as it was after the epochs of a configuration, of which it has more."""
+        self.check_same(config)
+        rows = [row for row in self.rows if row["epoch"] <= config.epochs]
+        return replace(self, config=config, rows=rows)
+
     def summaries(self) -> list[Measured]:
         """Read the summaries."""
         return read_summaries(self.path)
@@ -257,13 +273,7 @@ class RunWriter:
                 f"{self.path} belongs to something else: it is not empty and has no {CONFIG}."
             )
         run = Run.load(self.path)
-        old, new = flatten(run.config), flatten(self.config)
-        for name in sorted({*old, *new} - FREE):
-            if old.get(name) != new.get(name):
-                raise UserError(
-                    f"{self.path} holds another run: there {name} = {old.get(name)}, here "
-                    f"{new.get(name)}. Choose another --run-dir."
-                )
+        run.check_same(self.config)
         if self.config.epochs < run.epoch:
             raise UserError(
                 f"{self.path} has {run.epoch} epochs already, more than were asked. Ask for as "

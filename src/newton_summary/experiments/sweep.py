@@ -66,8 +66,9 @@ def run_one(config: ExperimentConfig, path: Path, threads: int | None = None) ->
     if threads is not None:
         torch.set_num_threads(threads)
     try:
-        done = (path / CONFIG).is_file() and Run.load(path).epoch >= config.epochs
-        run = train(config, path)
+        known = Run.load(path) if (path / CONFIG).is_file() else None
+        done = known is not None and known.epoch >= config.epochs
+        run = known.until(config) if known is not None and done else train(config, path)
         return Result(config, path, as_dict(outcome(run)), skipped=done)
     except Exception as error:  # whatever it is, the other runs do not depend on it
         text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
@@ -188,7 +189,7 @@ def table(results: Sequence[Result], varied: Sequence[str]) -> list[list[str]]:
         ]
         rows.append((bool(troubles), mean if mean == mean else float("inf"), cells))
     rows.sort(key=lambda row: row[:2])
-    header = [*columns, "runs", "best train", "train", "validation", "test", "accuracy", ""]
+    header = [*columns, "runs", "best train", "train", "validation", "test", "accuracy", "trouble"]
     return [header, *(cells for *_, cells in rows)]
 
 

@@ -350,7 +350,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": sys.argv,
+        "command": [_program(), *sys.argv[1:]],
         "newton_summary": __version__,
         "commit": _commit(),
         "python": platform.python_version(),
@@ -362,6 +362,11 @@ def environment(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "process": os.getpid(),
     }
+
+
+def _program() -> str:
+    name = Path(sys.argv[0]).name
+    return "newton-summary" if name == "__main__.py" else name
 
 
 def _commit() -> str | None:
