@@ -477,7 +477,9 @@ def test_encoder_layer_of_torch_in_both_modes():
         check(layer, loss_fn, batch_of(3, 2, 4), backends=["nested"])
 
 
-def test_checkpointed_activations():
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_activations(use_reentrant):
+    """Also with the gradient as direction, where autograd would not see parameters inside."""
     from torch.utils.checkpoint import checkpoint
 
     class Checkpointed(nn.Module):
@@ -487,9 +489,70 @@ def test_checkpointed_activations():
             self.b = nn.Linear(4, 3)
 
         def forward(self, x):
-            return self.b(checkpoint(self.a, x, use_reentrant=False))
+            return self.b(checkpoint(self.a, x, use_reentrant=use_reentrant))
 
-    check(Checkpointed(), cross_entropy, batch_of(5, 3), backends=["auto"])
+    model, batch = Checkpointed().double(), batch_of(5, 3)
+    batch[0].requires_grad_(use_reentrant)
+    plain = lambda model, batch: F.cross_entropy(model.b(model.a(batch[0])), batch[1])  # noqa: E731
+    expected = summarize(model, plain, batch, backend="dense")
+    for backend in BACKENDS:
+        actual = summarize(model, cross_entropy, batch, backend=backend)
+        tolerance = {"rtol": 1e-4, "atol": 1e-6} if backend == "differences" else {}
+        for name in ("gbar", "Hbar", "D3"):
+            torch.testing.assert_close(getattr(actual, name), getattr(expected, name), **tolerance)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_hooks_that_the_loss_puts_on_gradients_rest(backend):
+    problem = PROBLEMS["mlp_cross_entropy"]()
+
+    def hooked(model, batch):
+        h = model[0](batch[0])
+        handle = h.register_hook(lambda grad: 3 * grad)
+        model[0].weight.register_hook(lambda grad: 5 * grad)
+        handle.remove()
+        h.register_hook(lambda grad: 7 * grad)
+        return F.cross_entropy(model[2](model[1](h)), batch[1])
+
+    expected = summarize(*vars(problem).values(), backend=backend)
+    with pytest.warns(UserWarning, match="hooks rest"):
+        actual = summarize(problem.model, hooked, problem.batch, backend=backend)
+    for name in ("gbar", "Hbar", "D3"):
+        torch.testing.assert_close(getattr(actual, name), getattr(expected, name))
+    h = torch.zeros(2, requires_grad=True)
+    h.register_hook(lambda grad: 3 * grad)
+    assert torch.equal(torch.autograd.grad(h.sum(), h)[0], torch.full((2,), 3.0))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_models_are_measured_as_they_are_written(backend):
+    """The model as a whole, a layer inside, and a loss that calls the compiled one."""
+    problem = PROBLEMS["mlp_cross_entropy"]()
+    compiled = torch.compile(problem.model, backend="aot_eager")
+    compiled(problem.batch[0])
+    expected = summarize(*vars(problem).values(), backend=backend)
+    losses = [problem.loss_fn, lambda model, batch: problem.loss_fn(compiled, batch)]
+    for loss_fn in losses:
+        actual = summarize(compiled, loss_fn, problem.batch, backend=backend)
+        assert actual.names == expected.names
+        assert torch.equal(actual.Hbar, expected.Hbar) and torch.equal(actual.D3, expected.D3)
+    assert make_partition(nn.DataParallel(compiled)).names == expected.names
+    problem.model[0].compile(backend="aot_eager")
+    actual = summarize(*vars(problem).values(), backend=backend)
+    assert torch.equal(actual.Hbar, expected.Hbar)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_torchscript_inside_a_model_can_be_measured():
+    model = nn.Sequential(nn.Linear(3, 4), torch.jit.script(nn.Tanh()), nn.Linear(4, 3)).double()
+    batch = batch_of(5, 3)
+    with pytest.warns(UserWarning, match="Falling back from 'sweep'"):
+        actual = summarize(model, cross_entropy, batch)
+    plain = nn.Sequential(model[0], nn.Tanh(), model[2])
+    expected = summarize(plain, cross_entropy, batch, backend="dense")
+    assert actual.backend == "nested"
+    torch.testing.assert_close(actual.Hbar, expected.Hbar)
+    torch.testing.assert_close(actual.D3, expected.D3)
 
 
 def test_data_parallel_wrappers_are_looked_through():

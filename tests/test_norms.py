@@ -9,6 +9,7 @@ from torch import nn
 
 from newton_summary import NewtonSummary, Summary, make_partition, summarize
 from newton_summary.derivatives.norms import ELEMENTARY, ElementaryNorms
+from newton_summary.derivatives.probe import CannotDifferentiate
 from problems import PROBLEMS, cross_entropy, finite_differences, worst_error
 
 
@@ -71,11 +72,87 @@ def test_torch_and_we_are_right(name):
     assert max(ours) < 1e-6
 
 
-# --- the elementary forms are the same functions -------------------------------------------------
+# --- called as operators, or where no mode sees them --------------------------------------------
 
 
 def randn(*shape):
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+aten = torch.ops.aten
+ones = torch.ones(6, dtype=torch.float64)
+OPERATORS = {
+    "layer_norm": lambda h: aten.layer_norm(h, [6], ones, None),
+    "layer_norm.default": lambda h: aten.layer_norm.default(h, [6], ones, None),
+    "batch_norm": lambda h: aten.batch_norm(h, *[None] * 4, True, 0.1, 1e-5, False),
+    "instance_norm": lambda h: aten.instance_norm(
+        h[:, None], *[None] * 4, True, 0.1, 1e-5, False
+    ).squeeze(1),
+    "group_norm": lambda h: aten.group_norm(h, 2, ones, None),
+    "weight_norm": lambda h: aten._weight_norm(h, ones[:, None], 0),
+    "native_layer_norm": lambda h: aten.native_layer_norm(h, [6], ones, None, 1e-5)[0],
+    "native_batch_norm": lambda h: aten.native_batch_norm(h, *[None] * 4, True, 0.1, 1e-5)[0],
+    "native_group_norm": lambda h: aten.native_group_norm(h, ones, None, 6, 6, 1, 2, 1e-5)[0],
+    "_weight_norm_interface": lambda h: aten._weight_norm_interface(h, ones[:, None], 0)[0],
+    "_fused_rms_norm": lambda h: aten._fused_rms_norm(h, [6], ones, 1e-5)[0],
+}
+
+
+class WithNorm(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(4, 6), norm, nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.norm(self.a(x))))
+
+
+BATCH = (randn(6, 4), torch.arange(6) % 3)
+
+
+def measured(model, backend, order=3):
+    """Return the summary along some direction, or None where it is said that there is none."""
+    u = {name: randn(*p.shape) for name, p in model.named_parameters()}
+    try:
+        return summarize(model, cross_entropy, BATCH, direction=u, backend=backend, order=order)
+    except CannotDifferentiate:
+        return None
+
+
+@pytest.mark.parametrize("backend", ["sweep", "nested"])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_norms_called_as_operators_are_right_or_refused(name, backend):
+    torch.manual_seed(0)
+    model = WithNorm(OPERATORS[name])
+    actual = measured(model, backend)
+    if actual is None:
+        assert name.startswith(("native", "_"))
+        return
+    u = {name: randn(*p.shape) for name, p in model.named_parameters()}
+    expected = finite_differences(model, cross_entropy, BATCH, u, make_partition(model))
+    assert all(error < 1e-6 for error in worst_error(actual, expected))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
+@pytest.mark.parametrize("training", [True, False])
+def test_norms_in_torchscript_are_right_or_refused(norm, training, order):
+    """Nested differentiation sees them only in the graph; a batch norm in evaluation is linear."""
+    torch.manual_seed(0)
+    plain = WithNorm(norm(6)).train(training)
+    scripted = WithNorm(torch.jit.script(plain.norm)).train(training)
+    scripted.a, scripted.b = plain.a, plain.b
+    actual, expected = measured(scripted, "nested", order), measured(plain, "nested", order)
+    assert (actual is None) == (order == 3 and (norm is nn.LayerNorm or training))
+    if actual is not None:
+        torch.testing.assert_close(actual.Hbar, expected.Hbar)
+    if actual is not None and order == 3:
+        torch.testing.assert_close(actual.D3, expected.D3)
+
+
+# --- the elementary forms are the same functions -------------------------------------------------
 
 
 x2, x3, x4 = randn(6, 4), randn(5, 4, 3), randn(5, 4, 3, 2)

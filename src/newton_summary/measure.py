@@ -61,7 +61,7 @@ def summarize(
     are afterwards as they were.
 
     Args:
-        model: Any module.
+        model: Any module. A compiled one is measured as it was before ``torch.compile``.
         loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a batch as a scalar tensor.
         data: One batch (a tensor, tuple, mapping, or a list that holds tensors), or an iterable of
             batches such as a DataLoader; these are weighted by their numbers of samples. The number

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -258,7 +259,7 @@ def result_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside a wrapper of data parallelism.
+    """Return the module inside wrappers: of data parallelism, and of ``torch.compile``.
 
     One that FSDP2 looks after is put into its sharded state: else it may show other parameters.
     """
@@ -267,9 +268,16 @@ def unwrap(model: nn.Module) -> nn.Module:
             f"The model is of type {type(model).__name__}: give a torch.nn.Module, the model "
             f"itself and not its parameters or its class."
         )
-    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    while isinstance(model, wrappers):
-        model = model.module
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # loaded by who has compiled a model
+    compiled = compiler.OptimizedModule if compiler is not None else ()
+    parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    while True:
+        if isinstance(model, parallel):
+            model = model.module
+        elif isinstance(model, compiled):
+            model = model._orig_mod
+        else:
+            break
     settle(model)
     return model
 
@@ -441,7 +449,7 @@ def make_partition(model: nn.Module, spec: Spec = "canonical") -> Partition:
     r"""Divide the trainable parameters of a model into groups.
 
     Args:
-        model: Any module; wrappers of data parallelism are looked through.
+        model: Any module; wrappers of data parallelism and of torch.compile are looked through.
         spec: One of
 
             - ``"canonical"`` (one group per tensor), ``"trivial"`` (one group),

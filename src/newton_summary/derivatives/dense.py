@@ -26,7 +26,7 @@ def partition_matrix(partition: Partition) -> Tensor:
 
 def full_derivatives(closure: Closure, params: Params, order: int) -> tuple[Tensor, list[Tensor]]:
     """Return the loss and its full derivatives of order 1..order, the d-th of shape (P,) * d."""
-    loss = evaluate(closure, params)
+    loss = evaluate(closure, params, order)
     leaves = list(params.values())
     g = jacobian(loss.reshape(1), leaves, last=order == 1)[0]
     derivatives = [g.detach()]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from newton_summary.derivatives.norms import ElementaryNorms
+from newton_summary.derivatives.norms import ElementaryNorms, is_wrong_norm
 from newton_summary.derivatives.probe import (
     CannotDifferentiate,
     Closure,
@@ -133,12 +133,19 @@ def _must_be_differentiable(name: str, remembers_numbers: bool) -> Callable[...,
     return hook
 
 
-def evaluate(closure: Closure, params: Params) -> Tensor:
-    """Evaluate the loss with operations that can be differentiated again and again."""
+def evaluate(closure: Closure, params: Params, order: int) -> Tensor:
+    """Evaluate the loss with operations that can be differentiated ``order`` times."""
     with ElementaryNorms(), sdpa_kernel(SDPBackend.MATH):
         loss = closure()
     check_finite(loss)
     check_depends(loss, params)
+    for node in graph_nodes(loss.grad_fn):
+        if is_wrong_norm(node, order):
+            raise CannotDifferentiate(
+                f"nested: torch's own derivatives of {node.name().partition('Backward')[0]} are "
+                f"wrong at order {order}, and it was called so that it cannot be replaced. Call "
+                f"the norm of torch.nn.functional, outside of TorchScript."
+            )
     return loss.reshape(())
 
 
@@ -157,7 +164,7 @@ def summarize_nested(
     Returns:
         The detached summary.
     """
-    loss = evaluate(closure, params)
+    loss = evaluate(closure, params, order)
     contract = Contraction(params, u, partition)
     S = len(partition)
     gbar = contract(loss, last=order == 1)
@@ -188,7 +195,7 @@ def nested_tensor(closure: Closure, contract: Contraction, order: int) -> Tensor
     backward pass gives a row of them, so there are :func:`count_backward_passes` of these.
     """
     S = len(contract.partition)
-    rows: dict[tuple[int, ...], Tensor] = {(): evaluate(closure, contract.params)}
+    rows: dict[tuple[int, ...], Tensor] = {(): evaluate(closure, contract.params, order)}
     for d in range(1, order + 1):
         longer: dict[tuple[int, ...], Tensor] = {}
         for index, entry in rows.items():
@@ -224,7 +231,7 @@ def nested_taylor_terms(closure: Closure, contract: Contraction, order: int) -> 
         contract: With a partition into one group.
         order: 1 or more.
     """
-    term = evaluate(closure, contract.params)
+    term = evaluate(closure, contract.params, order)
     terms: list[Tensor] = []
     for d in range(1, order + 1):
         (term,) = contract(term, last=d == order)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import (
     TorchFunctionMode,
     handle_torch_function,
@@ -220,11 +221,41 @@ ELEMENTARY: dict[Callable[..., Any], Callable[..., Tensor]] = {
 }
 
 
+def elementary_form(func: Callable[..., Any]) -> Callable[..., Tensor] | None:
+    """Return how to compute a function of torch from elementary operations, if it is a norm.
+
+    Also for operators, such as ``torch.ops.aten.layer_norm``.
+    """
+    if isinstance(func, OpOverload | OpOverloadPacket):
+        packet = func if isinstance(func, OpOverloadPacket) else func.overloadpacket
+        func = getattr(torch, packet.__name__, func)
+    return ELEMENTARY.get(func)
+
+
 class ElementaryNorms(TorchFunctionMode):
     """While active, norms are computed from elementary operations."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        elementary: Callable[..., Any] = ELEMENTARY.get(func, func)
-        return elementary(*args, **(kwargs or {}))
+        return (elementary_form(func) or func)(*args, **(kwargs or {}))
+
+
+# Nodes of autograd's graph, and the order from which on their derivatives are wrong. They are left
+# where a norm is called so that no mode sees it: as a native operator, from TorchScript or C++.
+_WRONG_FROM = {
+    "NativeLayerNormBackward0": 3,
+    "NativeBatchNormBackward0": 3,
+    "NativeBatchNormLegitBackward0": 3,
+    "NativeBatchNormLegitBackward1": 3,
+    "BatchNormWithUpdateBackward0": 3,
+    "CudnnBatchNormBackward0": 3,
+    "MiopenBatchNormBackward0": 3,
+    "WeightNormInterfaceBackward0": 2,
+}
+
+
+def is_wrong_norm(node: Any, order: int) -> bool:
+    """Return whether torch differentiates a node of autograd's graph wrongly at ``order``."""
+    in_training = getattr(node, "_saved_training", True)  # else a batch norm is linear
+    return in_training and order >= _WRONG_FROM.get(node.name(), order + 1)

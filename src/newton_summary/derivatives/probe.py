@@ -7,7 +7,8 @@ modes, and the model is afterwards as it was before.
 
 Hooks on gradients (``Tensor.register_hook``, the backward hooks of modules) rest during a
 measurement: they see gradients that belong to no training step, and could change the derivatives.
-Hooks on the forward pass are a part of the model and run as ever.
+Hooks on the forward pass are a part of the model and run as ever. Compiled modules, and those in
+re-entrant checkpoints, run as they are written.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from newton_summary.derivatives.batches import _as_batches as _as_batches
 from newton_summary.derivatives.batches import count_samples, outside_inference_mode, take_samples
 from newton_summary.derivatives.loss_function import LossFn as LossFn
 from newton_summary.derivatives.loss_function import check_loss_fn, explain
-from newton_summary.derivatives.state import ModelState, ParameterWatch, without_data_parallel
+from newton_summary.derivatives.plainly import running_plainly
+from newton_summary.derivatives.state import ModelState, ParameterWatch
 from newton_summary.derivatives.state import RandomState as RandomState
 from newton_summary.derivatives.state import _generators as _generators
 from newton_summary.partition import Partition, unwrap
@@ -117,7 +119,7 @@ class Probe:
         self._model_state = ModelState(self.model)
         self._model_state.rest()
         self._contexts = ExitStack()
-        self._contexts.enter_context(without_data_parallel())
+        self._contexts.enter_context(running_plainly())
         self._contexts.enter_context(resting_hooks(self.model))
         self._contexts.enter_context(torch.inference_mode(False))
         self._contexts.enter_context(torch.enable_grad())

@@ -86,7 +86,8 @@ class ModelState:
     def __init__(self, model: nn.Module):
         """Remember modes, buffers, gradients, hooks, and what requires a gradient."""
         self.modes = [(module, module.training) for module in model.modules()]
-        self.buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+        own = (module._buffers for module in model.modules())
+        self.buffers = [(buffers, dict(buffers)) for buffers in own if isinstance(buffers, dict)]
         # One made under inference_mode cannot be changed outside of it.
         self.tensors = [
             buffer
@@ -137,34 +138,6 @@ class ModelState:
                 p._backward_hooks = hooks
         for module, after, before in self.hooks:
             module._backward_hooks, module._backward_pre_hooks = after, before
-
-
-@contextmanager
-def without_data_parallel() -> Iterator[None]:
-    """Let modules wrapped for data parallelism run as if they were not.
-
-    A loss may use the wrapped module although it is given the one inside. Its forward pass would
-    prepare an all-reduce of gradients that never come, and send buffers to the other ranks.
-    """
-    wrapper = nn.parallel.DistributedDataParallel
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        yield
-        return
-
-    def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-        if self.device_ids and (inputs or kwargs):
-            from torch.distributed.utils import _to_kwargs
-
-            device = torch.device(self.device_type, self.device_ids[0])
-            (inputs,), (kwargs,) = _to_kwargs(inputs, kwargs, device, False)
-        return self.module(*inputs, **kwargs)
-
-    original = wrapper.forward
-    wrapper.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        wrapper.forward = original  # type: ignore[method-assign]
 
 
 class RandomState:

@@ -7,10 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch._ops import OpOverload, OpOverloadPacket
-
-from newton_summary.derivatives.norms import ELEMENTARY
+from newton_summary.derivatives.norms import elementary_form
 
 
 def names(text: str) -> list[str]:
@@ -30,7 +27,6 @@ PASS = frozenset(
 """)
 )
 READS_OUT = frozenset(names("item tolist __float__ __int__ numpy __array__ tensor new_tensor"))
-GRADIENT_HOOKS = frozenset(["register_hook", "register_post_accumulate_grad_hook"])
 # Arguments that may also be written as keywords, in the order in which they stand.
 POSITIONAL = names("""
     condition input self tensors other mat1 mat2 vec vec1 vec2 batch1 batch2 tensor tensor1 tensor2
@@ -53,7 +49,7 @@ class Call:
     name: str
     in_place: bool  # whether it changes its first argument
     passes: bool  # whether it only answers a question about a tensor
-    accesses: bool  # whether it reads or writes an attribute, or hooks into a gradient
+    accesses: bool  # whether it reads or writes an attribute
     of_torch: bool  # whether its keywords are those of torch
     elementary: Callable[..., Any] | None  # what to run instead, for norms
     inside: Callable[..., Any] | None  # its body, where torch writes it in Python
@@ -66,9 +62,9 @@ class Call:
             name,
             writes_in_place(func),
             name in PASS,
-            name.endswith((".get", ".set")) or name in GRADIENT_HOOKS,
+            name.endswith((".get", ".set")),
             not isinstance(func, types.FunctionType) or of_torch(func),
-            ELEMENTARY.get(python_function(func)),
+            elementary_form(func),
             without_override_check(func) if isinstance(func, types.FunctionType) else None,
         )
 
@@ -111,14 +107,6 @@ def in_position(
     kwargs = {NUMPY_NAMES.get(key, key): value for key, value in kwargs.items()}
     moved = [kwargs.pop(key) for key in POSITIONAL if key in kwargs]
     return (*args, *moved), kwargs
-
-
-def python_function(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function of torch that an operator such as ``torch.ops.aten.layer_norm`` is."""
-    if isinstance(func, OpOverload | OpOverloadPacket):
-        packet = func if isinstance(func, OpOverloadPacket) else func.overloadpacket
-        return getattr(torch, packet.__name__, func)
-    return func
 
 
 def writes_in_place(func: Callable[..., Any]) -> bool:

@@ -7,12 +7,10 @@ calls are noted instead; calls that do not touch the parameters are left alone.
 
 from __future__ import annotations
 
-import sys
 import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,12 +19,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils.checkpoint import CheckpointFunction
-from torch.utils.hooks import RemovableHandle
 
 from newton_summary.derivatives.probe import CannotDifferentiate, Closure
 from newton_summary.derivatives.sweep.calls import (
-    GRADIENT_HOOKS,
     READS_OUT,
     in_position,
     look_up,
@@ -88,7 +83,7 @@ class Recorder(TorchFunctionMode):
                     f"sweep: {type(mode).__name__}, which is active around the measurement, may "
                     f"change what an operation does"
                 )
-        with self, plain_checkpoints(), not_compiled():
+        with self:
             loss = closure()
         for tensor, version in self.loose:
             if tensor._version != version:
@@ -210,16 +205,9 @@ class Recorder(TorchFunctionMode):
     def _access(
         self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Pass on what is no operation: attributes, and hooks on gradients."""
+        """Pass on what is no operation: attributes."""
         if not args[0].requires_grad:
             return func(*args, **kwargs)
-        if name in GRADIENT_HOOKS:
-            warnings.warn(
-                "loss_fn hooks into the gradient of a tensor. Such hooks rest during a "
-                "measurement: the derivatives are those of the loss.",
-                stacklevel=4,
-            )
-            return RemovableHandle(OrderedDict())
         if name == "grad.get":
             raise CannotDifferentiate("sweep: the loss reads .grad of a tensor")
         if name == "data.set" and id(args[0]) in self.values:
@@ -403,26 +391,6 @@ def check_subclass(kind: type) -> None:
             raise CannotDifferentiate(
                 f"sweep: tensors of class {kind.__name__} have operations of their own"
             )
-
-
-@contextmanager
-def plain_checkpoints() -> Iterator[None]:
-    """Let re-entrant checkpoints run as plain calls: inside them nothing could be recorded."""
-
-    def run_plainly(run: Callable[..., Any], preserve_random_state: bool, *args: Any) -> Any:
-        return run(*args)
-
-    setattr(CheckpointFunction, "apply", staticmethod(run_plainly))  # noqa: B010
-    try:
-        yield
-    finally:
-        delattr(CheckpointFunction, "apply")
-
-
-def not_compiled() -> AbstractContextManager[Any]:
-    """Let compiled functions run as they are written: their kernels cannot be recorded."""
-    used = "torch._dynamo" in sys.modules
-    return torch.compiler.set_stance("force_eager") if used else nullcontext()
 
 
 class Circumstances:

@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
 
 
-# Operators that torch differentiates wrongly three times; as functions they are in norms.py.
+# Operators that torch differentiates wrongly two or three times; as functions they are in norms.py.
 WRONG = frozenset(
     names("""
     native_layer_norm native_batch_norm native_group_norm _native_batch_norm_legit
     _batch_norm_with_update cudnn_batch_norm miopen_batch_norm _fused_rms_norm
+    _weight_norm_interface
 """)
 )
 
@@ -38,7 +39,7 @@ WRONG = frozenset(
 def generic(sweep: Sweep, op: Op, *args: Any, **kwargs: Any) -> Any:
     """Pass an operation that has no rule of its own, one group after the other."""
     if op.name.partition(".")[0] in WRONG:
-        raise CannotDifferentiate(f"sweep: torch's own third derivative of {op.name!r} is wrong")
+        raise CannotDifferentiate(f"sweep: torch's own derivatives of {op.name!r} are wrong")
     if isinstance(op.func, OpOverload | OpOverloadPacket) and not str(op.func).startswith("aten."):
         raise CannotDifferentiate(
             f"sweep: {op.func} is a custom operator, and may have no second derivative"
