@@ -24,7 +24,7 @@ from newton_summary.summary import Summary
 
 
 def normalized(summary: Summary | Tensor) -> Tensor:
-    """Return ``Hbar`` scaled to a unit diagonal, H_st / sqrt(|H_ss H_tt|), shape (S, S).
+    """Return ``Hbar`` scaled to a unit diagonal, ``H_st / sqrt(|H_ss H_tt|)``, shape (S, S).
 
     It does not change if the direction of a group is scaled. The diagonal is the sign of H_ss.
     Where ``Hbar`` is positive definite the other entries lie between -1 and 1. A group with

@@ -96,7 +96,7 @@ def draw_matrix(
     bar = figure.colorbar(image, ax=axis, fraction=0.046, aspect=30, ticks=ticks)
     bar.ax.minorticks_off()
     bar.ax.set_yticklabels(
-        [f"{t:.1e}" if t else "0" for t in ticks],
+        [f"{t:.2g}" if not t or 0.01 <= abs(t) < 1000 else f"{t:.1e}" for t in ticks],
         fontsize=9 if max(values.shape) > 100 else max(font_size, 6),
     )
 
