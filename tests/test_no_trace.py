@@ -477,6 +477,20 @@ def test_encoder_layer_of_torch_in_both_modes():
         check(layer, loss_fn, batch_of(3, 2, 4), backends=["nested"])
 
 
+def test_the_padding_row_of_an_embedding_is_a_constant():
+    """As autograd has it: a direction that moves the row is as good as one that does not."""
+    model = nn.Sequential(nn.Embedding(5, 3, padding_idx=1), nn.Flatten(), nn.Linear(6, 2)).double()
+    torch.nn.init.normal_(model[0].weight)
+    batch = (torch.tensor([[0, 1], [2, 3], [1, 4]]), torch.tensor([0, 1, 1]))
+    moving = Problem(model, cross_entropy, batch).direction()
+    resting = {name: value.clone() for name, value in moving.items()}
+    resting["0.weight"][1] = 0
+    expected = finite_differences(model, cross_entropy, batch, resting, make_partition(model))
+    for backend in EXACT:
+        actual = summarize(model, cross_entropy, batch, direction=moving, backend=backend)
+        assert max(worst_error(actual, expected)) < 1e-6, backend
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointed_activations(use_reentrant):
     """Also with the gradient as direction, where autograd would not see parameters inside."""

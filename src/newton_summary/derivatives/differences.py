@@ -4,6 +4,9 @@ Every group is moved by +h and by -h along its part of the direction, 2S + 1 gra
 
     Hbar_st ~ (gbar_s(+h_t) - gbar_s(-h_t)) / 2 h_t
     D3_s    ~ (gbar_s(+h_s) - 2 gbar_s(0) + gbar_s(-h_s)) / h_s^2
+
+The row of an embedding that ``padding_idx`` names is a constant to autograd, and so to the exact
+backends. Here it moves if the direction does not leave it out, as gradients do.
 """
 
 from __future__ import annotations
