@@ -394,26 +394,38 @@ def test_no_cubic_term_at_all_is_newton(lambda_int):
 
 
 @pytest.mark.parametrize(
-    ("g", "H", "D3"),
+    ("g", "H", "D3", "escaping"),
     [
-        ([1, 1], [[-1, 0], [0, 1]], [0, 1]),  # negative curvature
-        ([0, 1], [[-1, 0], [0, 1]], [0, 1]),  # the same, not seen by gbar
-        ([1, 1], [[0, 0], [0, 1]], [0, 1]),  # a slope without curvature
-        ([0, 1], [[0, 1], [1, 1]], [0, 1]),  # a slope as soon as the other group moves
-        ([0, 1, 1], [[1, 1, 0], [1, 1, 1], [0, 1, 9]], [0, 0, 1]),  # the same, between two groups
-        ([1, 0, 1], [[1, 1, 0], [1, 1, 0], [0, 0, 9]], [0, 0, 1]),  # gbar outside the range
-        ([1e-30, 1], [[0, 0], [0, 1]], [0, 0]),  # however small
-        ([1e-6, -1e-6, 1e6], [[1, 1, 0], [1, 1, 0], [0, 0, 1]], [0, 0, 0]),
+        ([1, 1], [[-1, 0], [0, 1]], [0, 1], [0]),  # negative curvature
+        ([0, 1], [[-1, 0], [0, 1]], [0, 1], [0]),  # the same, not seen by gbar
+        ([1, 1], [[0, 0], [0, 1]], [0, 1], [0]),  # a slope without curvature
+        ([0, 1], [[0, 1], [1, 1]], [0, 1], [0]),  # a slope as soon as the other group moves
+        # The same, between two groups:
+        ([0, 1, 1], [[1, 1, 0], [1, 1, 1], [0, 1, 9]], [0, 0, 1], [0, 1]),
+        ([1, 0, 1], [[1, 1, 0], [1, 1, 0], [0, 0, 9]], [0, 0, 1], [0, 1]),  # gbar outside the range
+        ([1e-30, 1], [[0, 0], [0, 1]], [0, 0], [0]),  # however small
+        ([1e-6, -1e-6, 1e6], [[1, 1, 0], [1, 1, 0], [0, 0, 1]], [0, 0, 0], [0, 1]),
+        # Of three groups without cubic term, one has a curvature of its own and one is dead:
+        ([1, 1, 0, 1], np.diag([2.0, -1.0, 0.0, 1.0]), [0, 0, 0, 1], [1]),
     ],
 )
-def test_no_minimum(g, H, D3):
-    """The model falls without end along groups without cubic term: nan, and not ok."""
+def test_no_minimum(g, H, D3, escaping):
+    """The model falls without end along groups without cubic term: nan, not ok, and named."""
     rates = learning_rates(summary_of(g, H, D3), 1.0)
     assert rates.status == "no-minimum"
     assert not rates.ok
     assert rates.eta.isnan().all()
     assert math.isnan(rates.radius)
     assert math.isnan(rates.model_change)
+    assert list(rates.escaping) == escaping
+    assert f"It falls along {', '.join(f'group {s}' for s in escaping)}." in str(rates)
+
+
+def test_minima_have_no_escaping_groups():
+    for kind in ("definite", "indefinite"):
+        system = random_system(np.random.default_rng(3), kind, S=4)
+        rates = learning_rates(summary_of(*system), 1.0)
+        assert rates.escaping == () and "falls along" not in str(rates)
 
 
 @pytest.mark.parametrize("lambda_int", [0.0, 1.0])

@@ -399,6 +399,7 @@ def test_a_model_without_a_minimum_keeps_the_last_rates(with_y, status):
     with pytest.warns(UserWarning, match="Use lambda_int > 0") as caught:
         step_quadratic(model, opt, 3)
     assert len(caught) == 1
+    assert ("It falls along 'x'." in str(caught[0].message)) == (status == "no-minimum")
     assert opt.last_rates.status == status and opt.failed_refreshes == 3
     assert torch.equal(opt._refresh.solution, solution)
 

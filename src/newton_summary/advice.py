@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from newton_summary.derivatives.probe import LossFn, Probe
 from newton_summary.directions import find_direction
 from newton_summary.distributed import find_ranks, together
-from newton_summary.learning_rates import STATUS, LearningRates, learning_rates
+from newton_summary.learning_rates import LearningRates, learning_rates
 from newton_summary.measure import find_partition, summarize
 from newton_summary.partition import Params, Partition, Spec, text_table, unwrap
 from newton_summary.summary import Summary
@@ -92,7 +92,7 @@ class Advice:
             *(f"{v}: {VERDICTS[v]}" for v in VERDICTS if any(g.verdict == v for g in self.groups)),
         ]
         if not self.rates.ok:
-            lines.append(f"{self.rates.status}: {STATUS[self.rates.status]}")
+            lines.append(f"{self.rates.status}: {self.rates.detail}")
         return "\n".join(lines)
 
     def apply(self) -> None:

@@ -29,7 +29,7 @@ from newton_summary.derivatives.batches import _as_batches, map_batch
 from newton_summary.derivatives.probe import CannotDifferentiate, LossFn
 from newton_summary.experiments.errors import UserError, nearest
 from newton_summary.history import History
-from newton_summary.learning_rates import STATUS, LearningRates, learning_rates
+from newton_summary.learning_rates import LearningRates, learning_rates
 from newton_summary.measure import summarize
 from newton_summary.partition import make_partition, text_table
 from newton_summary.summary import Summary
@@ -88,7 +88,7 @@ class Inspection:
         if self.rates.ok:
             lines += self._rates_in_words()
         else:
-            lines.append(f"No learning rates, {self.rates.status}: {STATUS[self.rates.status]}")
+            lines.append(f"No learning rates, {self.rates.status}: {self.rates.detail}")
         if self.pairs:
             rows = [["Strongest pairs", "", "interaction"]]
             rows += [[f"  {p.first}", p.second, f"{p.interaction:+.3f}"] for p in self.pairs]

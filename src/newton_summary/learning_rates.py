@@ -81,11 +81,21 @@ class LearningRates:
     diagonal: bool = False
     model_change: float = math.nan  # -eta.gbar + 1/2 eta.Hbar eta, with all of Hbar
     eta_stderr: Tensor | None = None  # (S,)  over batches, if the summary was measured with stderr
+    escaping: tuple[int, ...] = ()  # with "no-minimum": groups along which the model falls
 
     @property
     def ok(self) -> bool:
         """Whether ``eta`` minimises the model."""
         return self.status in USABLE
+
+    @property
+    def detail(self) -> str:
+        """What the status means and what to do about it, with the groups that are to blame."""
+        if not self.escaping:
+            return STATUS[self.status]
+        names = [repr(self.names[s]) if self.names else f"group {s}" for s in self.escaping]
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        return f"{STATUS[self.status]} It falls along {', '.join(names[:5])}{more}."
 
     def __str__(self) -> str:
         """Return a table of the groups with their rates, and the status in words."""
@@ -108,7 +118,7 @@ class LearningRates:
         how = f"lambda_int = {self.lambda_int:g}" + (", diagonal of Hbar" if self.diagonal else "")
         return (
             f"{how}, radius {self.radius:.4g}, predicted change of the loss, to second order, "
-            f"{self.model_change:+.4g}\n{self.status}: {STATUS[self.status]}"
+            f"{self.model_change:+.4g}\n{self.status}: {self.detail}"
         )
 
 
@@ -144,11 +154,14 @@ def learning_rates(
     dtype = torch.promote_types(torch.float32, summary.gbar.dtype)
     D = np.full_like(g, math.nan) if D3 is None else _cube_root(np.abs(D3))
     eta, status = np.full_like(g, math.nan), "not-finite"
+    escaping: tuple[int, ...] = ()
     with np.errstate(all="ignore"), _one_thread():
         if all(np.isfinite(x).all() for x in (g, H, D3) if x is not None):
             model_H = np.diag(np.diag(H)) if diagonal else H
             model_D = D if lambda_int > 0 else np.zeros_like(g)
             eta, status = _minimise(g, model_H, model_D, lambda_int)
+            if status == "no-minimum":
+                escaping = _escaping(g, model_H, free=model_D == 0)
         rates = torch.from_numpy(eta).to(dtype)
         if status not in ("no-minimum", "not-finite") and not bool(torch.isfinite(rates).all()):
             eta, status = np.full_like(g, math.nan), "overflow"
@@ -164,6 +177,7 @@ def learning_rates(
         diagonal=diagonal,
         model_change=change,
         eta_stderr=_jackknife(summary, lambda_int, diagonal),
+        escaping=escaping,
     )
 
 
@@ -284,6 +298,27 @@ def _without_flat(g: Array, H: Array, free: NDArray[np.bool_]) -> tuple[str, Arr
     if (np.diag(block) <= 0).any() or (e < -tolerance).any():
         return "indefinite", H
     return "flat" if null.any() else "definite", H
+
+
+def _escaping(g: Array, H: Array, free: NDArray[np.bool_]) -> tuple[int, ...]:
+    """Return the groups along which a model without minimum falls.
+
+    That is along the most negative curvature among the groups without cubic term; where there is
+    none, along the part of gbar, or of the coupling to another group, that meets no curvature.
+    """
+    block = H[np.ix_(free, free)]
+    c = _scale(g[free], block)
+    e, V = _eigen(block / c[:, None] / c)
+    tolerance = 8 * len(e) * _EPS * np.abs(e).max()
+    Z = V[:, np.abs(e) <= tolerance]
+    direction = V[:, 0]
+    if e[0] >= -tolerance and Z.size:
+        x = np.column_stack([g[free], H[np.ix_(free, ~free)]]) / c[:, None]
+        pulls = Z @ (Z.T @ x)
+        direction = pulls[:, np.linalg.norm(pulls, axis=0).argmax()]
+    size = np.abs(direction)
+    chosen = np.flatnonzero(free)[size > 0.1 * size.max()]
+    return tuple(chosen.tolist())
 
 
 def _cubic(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, str]:

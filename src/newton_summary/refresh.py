@@ -212,7 +212,7 @@ class Refresh:
             warnings.warn(
                 f"NewtonSummary: a refresh gave no usable rates, and "
                 f"{'they are taken as they are' if used else kept}. "
-                f"{reason or STATUS[rates.status]} (Told once; opt.failed_refreshes counts them.)",
+                f"{reason or rates.detail} (Told once; opt.failed_refreshes counts them.)",
                 stacklevel=6,
             )
 

@@ -18,7 +18,7 @@ import newton_summary
 from newton_summary.derivatives.probe import CannotDifferentiate, LossFn
 from newton_summary.history import History, Measured, Trial
 from newton_summary.integrations.loggers import Logger, log_measured
-from newton_summary.learning_rates import STATUS, LearningRates, learning_rates
+from newton_summary.learning_rates import LearningRates, learning_rates
 from newton_summary.measure import summarize
 from newton_summary.optimizer import NewtonSummary
 from newton_summary.partition import Partition, Spec, unwrap
@@ -159,7 +159,7 @@ class Monitor:
             )
             return None
         if not rates.ok:
-            self._warn(f"The rates after epoch {epoch:g} are of no use. {STATUS[rates.status]}")
+            self._warn(f"The rates after epoch {epoch:g} are of no use. {rates.detail}")
         measured = self.history.measured[-1]
         self._tell(model, measured, optimizer)
         new = [measured]
