@@ -123,7 +123,7 @@ def photograph(history: History) -> None:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"))
         for kind in ("light", "dark"):
             page = browser.new_page(
-                viewport={"width": 1180, "height": 930}, color_scheme=kind, device_scale_factor=1
+                viewport={"width": 1180, "height": 1010}, color_scheme=kind, device_scale_factor=1
             )
             page.goto(page_file.as_uri())
             page.wait_for_timeout(2000)

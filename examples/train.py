@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import newton_summary as ns
 from newton_summary.data import load_mnist_subset
-from newton_summary.demo import make_mlp
+from newton_summary.experiments.models import mlp
 
 EPOCHS = 12
 train_set = TensorDataset(*load_mnist_subset("train"))
@@ -37,8 +37,8 @@ def adam(model):
 
 
 for make_optimizer in (adam, newton_summary):
-    model = make_mlp(seed=0)  # 1024-200-100-10, weights N(0, 1/fan_in), as in the paper
-    torch.manual_seed(0)  # both see the same batches
+    torch.manual_seed(0)  # both start from the same weights and see the same batches
+    model = mlp()  # 1024-200-100-10, weights N(0, 1/fan_in), as in the paper
     optimizer = make_optimizer(model)
     print(f"{make_optimizer.__name__}\n  epoch  training loss  test accuracy  seconds")
     start = time.perf_counter()

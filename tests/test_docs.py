@@ -13,9 +13,12 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+
+from newton_summary.cli import main
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -84,6 +87,16 @@ def test_outputs_that_differ_are_noticed():
     assert differences("a b", "a")
 
 
+def test_the_model_of_the_command_line_can_be_inspected(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    Path("my_model.py").write_text(BLOCK.search(page)["code"], encoding="utf-8")
+    assert main(["inspect", "my_model.py:build"]) == 0
+    shown = page.partition("$ newton-summary inspect my_model.py:build\n")[2].partition("```")[0]
+    printed = re.sub(r"in \S+ s \(", "in 0.07 s (", capsys.readouterr().out)  # the time
+    assert not differences(printed, shown), printed
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_to_files_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
@@ -126,5 +139,8 @@ def refresh(page):
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        refresh(Path(name))
+    pages = [Path(name).resolve() for name in sys.argv[1:]]
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        for page in pages:
+            refresh(page)
