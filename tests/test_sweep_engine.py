@@ -715,6 +715,36 @@ def test_fallback_is_right_and_says_why(name: str) -> None:
     assert error[1] < 1e-6 and error[2] < 1e-4
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_unseen_values_beside_the_loss_do_not_matter() -> None:
+    """A metric from TorchScript or a custom function, read out, updated, detached into the loss."""
+    scripted = torch.jit.script(root_mean_square)
+    total = torch.zeros((), dtype=torch.float64)
+
+    def loss(model: Net, x: Tensor) -> Tensor:
+        y = model(x)
+        metric = scripted(y) + Square.apply(y.sum()) * model.scale.sum()
+        metric.mul_(2)
+        total.copy_(metric.detach())
+        return y.square().mean() * (1 + 0 * metric.detach())
+
+    model = net()
+    actual = measure(model, loss, batch())
+    assert actual.backend == "sweep" and float(total) != 0
+    assert max(errors(actual, measure(model, plain, batch()))) < 1e-13
+
+    def reaches(model: Net, x: Tensor) -> Tensor:
+        y = model(x)
+        return y.square().mean() + scripted(y)
+
+    with pytest.raises(CannotDifferentiate, match="TorchScript"):
+        measure(model, reaches, batch())
+
+
+def root_mean_square(y: Tensor) -> Tensor:
+    return (y * y).mean().sqrt()
+
+
 def memory_shared_by_detach(model: Net, x: Tensor) -> Tensor:
     h = torch.sigmoid(model.a(x)) + 0
     h.detach().mul_(2)

@@ -66,6 +66,7 @@ class Recorder(TorchFunctionMode):
         self.loose: list[tuple[Tensor, int]] = []  # what .data gave, and its version
         self.entered: list[Any] = []  # Python functions of torch that are being gone through
         self.leaves: dict[int, str] = {}
+        self.unseen: dict[int, str] = {}  # slots of what was made out of sight, and by what
         self.slots = 0
         if isinstance(params, Shards):
             params.gathered = partial(self._meet_shard, params)
@@ -88,10 +89,32 @@ class Recorder(TorchFunctionMode):
         for tensor, version in self.loose:
             if tensor._version != version:
                 raise changed_in_place(tensor)
-        if loss.requires_grad and self._value_of(loss).slot is None:
-            loss = loss.detach()  # it leads to other leaves than the parameters
+        if loss.requires_grad:
+            slot = self._value_of(loss).slot
+            if slot is None:
+                loss = loss.detach()  # it leads to other leaves than the parameters
+            elif self.unseen:
+                self._leave_out_unseen(slot)
         self.values, self.sharing = {}, {}
         return Tape(self.ops, loss, self.leaves)
+
+    def _leave_out_unseen(self, loss: int) -> None:
+        """Take what depends on unseen values off the tape, unless the loss is among it.
+
+        A metric beside the loss may come from TorchScript, and goes no further.
+        """
+        cause = dict(self.unseen)
+        kept = []
+        for op in self.ops:
+            made_by = next((cause[slot] for slot in op.inputs if slot in cause), None)
+            if made_by is None:
+                kept.append(op)
+                continue
+            slots = (value.slot for value in op.outputs if value is not None)
+            cause.update({slot: made_by for slot in slots if slot is not None})
+        if loss in cause:
+            raise not_recorded(cause[loss])
+        self.ops = kept
 
     def __torch_function__(
         self, func: Callable[..., Any], types_: Any, args: Any = (), kwargs: Any = None
@@ -270,11 +293,11 @@ class Recorder(TorchFunctionMode):
         owner = owner_of(tensor)
         if id(owner) in self.values and tensor.grad_fn.name() == "AsStridedBackward0":
             return self._read_from_owner(self._value_of(owner), tensor)
-        raise CannotDifferentiate(
-            f"sweep: {tensor.grad_fn.name()} made a tensor of shape {tuple(tensor.shape)} in a "
-            f"way that cannot be recorded, such as a custom autograd function, a compiled "
-            f"module or torch.autograd.grad"
-        )
+        made_by = f"{tensor.grad_fn.name()} made a tensor of shape {tuple(tensor.shape)}"
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # which means nothing outside
+            raise not_recorded(made_by)
+        self.unseen[self.slots] = made_by
+        return self._new_value(tensor, torch.autograd.graph.get_gradient_edge(tensor))
 
     def _wrap(self, tree: Any, inputs: list[int]) -> Any:
         """Replace every tensor by its value, and list the slots."""
@@ -347,6 +370,14 @@ class Recorder(TorchFunctionMode):
             f"or .detach() to say that this is meant.",
             stacklevel=4,
         )
+
+
+def not_recorded(made_by: str) -> CannotDifferentiate:
+    """Return the error for a value that was made out of the recorder's sight."""
+    return CannotDifferentiate(
+        f"sweep: {made_by} in a way that cannot be recorded, such as a custom autograd function, "
+        f"TorchScript or torch.autograd.grad"
+    )
 
 
 def owner_of(tensor: Tensor) -> Tensor:
