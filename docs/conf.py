@@ -12,6 +12,7 @@ import newton_summary
 
 project = "newton_summary"
 author = "newton_summary contributors"
+copyright = f"2026, {author}"
 version = release = newton_summary.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
@@ -33,23 +34,34 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
 
-def describe_field(
+def describe_fields(
     app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
-    """Take the comment behind a field of a dataclass as its description: shape and meaning."""
-    if what != "attribute" or any(lines):
+    """Take the comments behind the fields of a class as their descriptions: shape and meaning."""
+    if what != "class" or not _fields(obj):
         return
-    owner, _, field = name.rpartition(".")
-    module, _, cls = owner.rpartition(".")
-    try:
-        source = inspect.getsource(getattr(sys.modules[module], cls))
-    except (KeyError, AttributeError, OSError, TypeError):
-        return
-    found = re.search(rf"^    {field}: .*?  # (.*)$", source, re.MULTILINE)
-    if found:
-        lines[:] = [re.sub(r"([|*`_\\])", r"\\\1", found[1])]
+    source = inspect.getsource(obj)
+    for field in _fields(obj):
+        found = re.search(rf"^    {field}: .*?  # (.*)$", source, re.MULTILINE)
+        said = re.sub(r"([|*`_\\])", r"\\\1", found[1]) if found else ""
+        lines.append(f":ivar {field}: {said}")
+    lines.append("")
+
+
+def _fields(obj: Any) -> tuple[str, ...]:
+    """Return the fields of a dataclass or a named tuple; of anything else, none."""
+    return tuple(getattr(obj, "__dataclass_fields__", None) or getattr(obj, "_fields", ()))
+
+
+def sign_briefly(
+    app: Any, what: str, name: str, obj: Any, options: Any, signature: Any, returns: Any
+) -> tuple[str, None] | None:
+    """Name the fields of a dataclass or a named tuple in its signature; types are told below."""
+    fields = _fields(obj)
+    return (f"({', '.join(fields)})", None) if what == "class" and fields else None
 
 
 def setup(app: Any) -> None:
     """Connect the above."""
-    app.connect("autodoc-process-docstring", describe_field)
+    app.connect("autodoc-process-docstring", describe_fields)
+    app.connect("autodoc-process-signature", sign_briefly)

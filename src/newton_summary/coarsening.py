@@ -126,7 +126,7 @@ class Merges:
 
     @property
     def spec(self) -> dict[str, list[Any]]:
-        """What :func:`make_partition` takes: for every new group the parameters in it."""
+        """What :func:`make_partition` takes, with the parameters in every new group."""
         fine = self.summary.partition
         if fine is None:
             raise ValueError(

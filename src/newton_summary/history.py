@@ -63,9 +63,9 @@ class History:
     name: str = "run"
     measured: list[Measured] = field(default_factory=list)
     curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    """By metric, such as ``"train_loss"``: pairs of epoch and value."""
+    """Pairs of epoch and value, by metric such as ``"train_loss"``."""
     facts: dict[str, str] = field(default_factory=dict)
-    """How it was measured, as a reader should see it: model, device, versions, command."""
+    """How it was measured, as a reader should see it (model, device, versions, command)."""
 
     @classmethod
     def of(cls, summary: Summary, name: str = "measurement", lambda_int: float = 1.0) -> History:

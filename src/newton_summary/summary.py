@@ -74,7 +74,7 @@ class Summary:
 
     @property
     def order(self) -> int:
-        """Highest order of derivative that was measured: 1, 2 or 3."""
+        """Highest order of derivative that was measured, 1, 2 or 3."""
         return 1 if self.Hbar is None else 2 if self.D3 is None else 3
 
     @property
