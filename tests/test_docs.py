@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from newton_summary.cli import main
+from newton_summary.experiments.recipes import RECIPES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -95,6 +96,14 @@ def test_the_model_of_the_command_line_can_be_inspected(tmp_path, monkeypatch, c
     shown = page.partition("$ newton-summary inspect my_model.py:build\n")[2].partition("```")[0]
     printed = re.sub(r"in \S+ s \(", "in 0.07 s (", capsys.readouterr().out)  # the time
     assert not differences(printed, shown), printed
+
+
+def test_commands_name_recipes_that_exist():
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    named = re.findall(r"newton[-_]summary (?:run|sweep) ([a-z]\w+)(?![\w$])", text)
+    assert len(named) > 5
+    assert [name for name in named if name not in RECIPES] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
