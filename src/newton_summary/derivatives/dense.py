@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from newton_summary.derivatives.nested import evaluate
+from newton_summary.derivatives.nested import evaluate, refuse_wrong_norms
 from newton_summary.derivatives.probe import Closure
 from newton_summary.partition import Params, Partition, result_dtype
 from newton_summary.summary import Summary
@@ -26,7 +26,7 @@ def partition_matrix(partition: Partition) -> Tensor:
 
 def full_derivatives(closure: Closure, params: Params, order: int) -> tuple[Tensor, list[Tensor]]:
     """Return the loss and its full derivatives of order 1..order, the d-th of shape (P,) * d."""
-    loss = evaluate(closure, params, order)
+    loss = evaluate(closure, params)
     leaves = list(params.values())
     g = jacobian(loss.reshape(1), leaves, last=order == 1)[0]
     derivatives = [g.detach()]
@@ -43,6 +43,8 @@ def jacobian(entries: Tensor, leaves: list[Tensor], last: bool) -> Tensor:
     """Return the derivatives of every entry by all of the leaves, shape (entries, P)."""
     if not entries.requires_grad:  # constant in theta, e.g. the Hessian of a quadratic loss
         return entries.new_zeros(len(entries), sum(leaf.numel() for leaf in leaves))
+    if not last:
+        refuse_wrong_norms(entries)
     rows = torch.autograd.grad(
         entries,
         leaves,

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from newton_summary.derivatives.norms import ElementaryNorms, is_wrong_norm
+from newton_summary.derivatives.norms import ElementaryNorms, is_wrong
 from newton_summary.derivatives.probe import (
     CannotDifferentiate,
     Closure,
@@ -64,6 +64,8 @@ class Contraction:
         # In a fixed order, so that sums come out the same to the last bit in every process.
         needed = list(dict.fromkeys(m.name for s in groups for m in self.partition.members[s]))
         self.backward_passes += 1
+        if not last and self.backward_passes <= 2:  # the loss, and its gradient as a whole
+            refuse_wrong_norms(entry)
         if not last and self.has_custom_functions is not False:
             self.has_custom_functions = watch_custom_functions(entry)
         try:
@@ -79,6 +81,17 @@ class Contraction:
                 raise
             raise CannotDifferentiate(f"nested: {error}") from error
         return self.partition.inner(dict(zip(needed, grads, strict=True)), self.u)
+
+
+def refuse_wrong_norms(entry: Tensor) -> None:
+    """Raise if there is a norm in a graph whose next but one derivative torch has wrong."""
+    for node in graph_nodes(entry.grad_fn) if entry.grad_fn is not None else ():
+        if is_wrong(node):
+            raise CannotDifferentiate(
+                f"nested: torch's own derivatives of {node.name().partition('Backward')[0]} are "
+                f"wrong, and it was called so that it cannot be replaced. Call the norm of "
+                f"torch.nn.functional, outside of TorchScript."
+            )
 
 
 def watch_custom_functions(entry: Tensor) -> bool:
@@ -133,19 +146,12 @@ def _must_be_differentiable(name: str, remembers_numbers: bool) -> Callable[...,
     return hook
 
 
-def evaluate(closure: Closure, params: Params, order: int) -> Tensor:
-    """Evaluate the loss with operations that can be differentiated ``order`` times."""
+def evaluate(closure: Closure, params: Params) -> Tensor:
+    """Evaluate the loss with operations that can be differentiated again and again."""
     with ElementaryNorms(), sdpa_kernel(SDPBackend.MATH):
         loss = closure()
     check_finite(loss)
     check_depends(loss, params)
-    for node in graph_nodes(loss.grad_fn):
-        if is_wrong_norm(node, order):
-            raise CannotDifferentiate(
-                f"nested: torch's own derivatives of {node.name().partition('Backward')[0]} are "
-                f"wrong at order {order}, and it was called so that it cannot be replaced. Call "
-                f"the norm of torch.nn.functional, outside of TorchScript."
-            )
     return loss.reshape(())
 
 
@@ -164,7 +170,7 @@ def summarize_nested(
     Returns:
         The detached summary.
     """
-    loss = evaluate(closure, params, order)
+    loss = evaluate(closure, params)
     contract = Contraction(params, u, partition)
     S = len(partition)
     gbar = contract(loss, last=order == 1)
@@ -195,7 +201,7 @@ def nested_tensor(closure: Closure, contract: Contraction, order: int) -> Tensor
     backward pass gives a row of them, so there are :func:`count_backward_passes` of these.
     """
     S = len(contract.partition)
-    rows: dict[tuple[int, ...], Tensor] = {(): evaluate(closure, contract.params, order)}
+    rows: dict[tuple[int, ...], Tensor] = {(): evaluate(closure, contract.params)}
     for d in range(1, order + 1):
         longer: dict[tuple[int, ...], Tensor] = {}
         for index, entry in rows.items():
@@ -231,7 +237,7 @@ def nested_taylor_terms(closure: Closure, contract: Contraction, order: int) -> 
         contract: With a partition into one group.
         order: 1 or more.
     """
-    term = evaluate(closure, contract.params, order)
+    term = evaluate(closure, contract.params)
     terms: list[Tensor] = []
     for d in range(1, order + 1):
         (term,) = contract(term, last=d == order)

@@ -241,21 +241,22 @@ class ElementaryNorms(TorchFunctionMode):
         return (elementary_form(func) or func)(*args, **(kwargs or {}))
 
 
-# Nodes of autograd's graph, and the order from which on their derivatives are wrong. They are left
-# where a norm is called so that no mode sees it: as a native operator, from TorchScript or C++.
-_WRONG_FROM = {
-    "NativeLayerNormBackward0": 3,
-    "NativeBatchNormBackward0": 3,
-    "NativeBatchNormLegitBackward0": 3,
-    "NativeBatchNormLegitBackward1": 3,
-    "BatchNormWithUpdateBackward0": 3,
-    "CudnnBatchNormBackward0": 3,
-    "MiopenBatchNormBackward0": 3,
-    "WeightNormInterfaceBackward0": 2,
-}
+# Nodes of autograd's graph that torch differentiates wrongly. They are there where a norm is called
+# so that no mode sees it: as a native operator, from TorchScript or from C++.
+_WRONG = frozenset(
+    f"{name}0"
+    for name in (
+        "BatchNormBackwardBackward",
+        "CudnnBatchNormBackwardBackward",
+        "MiopenBatchNormBackwardBackward",
+        "NativeBatchNormBackwardBackward",
+        "NativeLayerNormBackwardBackward",
+        "WeightNormInterfaceBackward",
+    )
+)
 
 
-def is_wrong_norm(node: Any, order: int) -> bool:
-    """Return whether torch differentiates a node of autograd's graph wrongly at ``order``."""
-    in_training = getattr(node, "_saved_training", True)  # else a batch norm is linear
-    return in_training and order >= _WRONG_FROM.get(node.name(), order + 1)
+def is_wrong(node: Any) -> bool:
+    """Return whether a node of the graph of a scalar leads to wrong second derivatives of it."""
+    in_training = getattr(node, "_saved_train", True)  # else a batch norm is linear
+    return node.name() in _WRONG and in_training
