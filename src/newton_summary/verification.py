@@ -144,6 +144,7 @@ def verify(
         direction = {name: value.double() for name, value in direction.items()}
     with (
         _not_called(unwrap(model)),
+        _of_one_dtype(),
         Probe(exact, loss_fn, _in_double(data), groups) as probe,
     ):
         u = find_direction(direction, probe)
@@ -174,6 +175,20 @@ def _not_called(model: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _of_one_dtype() -> Iterator[None]:
+    """Say what to do where the loss brings tensors of its own in float32."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not all(dtype in str(error) for dtype in ("Double", "Float")):
+            raise
+        raise ValueError(
+            f"verify works in float64, and loss_fn uses a tensor of its own in float32 ({error}). "
+            f"Convert it inside of loss_fn, for example with .to(output.dtype)."
+        ) from error
 
 
 def _errors(a: Summary, b: Summary) -> tuple[Tensor, Tensor]:
