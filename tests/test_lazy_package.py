@@ -1,7 +1,10 @@
 """The package imports what it is asked for, when it is asked for."""
 
+import ast
+import pickle
 import subprocess
 import sys
+from inspect import getsource
 
 import pytest
 
@@ -48,3 +51,15 @@ def test_names_are_there_to_be_seen_and_others_are_not():
 
 def test_every_name_says_where_it_lives():
     assert set(ns._HOMES) == set(ns.__all__) - {"__version__"}
+
+
+def test_functions_that_use_the_package_can_be_sent_to_other_processes():
+    """What joblib and dask send of a function is the function and the modules that it uses."""
+    assert pickle.loads(pickle.dumps(ns)) is ns
+
+
+def test_type_checkers_see_every_name():
+    """They do not run the package, and read what it imports for them."""
+    imports = [x for x in ast.walk(ast.parse(getsource(ns))) if isinstance(x, ast.ImportFrom)]
+    seen = {alias.asname or alias.name for line in imports for alias in line.names}
+    assert {*ns.__all__, *ns._SUBMODULES} - {"__version__"} <= seen

@@ -6,6 +6,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from newton_summary import analysis as analysis
+    from newton_summary import data as data
+    from newton_summary import figures as figures
+    from newton_summary import integrations as integrations
     from newton_summary.advice import Advice, suggest_lrs
     from newton_summary.history import History, Trial
     from newton_summary.learning_rates import LearningRates, learning_rates
@@ -76,6 +80,10 @@ class _Package(ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _HOMES and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        # joblib, dask and others send functions that use the package; a subclass they do not know.
+        return import_module, (self.__name__,)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *__all__, *_SUBMODULES})
