@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import get_overridable_functions
 
@@ -98,3 +101,24 @@ def test_every_entry_of_the_tables_has_a_case(monkeypatch: pytest.MonkeyPatch) -
         torch.manual_seed(0)
         seen.update(op.name for op in operations_on_the_tape(Around(case).double(), BATCH))
     assert {*RULES, *DECOMPOSED} - seen - CONVERSIONS == set()
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [F.relu, F.relu6, F.leaky_relu, F.elu, F.hardtanh, F.hardswish, torch.abs, nn.PReLU()],
+    ids=lambda f: getattr(f, "__name__", type(f).__name__),
+)
+def test_slope_at_zero_is_that_of_torch(activation: Callable[[Tensor], Tensor]) -> None:
+    """Layers that start from zero give nothing else."""
+    activation = activation.double() if isinstance(activation, nn.Module) else activation
+    model = nn.Linear(2, 3).double()
+    nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
+    x = torch.tensor([[1.0, 2.0], [-3.0, 1.0]], dtype=torch.float64)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        y = model(batch)
+        return (activation(y) + 0.5 * y * torch.arange(3)).exp().mean()
+
+    gradient = torch.autograd.grad(loss(model, x), list(model.parameters()))
+    actual = summarize(model, loss, x, direction="gradient", backend="sweep")
+    torch.testing.assert_close(actual.gbar, torch.stack([g.square().sum() for g in gradient]))

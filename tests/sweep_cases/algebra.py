@@ -30,6 +30,13 @@ case(
     generic="angle",
 )
 case(
+    "view_as_complex of a part",
+    lambda x: torch.view_as_complex(x[:, :2].contiguous()).angle(),
+    (3, 3),
+    domain=positive,
+    generic="angle",
+)
+case(
     "polar",
     lambda a, b: torch.view_as_real(torch.polar(a, b)),
     (3,),

@@ -46,6 +46,12 @@ def same_order(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Tan
     return t.map(lambda rows: rows.to(y.device).reshape(rows.shape[0], *y.shape))
 
 
+def as_complex(sweep: Sweep, op: Op, x: Value) -> Tangent | None:
+    """``view_as_complex``, which wants each pair of numbers side by side, also in the rows."""
+    t = only(sweep, x)
+    return None if t is None else t.map(lambda rows: torch.view_as_complex(rows.contiguous()))
+
+
 def expand(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Tangent | None:
     """Expand: repeat along dimensions of length one."""
     t, y = only(sweep, x), op.out.tensor
@@ -433,7 +439,7 @@ PER_ROW = names("""
     upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
     hstack vstack row_stack dstack column_stack block_diag atleast_1d atleast_2d atleast_3d
     combinations cartesian_prod meshgrid broadcast_tensors
-    real imag conj conj_physical resolve_conj resolve_neg complex view_as_real view_as_complex
+    real imag conj conj_physical resolve_conj resolve_neg complex view_as_real
     fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_rfft fft_rfft2 fft_rfftn fft_irfft
     fft_irfft2 fft_irfftn fft_hfft fft_ihfft fft_fftshift fft_ifftshift
 """)
@@ -453,6 +459,7 @@ LINEAR: dict[str, Rule] = {
     "transpose": transpose,
     **dict.fromkeys(["T", "mT", "H", "mH", "t"], matrix_transpose),
     "permute": permute,
+    "view_as_complex": as_complex,
     "__getitem__": getitem,
     "__setitem__": setitem,
     **dict.fromkeys(["read_view", "as_strided"], read_view),

@@ -119,7 +119,7 @@ def prelu(x: Tensor, weight: Tensor) -> Tensor:
     """``max(0, x) + w min(0, x)``."""
     if weight.numel() > 1:
         weight = weight.reshape((1, -1) + (1,) * (x.dim() - 2) if x.dim() > 1 else (-1,))
-    return torch.relu(x) - weight * torch.relu(-x)
+    return torch.where(x > 0, x, weight * x)  # with the slope at 0 that torch takes
 
 
 def glu(x: Tensor, dim: int = -1) -> Tensor:
