@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import numpy as np
@@ -12,8 +13,10 @@ from scipy.optimize import brentq
 from torch import nn
 
 import newton_summary as ns
+from newton_summary import NewtonSummary, make_partition
 from newton_summary import motion as motion_module
 from newton_summary.averaging import NormalizedAverage
+from newton_summary.data import load_mnist_subset
 from newton_summary.rate_rules import RateRules
 from newton_summary.summary import Summary
 
@@ -618,3 +621,65 @@ def test_rates_that_lower_the_model_are_cut_and_no_more():
     )
     rates = RateRules().solve(summary)
     assert rates.ok and rates.status != "shortened" and rates.eta.tolist() == [1.0, -0.1]
+
+
+# --- the longest step ----------------------------------------------------------------------------
+
+
+def relu_lenet():
+    """As torch draws its weights: the first derivatives say nothing of what is far."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 6, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
+    )
+
+
+def train_relu_lenet(steps, **options):
+    torch.manual_seed(0)
+    model = relu_lenet()
+    images, labels = load_mnist_subset("train")
+    curvature = [(images[i : i + 500], labels[i : i + 500]) for i in (0, 500)]
+    optimizer = NewtonSummary(make_partition(model), curvature=(loss_fn, curvature), **options)
+    losses, moves = [], []
+    for step in range(steps):
+        chosen = slice(100 * (step % 10), 100 * (step % 10) + 100)
+        optimizer.zero_grad()
+        loss = loss_fn(model, (images[chosen], labels[chosen]))
+        loss.backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.step()
+        losses.append(float(loss))
+        moves.append(
+            max(
+                float((p.detach() - old).norm() / old.norm())
+                for p, old in zip(model.parameters(), before)
+                if p.dim() >= 2
+            )
+        )
+    return losses, moves
+
+
+def test_the_first_steps_of_a_relu_network_stay_near():
+    """Without a limit the loss is 1e5 after the first step, and the network is dead for good."""
+    losses, moves = train_relu_lenet(40)
+    assert moves[0] == pytest.approx(0.2, rel=1e-4)
+    assert max(losses) < 5 and losses[-1] < 1.5
+    unlimited, moves = train_relu_lenet(2, max_step=math.inf)
+    assert moves[0] > 1 and unlimited[1] > 100
+
+
+@pytest.mark.parametrize("partition", ["canonical", "discrete"])
+def test_the_limit_is_on_weights_that_are_not_zero(partition):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2)).double()
+    nn.init.zeros_(model[2].weight)
+    batches = [(torch.randn(20, 3).double(), torch.randint(2, (20,))) for _ in range(2)]
+    make = {"curvature": (loss_fn, batches), "max_step": 1e-3, "lr": 1.0}
+    optimizer = NewtonSummary(make_partition(model, partition), **make)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    loss_fn(model, batches[0]).backward()
+    optimizer.step()
+    moved = {n: (p.detach() - before[n]).norm() for n, p in model.named_parameters()}
+    assert moved["0.weight"] <= 1.001e-3 * before["0.weight"].norm()
+    assert sum(moved.values()) > 0

@@ -92,6 +92,23 @@ class Bucket:
         groups = self.entries if self.divided else self.groups
         total.index_add_(0, groups.to(total.device), squares.square().to(total))
 
+    def add_weight_squares(self, total: Tensor) -> None:
+        """Add the square of the norm of each group's weights, of what is here, to (S,).
+
+        Weights are tensors of two or more dimensions.
+        """
+        weights = [i for i, shape in enumerate(self.shapes) if len(shape) >= 2]
+        if not weights:
+            return
+        values = [self.params[i].detach() for i in weights]
+        if self.divided:
+            groups = torch.cat([self.split(self.entries)[i].reshape(-1) for i in weights])
+            squares = torch.cat([x.reshape(-1).to(self.dtype) for x in values]).square()
+        else:
+            groups = self.groups[torch.tensor(weights, device=self.groups.device)]
+            squares = torch.stack(torch._foreach_norm(values, 2, self.dtype)).square()
+        total.index_add_(0, groups.to(total.device), squares.to(total))
+
     def zero_unless(self, condition: Tensor | bool) -> None:
         """Set the direction to zero unless the condition holds."""
         if isinstance(condition, Tensor):
@@ -230,6 +247,13 @@ class Motion:
             bucket.add_squares(total)
         return total.sqrt_()
 
+    def weight_norms(self) -> Tensor:
+        """Return the norm of the weights of each group, (S,): tensors of two dimensions or more."""
+        total = torch.zeros(len(self.partition), dtype=self.dtype, device=self.device)
+        for bucket in self.buckets:
+            bucket.add_weight_squares(total)
+        return total.sqrt_()
+
     @property
     def moves(self) -> bool:
         """Whether the present direction is not zero (waits)."""
@@ -358,6 +382,14 @@ class ShardedMotion(Motion):
         for bucket in self.buckets:
             if bucket.sharded or dist.get_rank() == 0:  # others are the same on all ranks
                 bucket.add_squares(total)
+        return _sum_over_ranks(total).sqrt_()
+
+    def weight_norms(self) -> Tensor:
+        """Return the norm of the weights of each group on all ranks, (S,)."""
+        total = torch.zeros(len(self.partition), dtype=self.dtype, device=self.device)
+        for bucket in self.buckets:
+            if bucket.sharded or dist.get_rank() == 0:
+                bucket.add_weight_squares(total)
         return _sum_over_ranks(total).sqrt_()
 
 

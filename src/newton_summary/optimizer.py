@@ -37,6 +37,7 @@ from newton_summary.summary import Summary
 
 Closure = Callable[[], Tensor]
 
+MAX_STEP = 0.2  # of the norm of a group's weights, where summaries are noisy
 RAMP = 10  # refreshes until the whole rates are used, where summaries are noisy
 
 
@@ -111,6 +112,11 @@ class NewtonSummary(Optimizer):
             the units of the parameters, so invariance under rescaling is lost.
         max_growth: From one refresh to the next no rate grows by more than this factor. Slows the
             beginning down if the first rates are too small.
+        max_step: No step moves the weights of a group (tensors of two or more dimensions) by more
+            than this fraction of their norm: else all rates are shortened by one factor. Where
+            derivatives at a point say little about what is far from it, as at the start of ReLU
+            networks, this keeps the first steps from leaving for good. ``inf`` for no limit. If not
+            given, 0.2 where ``curvature`` has more than one batch, and else no limit.
         min_decrease: Accept rates only if a step along them lowers the loss of the curvature batch
             by this fraction of the predicted decrease; else halve them, at most five times. Costs
             one to six evaluations of the loss a refresh, and shortens steps where there is noise.
@@ -161,6 +167,7 @@ class NewtonSummary(Optimizer):
         ridge: float = 0.0,
         max_eta: float | None = None,
         max_growth: float | None = None,
+        max_step: float | None = None,
         min_decrease: float | None = None,
         keep_last_good: bool = True,
         shorten: bool = True,
@@ -176,6 +183,10 @@ class NewtonSummary(Optimizer):
         check_number(
             min_decrease is None or 0 <= min_decrease < 1,
             *("min_decrease", min_decrease, "0 or more, below 1"),
+        )
+        check_number(
+            max_step is None or max_step > 0,
+            *("max_step", max_step, "above 0, or None"),
         )
         if backend != "auto" and backend not in BACKENDS:
             raise ValueError(f"Unknown backend {backend!r}: write 'auto' or one of {[*BACKENDS]}.")
@@ -197,6 +208,7 @@ class NewtonSummary(Optimizer):
             if ranks is not None:
                 several = bool(ranks.total(torch.tensor([float(several)])) > 0)
         self.ramp = ramp if ramp is not None else RAMP if several else 0
+        self.max_step = max_step if max_step is not None else MAX_STEP if several else math.inf
         self._refresh = Refresh(
             model,
             partition,
@@ -218,6 +230,7 @@ class NewtonSummary(Optimizer):
             microbatch,
             distributed,
             cuda_graph,
+            self.max_step,
         )
         self.skipped_steps = 0
         self._t = 0  # steps since the first rates
@@ -272,7 +285,10 @@ class NewtonSummary(Optimizer):
             diagonal: Leave out the interactions between groups (App. K).
             **options: Others of the class, but for those that are additions to Algorithm 2.
         """
-        additions = {"averaging": "window", "ramp": 0, "shorten": False, "keep_last_good": False}
+        additions = {
+            **{"averaging": "window", "ramp": 0, "max_step": math.inf},
+            **{"shorten": False, "keep_last_good": False},
+        }
         for name, value in additions.items():
             if options.get(name, value) != value:
                 raise ValueError(

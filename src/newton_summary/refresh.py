@@ -42,6 +42,7 @@ class Refresh:
         microbatch: As for :func:`summarize`.
         distributed: As for :func:`summarize`.
         cuda_graph: Whether to capture the sweep once and replay it.
+        max_step: The largest fraction of its norm by which a group's weights may move in a step.
 
     Attributes:
         solution: Rates, or step lengths if the average is normalised, none of them negative: (S,),
@@ -64,12 +65,13 @@ class Refresh:
         microbatch: int | None,
         distributed: str | bool | Any = "auto",
         cuda_graph: bool = False,
+        max_step: float = math.inf,
     ):
         self.model, self.partition = model, partition
         self.average, self.rules, self.min_decrease = average, rules, min_decrease
         self.backend, self.microbatch = backend, microbatch
         self.distributed = distributed
-        self.cuda_graph = cuda_graph
+        self.cuda_graph, self.max_step = cuda_graph, max_step
         self._graphs: SweepGraphs | None = None
         self.solution: Tensor | None = None
         self.eta: Tensor = torch.zeros(len(partition), dtype=torch.float64)
@@ -163,6 +165,8 @@ class Refresh:
         usable = self.rules.usable(rates)
         if usable:
             solution = self.rules.follow(rates, self.solution, self._peak)
+            if self.max_step < math.inf:
+                solution = solution * self._bound(solution, motion, scale, self.max_step)
             if self.min_decrease is not None:
                 shorter = self._shorten(solution, motion, loss_fn, batch, scale)
                 usable = shorter is not None
@@ -180,6 +184,19 @@ class Refresh:
             peak = solution if self._peak is None else self._peak
             self._peak = torch.where(solution > 0, solution, peak)
             self.solution, self.eta = solution, solution * per_solution
+
+    def _bound(self, solution: Tensor, motion: Motion, scale: Scale, most: float) -> float:
+        """Return the factor, 1 or less, that keeps steps of all weights below a part of their norm.
+
+        Groups without weights, or whose weights are zero as yet, do not count.
+        """
+        norms = motion.measured_norms().cpu().double()
+        steps = as_vector(motion.rates(scale(solution))).cpu().double() * norms
+        weights = motion.weight_norms().cpu().double()
+        counted = (weights > 0) & (steps > 0)
+        if not bool(counted.any()):
+            return 1.0
+        return min(1.0, most * float((weights[counted] / steps[counted]).min()))
 
     def _shorten(
         self, solution: Tensor, motion: Motion, loss_fn: LossFn, batch: Any, scale: Scale
