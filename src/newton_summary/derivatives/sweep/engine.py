@@ -122,6 +122,8 @@ class Sweep:
                     if value is not None and value.slot is not None:
                         self.adjoints.pop(value.slot, None)
                 op.args, op.kwargs, op.outputs, op.saved = (), {}, [], None
+        if cut is not None and cut.index == len(self.tape.ops):
+            self._read_slopes(cut)
 
     def _read_slopes(self, cut: Cut) -> None:
         t = self.tangent(cut.value)
@@ -233,23 +235,32 @@ def mark_needed(tape: Tape) -> list[list[int]]:
 
 
 def find_cut(tape: Tape) -> Cut | None:
-    """Return the place before the last curved operation; None where gbar cannot be read off there.
+    """Return the place where gbar is read off; None where it has to come from the gradient.
 
-    It can where one value goes into what follows, such as the logits. Of several values one may
-    depend on another, and then its adjoint counts twice what goes through both.
+    That is the last place, before a curved operation, where the rest of the loss is a function of
+    one value, such as the logits. Where there is none, as with a penalty on the weights, it is the
+    loss itself: of several values one may depend on another, and then its adjoint counts twice what
+    goes through both.
     """
     curved = [i for i, op in enumerate(tape.ops) if is_curved(op)]
     if not curved or any(op.complex for op in tape.ops):
         return None
-    index = curved[-1]
-    made = {
-        value.slot: value for op in tape.ops[:index] for value in op.outputs if value is not None
-    }
-    before = {slot for op in tape.ops[index:] for slot in op.inputs} & (made.keys() | tape.leaves)
-    if len(before) != 1 or any(value.tensor is tape.loss for value in made.values()):
+    made = {value.slot: value for op in tape.ops for value in op.outputs if value is not None}
+    end = next((value for value in made.values() if value.tensor is tape.loss), None)
+    if end is None:
         return None
-    value = made.get(before.pop())  # a parameter itself has no adjoint but its gradient
-    return None if value is None else Cut(index, value)
+    open_slots = {end.slot}  # what the operations from here on depend on
+    for index in reversed(range(len(tape.ops))):
+        op = tape.ops[index]
+        outputs = {value.slot for value in op.outputs if value is not None}
+        if open_slots & outputs:
+            open_slots = (open_slots - outputs) | set(op.inputs)
+        if index <= curved[-1] and len(open_slots) == 1:
+            value = made.get(next(iter(open_slots)))
+            # A parameter has no adjoint but its gradient; what no_grad has written to has no edge.
+            if value is not None and value.edge is not None:
+                return Cut(index, value)
+    return None if end.edge is None else Cut(len(tape.ops), end)
 
 
 def backward(tape: Tape, params: Params) -> tuple[list[Tensor], dict[int, Tensor | None]]:
