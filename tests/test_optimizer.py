@@ -219,8 +219,11 @@ def step_quadratic(model, opt, steps=1):
 
 
 MODES = {
-    "paper": {"averaging": "window", "keep_last_good": False, "shorten": False, "ramp": 0},
-    "default": {"ramp": 0},  # which has a test of its own
+    "paper": {
+        **{"averaging": "window", "keep_last_good": False, "shorten": False},
+        **{"ramp": 0, "max_step": math.inf},
+    },
+    "default": {"ramp": 0, "max_step": math.inf},  # which have tests of their own
 }
 
 

@@ -689,16 +689,21 @@ def test_curvature_of_another_model_is_an_error():
         opt.step()
 
 
-ADDITIONS = {"averaging": "normalized", "ramp": 10, "shorten": True, "keep_last_good": True}
+ADDITIONS = {  # as they may be, and as the paper has them
+    "averaging": ("normalized", "window"),
+    "ramp": (10, 0),
+    "max_step": (0.2, math.inf),
+    "shorten": (True, False),
+    "keep_last_good": (True, False),
+}
 
 
 @pytest.mark.parametrize("name", ADDITIONS)
 def test_paper_mode_refuses_the_additions(name):
     part = ns.make_partition(make_net())
     with pytest.raises(ValueError, match=rf"{name}=.*addition to the paper's algorithm"):
-        ns.NewtonSummary.paper(part, **{name: ADDITIONS[name]})
-    own = {"averaging": "window", "ramp": 0, "shorten": False, "keep_last_good": False}[name]
-    ns.NewtonSummary.paper(part, **{name: own})
+        ns.NewtonSummary.paper(part, **{name: ADDITIONS[name][0]})
+    ns.NewtonSummary.paper(part, **{name: ADDITIONS[name][1]})
 
 
 def test_paper_mode_has_none_of_the_additions():
@@ -706,6 +711,7 @@ def test_paper_mode_has_none_of_the_additions():
     rules = opt._refresh.rules
     assert rules == RateRules(keep_last_good=False, shorten=False)
     assert opt._refresh.min_decrease is None and not opt._refresh.average.lengths
+    assert opt.max_step == math.inf and opt.ramp == 0
     assert (opt.summary_period, opt.warmup, opt.defaults["momentum"]) == (10, 3, 0.9)
 
 
