@@ -553,6 +553,22 @@ def changed_without_gradients(model: Net, x: Tensor) -> Tensor:
 
 
 @constant
+def output_changed_without_gradients(model: Net, x: Tensor) -> Tensor:
+    y = model(x)
+    with torch.no_grad():
+        y.mul_(2)
+    return y.exp().mean()
+
+
+@constant
+def loss_changed_without_gradients(model: Net, x: Tensor) -> Tensor:
+    loss = plain(model, x)
+    with torch.no_grad():
+        loss.add_(1)
+    return loss
+
+
+@constant
 def through_numpy(model: Net, x: Tensor) -> Tensor:
     h = torch.tanh(model.a(x))
     return model.tail(h * torch.from_numpy(2 * h.detach().numpy())).square().mean()
