@@ -67,11 +67,11 @@ class SweepGraphs:
             CannotCapture: If that cannot be captured.
             NotFiniteError: If the loss is not finite.
         """
+        self._check()
         key = self._key(loss_fn, batch, u)
         if key not in self._graphs:
             if len(self._graphs) >= MOST_GRAPHS:
                 self._graphs.clear()
-            self._check()
             self._graphs[key] = SweepGraph(
                 self.model, loss_fn, batch, u, self.partition, self.order
             )
@@ -81,14 +81,20 @@ class SweepGraphs:
         devices = {p.device for p in self.partition.params.values()}
         if {d.type for d in devices} != {"cuda"} or len(devices) > 1:
             raise CannotCapture(f"the parameters are on {', '.join(sorted(map(str, devices)))}")
+        current = torch.cuda.current_device()  # what runs on another one is not captured
+        if devices != {torch.device("cuda", current)}:
+            raise CannotCapture(
+                f"the parameters are on {devices.pop()} and the current device is cuda:{current}"
+            )
         if not all(isinstance(label, int) for label in self.partition.labels.values()):
             raise CannotCapture("the partition divides tensors")
 
     def _key(self, loss_fn: LossFn, batch: Any, u: Params) -> Any:
         """Return all that must be the same for a graph to be used again."""
         leaves, structure = pytree.tree_flatten(batch)
-        tensors = (*self.partition.params.values(), *u.values())
-        return (
+        # Also buffers and frozen parameters: a graph reads them where they were at its capture.
+        tensors = (*self.model.parameters(), *self.model.buffers(), *u.values())
+        key = (
             loss_fn,
             structure,
             tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves),
@@ -96,7 +102,15 @@ class SweepGraphs:
             tuple(p.requires_grad for p in self.partition.params.values()),
             tuple(module.training for module in self.model.modules()),
             torch.is_autocast_enabled("cuda"),
+            torch.get_autocast_dtype("cuda"),
         )
+        try:
+            hash(key)
+        except TypeError as error:
+            raise CannotCapture(
+                f"loss_fn, or something in the curvature batch, cannot be compared: {error}"
+            ) from error
+        return key
 
 
 class SweepGraph:

@@ -1,0 +1,101 @@
+"""When a captured sweep may be used again. The graphs themselves are in test_cuda.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from newton_summary import make_partition
+from newton_summary.derivatives.sweep import graph
+from newton_summary.derivatives.sweep.graph import CannotCapture, SweepGraphs
+
+
+class Net(nn.Module):
+    """A layer, a frozen one, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.frozen = nn.Linear(3, 2), nn.Linear(2, 2).requires_grad_(False)
+        self.register_buffer("temperature", torch.ones(()))
+
+
+def loss_fn(model: Net, batch: Any) -> Tensor:
+    return model.frozen(model.layer(batch[0])).square().mean() / model.temperature
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Note what would be captured, on a machine without a GPU."""
+    found: list[Any] = []
+
+    def capture(*args: Any) -> Any:
+        found.append(args)
+        return SimpleNamespace(replay=lambda batch: None)
+
+    monkeypatch.setattr(graph, "SweepGraph", capture)
+    monkeypatch.setattr(SweepGraphs, "_check", lambda self: None)
+    return found
+
+
+def graphs_of(model: nn.Module) -> tuple[SweepGraphs, dict[str, Tensor]]:
+    partition = make_partition(model, "canonical")
+    u = {name: torch.ones_like(p) for name, p in partition.params.items()}
+    return SweepGraphs(model, partition, order=3), u
+
+
+def new_numbers(model: Net) -> None:
+    with torch.no_grad():
+        model.layer.weight.mul_(2)
+        model.frozen.weight.mul_(2)
+        model.temperature.mul_(2)
+
+
+def new_weight(model: Net) -> None:
+    model.layer.weight.data = model.layer.weight.data.clone()
+
+
+def new_frozen_weight(model: Net) -> None:
+    model.frozen.weight.data = model.frozen.weight.data.clone()
+
+
+def new_buffer(model: Net) -> None:
+    model.temperature = 0.9 * model.temperature
+
+
+def other_mode(model: Net) -> None:
+    model.layer.eval()
+
+
+@pytest.mark.parametrize(
+    ("change", "count"),
+    [(new_numbers, 1), (new_weight, 2), (new_frozen_weight, 2), (new_buffer, 2), (other_mode, 2)],
+)
+def test_what_lies_elsewhere_is_captured_anew(change: Any, count: int, captures: list) -> None:
+    model = Net()
+    before = [x.data for x in (*model.parameters(), *model.buffers())]  # so that nothing is freed
+    graphs, u = graphs_of(model)
+    graphs.summarize(loss_fn, (torch.randn(4, 3),), u)
+    change(model)
+    graphs.summarize(loss_fn, (torch.randn(4, 3),), u)
+    assert len(captures) == count and len(before) == 5
+
+
+def test_a_batch_that_cannot_be_compared_is_not_captured(captures: list) -> None:
+    graphs, u = graphs_of(Net())
+    with pytest.raises(CannotCapture, match=r"numpy\.ndarray"):
+        graphs.summarize(loss_fn, (torch.randn(4, 3), np.ones(4)), u)
+    assert not captures
+
+
+def test_parameters_on_another_device_than_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs there is not captured, and a replay would give the first numbers for ever."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    params = {"weight": SimpleNamespace(device=torch.device("cuda:1"))}
+    partition: Any = SimpleNamespace(params=params, labels={"weight": 0})
+    with pytest.raises(CannotCapture, match="on cuda:1 and the current device is cuda:0"):
+        SweepGraphs(nn.Linear(1, 1), partition, order=3)._check()
