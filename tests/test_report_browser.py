@@ -198,6 +198,24 @@ def test_every_name_is_readable_with_200_groups(show):
     assert page.evaluate("document.documentElement.scrollWidth") <= 1000
 
 
+def test_long_names_leave_room_for_the_numbers_of_pairs_and_say_what_they_are(show):
+    parts = (
+        "self_attn.in_proj_weight",
+        "self_attn.out_proj.weight",
+        "linear1.weight",
+        "norm1.bias",
+    )
+    names = [f"encoder.layers.{s // 4}.{parts[s % 4]}" for s in range(12)]
+    names += ["patch.weight", "patch.bias", "norm.weight", "norm.bias"]
+    page = show(random_summary(16, names=names), width=1200)
+    table = page.locator("#pairs .table").first
+    assert table.evaluate("node => node.scrollWidth <= node.clientWidth")
+    titles = table.locator("tbody [title]")
+    assert {titles.nth(k).get_attribute("title") for k in range(titles.count())} <= set(names)
+    labels = set(page.locator("#heatmaps .ytick text").all_text_contents())
+    assert labels & {"patch.weight", "patch.bias"} and not labels & {"weight", "bias"}
+
+
 def test_what_is_not_finite_is_shown_as_such(show):
     Hbar = torch.eye(3)
     Hbar[0, 1] = Hbar[1, 0] = math.nan

@@ -184,7 +184,7 @@ function drawTables() {
     }));
     panels(id, wanted).forEach((panel, i) => draw(panel, runs[i].run, measurementOf(runs[i].run)));
   };
-  each("pairs", (panel, run, measured) => drawPairs(panel, measured));
+  each("pairs", drawPairs);
   each("groups", (panel, run, measured) => drawGroups(panel, run, measured, drawTables));
   const wanted = shownRuns().map(({ run, index }) => ({ key: `${index}`, title: runTitle(run), kind: "content" }));
   panels("facts", wanted).forEach((panel, i) => {

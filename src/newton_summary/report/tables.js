@@ -90,13 +90,16 @@ function drawGroups(panel, run, measured, redraw) {
 const percent = (share) => (Number.isFinite(share) ? `${(100 * share).toFixed(1)} %` : "–");
 
 /** Strongest pairs, what approximations keep, the joint step, groups that could be merged. */
-function drawPairs(panel, measured) {
+function drawPairs(panel, run, measured) {
   const { pairs, undefined_pairs, kept, gain, merges } = measured.analysis;
   const left = element("div");
   if (pairs.length) {
+    const names = run.groups.map((group) => group.name);
+    const short = shorter(names, 24); // so that the numbers fit beside two names
+    const named = (name) => [element("span", { title: name }, short[names.indexOf(name)] ?? name)];
     const rows = pairs.map(([first, second, interaction, value, distance]) => [
-      first,
-      second,
+      named(first),
+      named(second),
       show(interaction, 3),
       show(value, 4),
       String(distance),

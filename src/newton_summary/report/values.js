@@ -75,19 +75,25 @@ function shorten(name, most) {
 }
 
 /**
- * Names short enough for an axis. Words between dots are left out, the first ones first, as long as the
- * names stay different; what is still too long loses its middle.
+ * Shorter names. Words between dots are left out, the first ones first, as long as the names stay
+ * different and of two words; what is still too long loses its middle.
  */
-function labels(names, most) {
+function shorter(names, most) {
   let short = names.map((name) => name.split("."));
   const text = (list) => list.map((words) => words.join("."));
   for (const word of new Set(short.flatMap((words) => words.slice(0, -1)))) {
     if (/^\d+$/.test(word) || text(short).every((name) => name.length <= most)) continue;
-    const fewer = short.map((words) => words.filter((w, k) => w !== word || k === words.length - 1));
+    const fewer = short.map((words) => {
+      const rest = words.filter((w, k) => w !== word || k === words.length - 1);
+      return rest.length > 1 ? rest : words; // "weight" alone would not say of what
+    });
     if (new Set(text(fewer)).size === new Set(names).size) short = fewer;
   }
-  return text(short).map((name) => plain(shorten(name, most)));
+  return text(short).map((name) => shorten(name, most));
 }
+
+/** Names short enough for an axis of plotly. */
+const labels = (names, most) => shorter(names, most).map(plain);
 
 /** Pixels that the longest of some labels takes on an axis. */
 const room = (names) => 12 + 6.1 * Math.max(...names.map((name) => name.replace(/&\w+;/g, ".").length));
