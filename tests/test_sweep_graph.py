@@ -99,3 +99,12 @@ def test_parameters_on_another_device_than_the_current_one(monkeypatch: pytest.M
     partition: Any = SimpleNamespace(params=params, labels={"weight": 0})
     with pytest.raises(CannotCapture, match="on cuda:1 and the current device is cuda:0"):
         SweepGraphs(nn.Linear(1, 1), partition, order=3)._check()
+
+
+@pytest.mark.parametrize("convert", [lambda y: y, torch.fft.fft], ids=["linear", "complex"])
+def test_a_loss_without_a_place_to_read_its_slope_off(convert: Any) -> None:
+    model, x = nn.Linear(3, 2, bias=False), torch.randn(4, 3)
+    graphs, u = graphs_of(model)
+    params = graphs.partition.params
+    with pytest.raises(CannotCapture, match="linear in the parameters, or has complex numbers"):
+        graph._run(lambda: convert(model(x)).real.sum(), params, u, graphs.partition, 3)

@@ -194,7 +194,9 @@ def _run(
     tape = Recorder(params, KNOWN, PREPARE, DECOMPOSED).record(closure)
     tape.cut = find_cut(tape)
     if tape.cut is None:
-        raise CannotCapture("the loss does not end in a function of one value, such as the logits")
+        raise CannotCapture(
+            "the loss is linear in the parameters, or has complex numbers on the way"
+        )
     last_uses = mark_needed(tape)
     _, adjoints = backward(tape, params)
     with torch.no_grad():
