@@ -101,7 +101,7 @@ def test_options_reach_the_measurement(call):
     newton = torch.linalg.solve(summary.Hbar, summary.gbar)
     assert list(found["learning_rates"].values()) == pytest.approx(newton.tolist())
     assert found["stderr"] is None and found["samples"] == 40 and found["backend"] == "nested"
-    assert "the first of 3" in found["facts"]["data"]
+    assert "in the first 2 of 3 batches" in found["facts"]["data"]
     rates = {}
     for strength in ("0.1", "10"):
         _, out, _ = call("inspect", "net.py", "--json", "--lambda-int", strength)
@@ -191,8 +191,8 @@ def test_mistakes_in_the_file(call, source, words):
         (["net.py", "--order", "1"], "order"),
         (["net.py", "--max-batches", "0"], "--max-batches 0"),
         (["net.py", "--device", "abacus"], "'abacus' is not there"),
-        (["net.py", "--lambda-int", "-1"], "lambda_int"),
-        (["net.py", "--order", "2", "--lambda-int", "1"], "D3"),
+        (["net.py", "--lambda-int", "-1"], "--lambda-int -1"),
+        (["net.py", "--order", "2", "--lambda-int", "1"], "write --order 3"),
         (["net.py", "--out", "net.py/page.html"], "cannot be written"),
     ],
 )

@@ -195,6 +195,7 @@ def test_curves_alone_are_enough(tmp_path):
         (ns.Summary(gbar=torch.ones(2)), ValueError, "order=2"),
         (3, TypeError, "int"),
         ([3], TypeError, "int"),
+        (torch.nn.Linear(2, 2), TypeError, "of type Linear.*makes a summary"),
     ],
 )
 def test_mistakes(tmp_path, what, error, words):

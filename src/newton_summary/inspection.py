@@ -305,6 +305,7 @@ def inspect_model(
         progress: As :func:`summarize` takes it.
     """
     model, loss_fn, data = built
+    lambda_int = _strength(settings)
     with telling(file, "Measuring failed", _hint(data)):
         batches = take_batches(data, settings.max_batches)
         if settings.device is not None:
@@ -323,15 +324,27 @@ def inspect_model(
             progress=progress,
         )
         seconds = time.perf_counter() - start
-        lambda_int = settings.lambda_int
-        if lambda_int is None:
-            lambda_int = 1.0 if settings.order == 3 else 0.0  # the cubic term needs D3
         rates = learning_rates(summary, lambda_int)
         trials = step_trials(model, loss_fn, iter(batches), summary, rates) if rates.ok else ()
     history = History(name)
     history.add(0, summary, rates, trials=trials)
     history.facts = _facts(built, settings, summary, len(batches), seconds, lambda_int)
     return Inspection(history, summary, rates, tuple(strongest_pairs(summary, 5)))
+
+
+def _strength(settings: Settings) -> float:
+    """Return lambda_int; a wrong one is told before anything is measured."""
+    has_D3 = settings.order == 3
+    if settings.lambda_int is None:
+        return 1.0 if has_D3 else 0.0
+    if not 0 <= settings.lambda_int < math.inf:
+        raise UserError(f"--lambda-int {settings.lambda_int:g}: write a finite number, 0 or more.")
+    if settings.lambda_int > 0 and not has_D3:
+        raise UserError(
+            f"--lambda-int {settings.lambda_int:g} needs the third derivative D3, which --order "
+            f"{settings.order} leaves out: write --order 3, or --lambda-int 0."
+        )
+    return settings.lambda_int
 
 
 def _hint(data: Any) -> str:
@@ -392,14 +405,16 @@ def _facts(
     first = next(iter(model.parameters()))
     count = sum(p.numel() for p in model.parameters())
     every = len(built.data) if hasattr(built.data, "__len__") and batches > 1 else batches
+    which = f"{batches} batch{'es' if batches > 1 else ''}"
+    if every > batches:
+        which = f"the first {batches} of {every:,} batches"
     return {
         "model": f"{type(model).__name__}, {count:,} parameters, "
         f"in {'training' if model.training else 'evaluation'} mode",
         "loss": f"{getattr(built.loss_fn, '__name__', _kind(built.loss_fn))}, "
         f"{float(summary.loss):.6g} at the start",
-        "data": f"{summary.num_samples:,} samples in {batches} batch{'es' if batches > 1 else ''}"
-        + (f", the first of {every:,}" if every > batches else ""),
-        "partition": f"{settings.partition}, {len(summary)} groups",
+        "data": f"{summary.num_samples:,} samples in {which}",
+        "partition": f"{settings.partition}, {len(summary)} group{'s' if len(summary) > 1 else ''}",
         "direction": "gradient of the same data",
         "order": str(settings.order),
         "backend": f"{summary.backend} (asked for: {settings.backend})",

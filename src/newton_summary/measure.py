@@ -93,7 +93,7 @@ def summarize(
         The summary, with ``loss``, ``num_samples``, ``partition``, ``backend`` and ``reason``.
     """
     if order not in (1, 2, 3):
-        raise ValueError(f"order={order}: a summary has order 1, 2 or 3. See derivative_tensor.")
+        raise ValueError(f"order={order!r}: a summary has order 1, 2 or 3. See derivative_tensor.")
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(
             f"Unknown backend {backend!r}.{_nearest(backend, BACKENDS)} "
@@ -127,7 +127,7 @@ def summarize(
                 reason = str(error)
                 following = names[names.index(name) + 1]
                 warnings.warn(
-                    f"Falling back from {name!r} to {following!r}, because of "
+                    f"Falling back from {name!r} to {following!r}, because "
                     f"{reason.removeprefix(f'{name}: ')}",
                     stacklevel=2,
                 )

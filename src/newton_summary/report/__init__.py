@@ -7,7 +7,7 @@ one file of HTML together with the drawing library.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -39,7 +39,10 @@ def report(what: Source | Sequence[Source], path: str | Path, *, title: str | No
     """
     from newton_summary.report.page import write_page
 
-    sources = [what] if isinstance(what, Summary | History | str | os.PathLike) else list(what)
+    if isinstance(what, Summary | History | str | os.PathLike) or not isinstance(what, Iterable):
+        sources = [what]
+    else:
+        sources = list(what)
     if not sources:
         raise ValueError("There is nothing to report: the sequence of runs is empty.")
     histories = [_history(source) for source in sources]
@@ -75,8 +78,8 @@ def _history(source: object) -> History:
         return History.of(source, lambda_int=lambda_int)
     if not isinstance(source, str | os.PathLike):
         raise TypeError(
-            f"A report is of a Summary, a History or a run directory, and this is a "
-            f"{type(source).__name__}."
+            f"A report is of a summary, a history or a run directory, and this is of type "
+            f"{type(source).__name__}. summarize(model, loss_fn, data) makes a summary."
         )
     path = Path(source)
     if path.is_file():
