@@ -189,6 +189,8 @@ def test_rate_bars_mark_what_is_not_a_rate():
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == ["positive", "negative: size", "not finite", "zero"]
     assert "newton" in figure.axes[0].get_title(loc="left")
+    fills = [c.lines[0].get_markerfacecolor() for c in figure.axes[0].containers]
+    assert fills[0] != "none" and fills[1] == "none"  # negative ones are open
     lost = figures.rate_bars(Summary(torch.full((2,), math.nan), torch.eye(2), torch.ones(2)))
     assert "not-finite" in lost.axes[0].get_title(loc="left") and png(lost)
 
@@ -233,6 +235,9 @@ def test_pairs():
     (axis,) = figure.axes
     expected = [abs(pair.interaction) for pair in strongest_pairs(summary, 4)]
     assert [bar.get_width() for bar in axis.patches] == expected
+    for bar, pair in zip(axis.patches, strongest_pairs(summary, 4)):  # red and blue as in heat maps
+        red, _, blue, _ = bar.get_facecolor()
+        assert (red > blue) == (pair.interaction > 0)
     first = strongest_pairs(summary, 1)[0]
     assert axis.get_yticklabels()[0].get_text() == f"{first.first} – {first.second}"
     assert png(figure) and "no pair" in texts(figures.pairs(Summary(torch.ones(1), torch.eye(1))))

@@ -36,6 +36,7 @@ Array = npt.NDArray[np.float64]
 # Okabe and Ito's colours, which most colour-blind readers tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 POSITIVE, NEGATIVE, UNKNOWN = COLOURS[0], COLOURS[1], "#808080"
+AGAINST, TOGETHER = "#c0392f", "#3a86be"  # signs of an interaction, as in the heat maps
 PANEL = (4.2, 3.2)  # inches
 DECADES = (3, 12)  # of a matrix on the logarithmic scale, at least and at most
 MOST_NAMES = 45  # in a legend

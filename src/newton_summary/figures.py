@@ -16,10 +16,12 @@ from torch import Tensor
 
 from newton_summary.analysis import normalized, strongest_pairs
 from newton_summary.drawing import (
+    AGAINST,
     COLOURS,
     NEGATIVE,
     PANEL,
     POSITIVE,
+    TOGETHER,
     UNKNOWN,
     Array,
     Figure,
@@ -109,7 +111,7 @@ def pairs(summary: Summary, count: int = 15) -> Figure:
     figure = Picture(figsize=(1.7 * PANEL[0], height), layout="constrained")
     axis = figure.subplots()
     for row, pair in enumerate(strongest):
-        colour = POSITIVE if pair.interaction > 0 else NEGATIVE
+        colour = AGAINST if pair.interaction > 0 else TOGETHER
         axis.barh(row, abs(pair.interaction), color=colour, height=0.7)
         apart = "same layer" if pair.distance == 0 else f"{pair.distance} apart"
         text = f" {pair.interaction:+.2f}, {apart}"
@@ -120,7 +122,10 @@ def pairs(summary: Summary, count: int = 15) -> Figure:
     axis.margins(x=0.25)
     axis.set_xlabel("size of the interaction, H_st / sqrt(|H_ss H_tt|)", fontsize=8)
     axis.set_title("Strongest interactions, and layers apart", loc="left", fontsize=10)
-    handles = [Patch(color=POSITIVE, label="positive"), Patch(color=NEGATIVE, label="negative")]
+    handles = [
+        Patch(color=AGAINST, label="in each other's way"),
+        Patch(color=TOGETHER, label="help each other"),
+    ]
     figure.legend(handles=handles, fontsize=7, frameon=False, loc="outside right upper")
     return figure
 
@@ -163,16 +168,17 @@ def rate_bars(summary: Summary | LearningRates, lambda_int: float = 1.0) -> Figu
     axis = figure.subplots()
     rows = np.arange(len(eta))
     handles = []
-    for chosen, colour, marker, label in (
-        (eta > 0, POSITIVE, "o", "positive"),
-        (eta < 0, NEGATIVE, "v", "negative: size"),
+    for chosen, colour, marker, fill, label in (
+        (eta > 0, POSITIVE, "o", POSITIVE, "positive"),
+        (eta < 0, NEGATIVE, "v", "none", "negative: size"),
     ):
+        look: Any = {"marker": marker, "color": colour, "markerfacecolor": fill, "linestyle": ""}
         if chosen.any():
             axis.errorbar(
                 np.abs(eta[chosen]), rows[chosen], xerr=None if error is None else errors[chosen],
-                fmt=marker, color=colour, markersize=4, elinewidth=1, capsize=2, label=label,
+                markersize=4, elinewidth=1, capsize=2, label=label, **look,
             )  # fmt: skip
-            handles.append(Line2D([], [], marker=marker, color=colour, label=label, linestyle=""))
+            handles.append(Line2D([], [], label=label, **look))
     if (eta > 0).any() or (eta < 0).any():
         sizes = np.abs(eta[np.isfinite(eta) & (eta != 0)])
         axis.set_xscale("log", nonpositive="clip")
