@@ -78,6 +78,13 @@ def test_seeds_are_put_together_and_settings_are_not(runs, tmp_path):
     assert set(method_labels(runs[:2]).values()) == {"Adam"}
 
 
+def test_a_seed_is_not_counted_twice(runs, tmp_path):
+    longer = train(replace(runs[0].config, epochs=runs[0].config.epochs + 1), tmp_path)
+    labels = list(method_labels([*runs[:2], longer]).values())
+    first = runs[0].config.epochs
+    assert labels == [f"Adam, epochs={first}"] * 2 + [f"Adam, epochs={first + 1}"]
+
+
 def test_results_table(runs):
     rows = rows_of(tables.results_table(runs))
     adam = rows[0]

@@ -174,19 +174,24 @@ NOT_OF_A_METHOD = {"seed", "epochs", "recipe", "data.root", "data.download", "de
 def method_labels(runs: Sequence[Run]) -> dict[Path, str]:
     """Return the optimizer of each run, with the fields in which runs of one label differ.
 
-    Runs of one setup that have the same label differ in their seed alone.
+    Runs of one setup that have the same label differ in their seed alone, or in a field that makes
+    no method. Where that would count a seed twice, such as after 4 and after 5 epochs, they are
+    kept apart.
     """
     labels: dict[Path, str] = {}
     groups = group_by(runs, lambda run: (setup_label(run.config), optimizer_label(run.config)))
     for (_, label), group in groups.items():
         settings = [flatten(run.config) for run in group]
-        varied = [
+        differing = [
             name
             for name in settings[0]
-            if name not in NOT_OF_A_METHOD
-            and not name.startswith("measure.")
+            if not name.startswith("measure.")
             and any(other[name] != settings[0][name] for other in settings)
         ]
+        varied = [name for name in differing if name not in NOT_OF_A_METHOD]
+        each = [repr([values[name] for name in ("seed", *varied)]) for values in settings]
+        if len(set(each)) < len(each):
+            varied += [name for name in differing if name in ("epochs", "device")]
         for run, values in zip(group, settings, strict=True):
             marks = [f"{name.rpartition('.')[2]}={values[name]}" for name in varied]
             labels[run.path] = ", ".join([label, *marks])
