@@ -185,7 +185,7 @@ def _scaled_elu(x: Tensor, height: float, slope: float, rate: float) -> Derivati
     """``slope x`` for x > 0, ``height (exp(rate x) - 1)`` otherwise."""
     positive = x > 0
     f1 = torch.clamp(x, max=0).mul_(rate).exp_().mul_(height * rate)
-    f2 = (f1 * rate).masked_fill_(positive, 0)
+    f2 = (f1 * rate).masked_fill_(x >= 0, 0)  # none at 0 itself, as in torch
     return f1.masked_fill_(positive, slope), f2, f2 if rate == 1 else f2 * rate
 
 
