@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from newton_summary import make_partition
+from newton_summary import NewtonSummary, make_partition
 from newton_summary.derivatives.sweep import graph
 from newton_summary.derivatives.sweep.graph import CannotCapture, SweepGraphs
 
@@ -108,3 +108,34 @@ def test_a_loss_without_a_place_to_read_its_slope_off(convert: Any) -> None:
     params = graphs.partition.params
     with pytest.raises(CannotCapture, match="linear in the parameters, or has complex numbers"):
         graph._run(lambda: convert(model(x)).real.sum(), params, u, graphs.partition, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, "parameters are on cpu"),
+        ({"microbatch": 2}, "microbatch=2"),
+        ({"backend": "nested"}, "backend='nested'"),
+        ({"curvature": None}, r"closure .* give curvature=\(loss_fn, loader\)"),
+    ],
+)
+def test_the_optimizer_says_why_nothing_is_captured(options: Any, reason: str) -> None:
+    model, batch = nn.Linear(3, 2), (torch.randn(4, 3),)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch[0]).exp().mean()
+
+    options = {"curvature": (loss, [batch]), **options}
+    optimizer = NewtonSummary(
+        make_partition(model), summary_period=1, warmup=1, cuda_graph=True, **options
+    )
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss(model, batch).backward()
+            optimizer.step(None if options["curvature"] else lambda: loss(model, batch))
+
+    with pytest.warns(UserWarning, match=f"cuda_graph=True has no effect, because .*{reason}"):
+        train(5)
+    assert optimizer.refreshes == 5

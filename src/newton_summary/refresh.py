@@ -132,8 +132,7 @@ class Refresh:
             if self._graphs is None:
                 self._graphs = SweepGraphs(self.model, self.partition, self.order)
             try:
-                if find_ranks(self.distributed, u) is not None:
-                    raise CannotCapture("there are several ranks")
+                self._check_capture(batch, u)
                 return self._graphs.summarize(loss_fn, batch, u)
             except CannotCapture as error:
                 self.cuda_graph, self._graphs = False, None
@@ -151,6 +150,19 @@ class Refresh:
             microbatch=self.microbatch,
             distributed=self.distributed,
         )
+
+    def _check_capture(self, batch: Any, u: Params) -> None:
+        if find_ranks(self.distributed, u) is not None:
+            raise CannotCapture("there are several ranks")
+        if batch is None:
+            raise CannotCapture(
+                "the batch of a closure cannot be replaced: give curvature=(loss_fn, loader)"
+            )
+        if self.microbatch is not None or self.backend not in ("auto", "sweep"):
+            raise CannotCapture(
+                f"it measures a whole batch with the sweep, and not with "
+                f"microbatch={self.microbatch} and backend={self.backend!r}"
+            )
 
     def solve(self, motion: Motion, loss_fn: LossFn, batch: Any, scale: Scale) -> None:
         """Set the rates from the averaged summary, or keep them if there is nothing usable.
