@@ -342,6 +342,10 @@ WRONG_ARGUMENTS = {
         WRITTEN_OUT,
     ),
     "no data": (lambda: summarize(NET, model_loss, None), "data is None.*DataLoader"),
+    "a list of tensors": (
+        lambda: summarize(NET, lambda model, x: model(x).mean(), [torch.ones(4, 3)] * 2),
+        r"one batch.*not list.*iter\(data\)",
+    ),
     "rates of a model": (lambda: learning_rates(NET), r"type Linear.*summarize\(model"),
     "advice for nothing": (lambda: suggest_lrs(None, model_loss, BATCH, ADAM), "NoneType.*Module"),
     "advice for no optimizer": (

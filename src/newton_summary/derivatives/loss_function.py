@@ -57,4 +57,9 @@ def explain(error: TypeError, model: nn.Module, data: Any) -> TypeError | None:
             f"loss_fn takes its first argument, the model, for a tensor: {error}. {_WANTED} "
             f"{_EXAMPLE}."
         )
+    if isinstance(data, list) and "must be Tensor, not list" in str(error):
+        return TypeError(
+            f"A list of tensors is taken as one batch, and loss_fn failed with it: {error}. For "
+            f"several batches of one tensor each, give iter(data) or a DataLoader."
+        )
     return None
