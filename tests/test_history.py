@@ -106,6 +106,16 @@ def test_history_as_a_table():
     assert "not-finite" in str(History.of(lost))
 
 
+def test_measurements_of_the_optimizer_are_told_apart_in_the_table():
+    made, summary, rates = history()
+    assert "measured along" not in str(made)
+    made.add(1, summary, rates, kind="optimizer")
+    rows = str(made).splitlines()[1:5]
+    assert [row.partition("the ")[2] for row in rows[1:]] == [
+        *("gradient", "gradient", "optimizer's own, as it last was")
+    ]
+
+
 def test_names_are_escaped():
     model = nn.ParameterDict({"w": torch.ones(2)})
     partition = make_partition(model, {"<b>bold</b> & co": ["w"]})

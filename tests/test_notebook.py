@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 import torch
 
-from newton_summary import Summary, learning_rates
+from newton_summary import Summary, learning_rates, make_partition, suggest_lrs
 from newton_summary.notebook import html_heatmap, html_table, paragraph
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -44,6 +44,19 @@ def test_rates_show_the_numbers_of_their_text():
     rates = learning_rates(summary_of(torch.eye(3)))
     assert cells(rates._repr_html_())[1:] == [s.split() for s in str(rates).splitlines()[1:4]]
     assert rates.status in rates._repr_html_()
+
+
+def test_partitions_and_advice_show_the_words_of_their_text():
+    model = torch.nn.Linear(2, 1)
+    partition = make_partition(model)
+    rows = cells(partition._repr_html_())
+    assert " ".join(" ".join(row) for row in rows).split() == str(partition).split()[4:]
+    data = torch.utils.data.DataLoader(torch.randn(24, 2), 8)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    advice = suggest_lrs(model, lambda m, x: m(x).square().mean(), data, sgd, partition=partition)
+    html, lines = advice._repr_html_(), str(advice).splitlines()
+    assert [" ".join(row).split() for row in cells(html)] == [line.split() for line in lines[:3]]
+    assert lines[3] in html and repr(advice).startswith("Advice(2 groups: ")
 
 
 def rgb(colour):

@@ -17,6 +17,7 @@ from newton_summary.directions import find_direction
 from newton_summary.distributed import find_ranks, together
 from newton_summary.learning_rates import LearningRates, learning_rates
 from newton_summary.measure import find_partition, summarize
+from newton_summary.notebook import html_table, paragraph
 from newton_summary.partition import Params, Partition, Spec, text_table, unwrap
 from newton_summary.summary import Summary
 
@@ -77,16 +78,31 @@ class Advice:
 
     def __str__(self) -> str:
         """Return a table of the groups, and what the steps should do to the loss."""
-        rows = [("group", "lr", "factor", "±", "suggested", "verdict")]
+        return f"{text_table(self._rows(), right=range(1, 5))}\n{self._said()}"
+
+    def __repr__(self) -> str:
+        """Return in a line how many groups there are, and how often each verdict."""
+        verdicts = [group.verdict for group in self.groups]
+        counts = ", ".join(f"{verdicts.count(v)} {v}" for v in VERDICTS if v in verdicts)
+        return f"Advice({len(verdicts)} groups: {counts})"
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        return html_table(self._rows(), right=range(1, 5)) + paragraph(self._said())
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [("group", "lr", "factor", "±", "suggested", "verdict")]
         for group in self.groups:
             error = "" if group.stderr is None else f"{group.stderr:.2g}"
             lrs, suggested = (_numbers(values) for values in (group.lrs, group.suggested))
             rows.append((group.name, lrs, f"{group.factor:.3g}", error, suggested, group.verdict))
+        return rows
+
+    def _said(self) -> str:
         ones = torch.ones_like(self.summary.gbar)
         changes = ones.new_tensor([group.change for group in self.groups])
         now, then = (float(self.summary.predicted_change(x)) for x in (ones, changes))
         lines = [
-            text_table(rows, right=range(1, 5)),
             f"predicted change of the loss ({float(self.summary.loss):.4g}) by one step: "
             f"{now:+.3g} now, {then:+.3g} as suggested",
             *(f"{v}: {VERDICTS[v]}" for v in VERDICTS if any(g.verdict == v for g in self.groups)),

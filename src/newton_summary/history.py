@@ -20,6 +20,7 @@ from newton_summary.partition import shorten, text_table
 from newton_summary.summary import Summary, _differing, _read_file
 
 _NUMBERS = range(5)  # columns of the table of a history
+_ALONG = {"full": "the gradient", "optimizer": "the optimizer's own, as it last was"}
 
 
 class Trial(NamedTuple):
@@ -151,6 +152,10 @@ class History:
             numbers = (eta.min(), eta.median(), eta.max())
             rates = [f"{float(number):+.3e}" for number in numbers]
             rows.append([f"{m.epoch:g}", f"{float(m.summary.loss):.6g}", *rates, m.status])
+        kinds = [m.kind for m in self.measured]
+        if len(set(kinds)) > 1:  # two rows of one epoch are told apart
+            columns = zip(rows, ["measured along", *(_ALONG[kind] for kind in kinds)])
+            rows = [[*row, along] for row, along in columns]
         return shorten(rows)
 
     def _ends(self) -> list[str]:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from newton_summary.notebook import html_table, paragraph
 from newton_summary.sharded import settle, whole
 
 Params = dict[str, Tensor]
@@ -212,6 +213,13 @@ class Partition:
 
     def __str__(self) -> str:
         """Return a table: number, name, role, entries and parameters of each group."""
+        return f"{self!r}\n{text_table(self._rows(), right=(0, 3))}"
+
+    def _repr_html_(self) -> str:
+        """Return the same for a notebook."""
+        return paragraph(repr(self)) + html_table(self._rows(), right=(0, 3))
+
+    def _rows(self) -> list[tuple[str, ...]]:
         rows = [("", "group", "role", "entries", "parameters")]
         aliases = {} if self.model is None else _aliases(self.model)
         for s, (name, role, size) in enumerate(
@@ -220,7 +228,7 @@ class Partition:
             rows.append(
                 (str(s), name, role, f"{size:,}", _describe(self.members[s], name, aliases))
             )
-        return f"{self!r}\n{text_table(shorten(rows), right=(0, 3))}"
+        return shorten(rows)
 
 
 def shorten(rows: list[Any]) -> list[Any]:
