@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 from torch.utils.checkpoint import checkpoint
 
-from newton_summary import Partition, Summary, make_partition, summarize
+from newton_summary import Partition, Summary, learning_rates, make_partition, summarize
 from newton_summary.derivatives.probe import CannotDifferentiate, Probe
 from newton_summary.derivatives.sweep import summarize_sweep
 from oracle import finite_differences
@@ -883,3 +883,30 @@ def test_loss_that_does_not_depend_on_the_parameters() -> None:
 
     with pytest.raises(ValueError, match="does not depend on the parameters"):
         measure(net(), loss, batch())
+
+
+class Attention(nn.Module):
+    """One head, with a projection for each of queries, keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(3, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            self.query(x), self.key(x), self.value(x), is_causal=True
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_bias_of_keys_has_no_derivatives(dtype: torch.dtype) -> None:
+    """It shifts all scores of a query by the same: rates made of rounding would be huge."""
+    torch.manual_seed(0)
+    model, x = Attention().to(dtype), torch.randn(6, 7, 3, dtype=dtype)
+    actual = measure(model, plain, x)
+    s = actual.partition.names.index("key.bias")
+    assert float(actual.gbar[s]) == float(actual.D3[s]) == 0
+    assert not actual.Hbar[s].any()
+    rates = learning_rates(actual)
+    assert rates.ok and float(rates.eta[s]) == 0
+    assert max(errors(actual, measure(model, plain, x, "nested"))) < 1e3 * torch.finfo(dtype).eps

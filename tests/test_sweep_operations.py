@@ -76,7 +76,7 @@ def test_operation_agrees_with_central_differences(name: str) -> None:
 # Conversions that lose digits, or do nothing on a CPU in float64: see test_sweep_engine.py.
 CONVERSIONS = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda"}
 # What the recorder and norms.py write on the tape, and two functions that torch does not list.
-INTERNAL = {"read_view", "write_view", "standardize"}
+INTERNAL = {"read_view", "write_view", "standardize", "centered"}
 UNLISTED = {"_pack_padded_sequence", "_pad_packed_sequence"}
 
 

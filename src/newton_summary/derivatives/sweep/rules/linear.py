@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from newton_summary.derivatives.norms import accumulation_dtype
 from newton_summary.derivatives.probe import CannotDifferentiate
 from newton_summary.derivatives.sweep.calls import names
 from newton_summary.derivatives.sweep.tangent import Tangent, add_tangents, align, lift
@@ -84,6 +85,19 @@ def permute(sweep: Sweep, op: Op, x: Value, *args: Any, dims: Any = None) -> Tan
     t = only(sweep, x)
     ndim = x.tensor.dim()
     return None if t is None else t.map(lambda r: r.permute(0, *(d % ndim + 1 for d in order)))
+
+
+def centered(sweep: Sweep, op: Op, x: Value, dim: int) -> Tangent | None:
+    """Subtract the mean over a dimension; what rounding leaves of rows without more is zero."""
+    t = only(sweep, x)
+    if t is None:
+        return None
+    rows = t.rows.to(accumulation_dtype(t.rows))
+    gaps = rows - rows.mean(shifted(dim), keepdim=True)
+    every = list(range(1, rows.dim()))
+    sizes, rest = rows.abs().amax(every, keepdim=True), gaps.abs().amax(every, keepdim=True)
+    moves = rest > 64 * torch.finfo(rows.dtype).eps * sizes
+    return Tangent(t.first, t.second, gaps * moves)
 
 
 # --- parts ---------------------------------------------------------------------------------------
@@ -459,6 +473,7 @@ LINEAR: dict[str, Rule] = {
     "transpose": transpose,
     **dict.fromkeys(["T", "mT", "H", "mH", "t"], matrix_transpose),
     "permute": permute,
+    "centered": centered,
     "view_as_complex": as_complex,
     "__getitem__": getitem,
     "__setitem__": setitem,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from newton_summary.derivatives.norms import affine
 from newton_summary.derivatives.sweep.rules.decomposed.products import contract
@@ -150,7 +151,9 @@ def scaled_dot_product_attention(
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = torch.matmul(query * factor, key.transpose(-2, -1))
+    # The same shift of all keys changes no weight. Without their mean, what only shifts them, such
+    # as their bias, has no derivatives from here on; else it would have some, made of rounding.
+    scores = torch.matmul(query * factor, centered(key, -2).transpose(-2, -1))
     if is_causal:
         L, T = scores.shape[-2:]
         attn_mask = torch.ones(L, T, dtype=torch.bool, device=scores.device).tril()
@@ -161,6 +164,13 @@ def scaled_dot_product_attention(
             scores = scores + attn_mask
     weights = torch.softmax(scores, -1)
     return torch.matmul(dropout(weights, dropout_p, dropout_p > 0), value)
+
+
+def centered(x: Tensor, dim: int) -> Tensor:
+    """Subtract the mean over a dimension: one operation on the tape, with a rule of its own."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(centered, (x,), x, dim)
+    return x - x.mean(dim, keepdim=True)
 
 
 def cosine_similarity(a: Tensor, b: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
