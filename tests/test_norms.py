@@ -347,3 +347,19 @@ def test_a_bias_before_a_batch_norm_has_no_derivatives_at_all(loss_fn):
         optimizer.step()
     assert optimizer.failed_refreshes == 0
     assert cross_entropy(model, batch) < 0.2
+
+
+def test_a_bias_before_a_batch_norm_stays_where_it_is():
+    """Also on a large batch, whose mean of equal numbers is not that number in float32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
+    model.append(nn.Linear(144, 3))
+    batches = [(torch.randn(3000, 1, 8, 8), torch.randint(3, (3000,))) for _ in range(2)]
+    bias = model[0].bias.detach().clone()
+    optimizer = NewtonSummary(make_partition(model), curvature=(cross_entropy, batches))
+    for _ in range(12):
+        optimizer.zero_grad()
+        cross_entropy(model, batches[0]).backward()
+        optimizer.step()
+    assert optimizer.failed_refreshes == 0
+    assert torch.equal(model[0].bias, bias)

@@ -139,8 +139,8 @@ def standardize(sweep: Sweep, op: Op, x: Value, dims: Sequence[int], eps: float)
     A row has few numbers besides c: v and r, whose derivatives along the groups follow from means.
 
     The mean takes out what is the same over ``dims``, such as the bias of a layer before a batch
-    norm. What rounding leaves of it is set to zero: else groups on which the loss does not depend
-    would have derivatives, and rates, made of nothing but rounding.
+    norm. So that rounding leaves nothing of it, the first entry is subtracted before the mean is:
+    else groups on which the loss does not depend would have rates made of nothing but rounding.
     """
     t = sweep.tangent(x)
     if t is None:
@@ -157,30 +157,29 @@ def standardize(sweep: Sweep, op: Op, x: Value, dims: Sequence[int], eps: float)
 
     c = X - mean(X)
     r = (mean(c * c) + eps).rsqrt()
-    means = mean(t.rows)
-    rows = t.rows - means
+    rows = t.rows
+    if -ndim in d:  # over samples, of which biases do not depend
+        entry = [slice(0, 1) if i - ndim in d else slice(None) for i in range(ndim)]
+        rows = rows - rows[(slice(None), *entry)]
+    rows = rows - mean(rows)
     c1, c2 = rows[:k], rows[k:]
-    squares = mean(c1 * c1)
-    rounding = 64 * torch.finfo(rows.dtype).eps * means[:k]
-    moves = (squares > rounding * rounding).to(rows.dtype)
-    v1 = 2 * moves * mean(c * c1)
+    v1 = 2 * mean(c * c1)
     r1 = -0.5 * r**3 * v1
     third = sweep.order == 3
     if third:
-        v2 = 2 * moves * squares
+        v2 = 2 * mean(c1 * c1)
         if t.second:
             v2 = add_rows([(t.first, v2), (t.second, 2 * mean(c * c2))])[1]
         r2 = 0.75 * r**5 * v1 * v1 - 0.5 * r**3 * v2
     delta = sweep.adjoint(op.out)
     if delta is not None:
         n = c.numel() // r.numel()
-        alpha1, beta = moves * total(delta * c1), total(delta * c)
+        alpha1, beta = total(delta * c1), total(delta * c)
         # <delta, c1_s r1_t + c1_t r1_s + c d2r[s, t]>
         M = gram(alpha1, r1)
         sweep.add_Hbar(t.first, t.first, M + M.T)
         sweep.add_Hbar(t.first, t.first, gram(v1 * (0.75 * beta * r**5), v1))
-        N = gram(c1 * (-beta * r**3 / n * moves), c1)
-        sweep.add_Hbar(t.first, t.first, N * moves.flatten(1).amax(1))
+        sweep.add_Hbar(t.first, t.first, gram(c1 * (-beta * r**3 / n), c1))
         if third:
             # <delta, 3 c1 r2 + 3 c2 r1 + c r3>, r3 from v1, v2 and v3 = 6 mean(c1 c2)
             r3 = -1.875 * r**7 * v1**3 + 2.25 * r**5 * v1 * v2
@@ -192,7 +191,7 @@ def standardize(sweep: Sweep, op: Op, x: Value, dims: Sequence[int], eps: float)
                 sweep.add_D3(t.second, gram(v3, (-0.5 * r**3 * beta)[None]).reshape(-1))
     if not op.wanted:
         return None
-    first = (t.first, c1 * (r * moves) + c * r1)
+    first = (t.first, c1 * r + c * r1)
     if not third:
         return join(first, None)
     bend = 2 * c1 * r1 + c * r2
