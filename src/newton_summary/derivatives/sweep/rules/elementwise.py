@@ -41,7 +41,7 @@ def curved(derivatives: Callable[..., Derivatives]) -> Callable[..., Any]:
         if f2 is None:
             return t.map(lambda rows: rows * f1)
         delta = sweep.adjoint(op.out)
-        if fused.available(op.out.tensor):
+        if fused.available(f1) and f1.dtype == op.out.tensor.dtype:  # not so under autocast
             bent = fused.bend(t, f1, f2, f3, delta, sweep.order, op.wanted)
             if bent is not None:
                 return _contributed(sweep, t, bent)
