@@ -92,12 +92,19 @@ def test_an_infinite_curvature_gives_no_interaction(tmp_path):
 
 
 def test_no_inverse_comes_with_a_reason(tmp_path):
+    summary = ns.Summary(gbar=torch.ones(2), Hbar=torch.ones(2, 2), D3=torch.ones(2))
+    shown = carried(ns.report(summary, tmp_path / "page.html"))["runs"][0]["measured"][0]
+    assert shown["inverse"] is None and "smallest singular value" in shown["no_inverse"]
+    assert shown["analysis"]["kept"] is None
+
+
+def test_a_group_that_nothing_depends_on_leaves_the_others_an_inverse(tmp_path):
     summary = ns.Summary(
-        gbar=torch.ones(2), Hbar=torch.diag(torch.tensor([1.0, 0.0])), D3=torch.ones(2)
+        gbar=torch.ones(2), Hbar=torch.diag(torch.tensor([2.0, 0.0])), D3=torch.ones(2)
     )
     shown = carried(ns.report(summary, tmp_path / "page.html"))["runs"][0]["measured"][0]
-    assert shown["inverse"] is None and "the row of group '1' is zero" in shown["no_inverse"]
-    assert shown["analysis"]["kept"] is None
+    assert shown["no_inverse"] is None and shown["inverse"] is not None
+    assert shown["analysis"]["kept"] is not None
 
 
 def test_second_order_alone_is_enough(tmp_path):

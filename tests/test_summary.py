@@ -422,3 +422,17 @@ def test_table_tells_what_is_unusual():
 
 def test_long_table_is_shortened():
     assert len(str(random_summary(0, S=300)).splitlines()) < 70
+
+
+def test_groups_that_nothing_depends_on_can_be_left_out_of_the_inverse():
+    H = torch.tensor([[2.0, 0.0, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 3.0]], dtype=torch.float64)
+    summary = Summary(gbar=torch.ones(3, dtype=torch.float64), Hbar=H)
+    with pytest.raises(ValueError, match="the row of group '1' is zero"):
+        summary.inverse()
+    inverse = summary.inverse(without_dead=True)
+    live = [0, 2]
+    torch.testing.assert_close(inverse[live][:, live] @ H[live][:, live], torch.eye(2).double())
+    assert inverse[1].isnan().all() and inverse[:, 1].isnan().all()
+    nothing = Summary(gbar=torch.ones(2), Hbar=torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="no inverse"):
+        nothing.inverse(without_dead=True)

@@ -108,7 +108,8 @@ def inverse_kept(summary: Summary | Tensor) -> InverseKept:
     inverse, leave out are negligible; App. H sees the inverse become tridiagonal during training.
     With P the inverse scaled to a unit diagonal, the answer is sum_kept P_st^2 / sum P_st^2. A
     block-diagonal ``Hbar`` keeps 1 in the last two. Of two groups that act almost as one, the
-    diagonal keeps 1/2. It is nan where the inverse has a zero on its diagonal.
+    diagonal keeps 1/2. It is nan where the inverse has a zero on its diagonal. Groups whose row of
+    ``Hbar`` is zero do not count.
 
     Raises:
         ValueError: If ``Hbar`` has no inverse.
@@ -118,12 +119,16 @@ def inverse_kept(summary: Summary | Tensor) -> InverseKept:
     apart = (layers[:, None] - layers[None, :]).abs()
     masks = (torch.eye(len(summary), dtype=torch.bool), apart == 0, apart <= 1)
 
-    def kept(matrix: Tensor) -> Kept:
-        squares = _unit_diagonal(matrix).square()
-        return Kept(*(float(squares[mask].sum() / squares.sum()) for mask in masks))
+    inverse = summary.inverse(without_dead=True)
+    live = ~summary.dead
 
-    count = len(set(layers.tolist()))
-    return InverseKept(kept(summary.inverse()), kept(summary.hessian()), count)
+    def kept(matrix: Tensor) -> Kept:
+        squares = _unit_diagonal(matrix[live][:, live]).square()
+        shares = (squares[mask[live][:, live]].sum() / squares.sum() for mask in masks)
+        return Kept(*map(float, shares))
+
+    count = len(set(layers[live].tolist()))
+    return InverseKept(kept(inverse), kept(summary.hessian()), count)
 
 
 # --- what moving together is worth ----------------------------------------------------------------

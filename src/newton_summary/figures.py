@@ -8,7 +8,8 @@ readers, and what is not finite or negative is marked, not dropped.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,11 +66,12 @@ def heatmap(
     title = TITLES[what] + ("" if block is None else f", {block}")
     summary.hessian()  # or say that there is none
     try:
-        matrix = {
+        makers: dict[str, Callable[[], Tensor]] = {
             "Hbar": summary.hessian,
-            "normalized": lambda: normalized(summary),
-            "inverse": summary.inverse,
-        }[what]()
+            "normalized": partial(normalized, summary),
+            "inverse": partial(summary.inverse, without_dead=True),
+        }
+        matrix = makers[what]()
     except ValueError as error:
         return message_figure(title, str(error))
     shown = _block(summary, matrix, block)

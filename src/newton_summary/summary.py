@@ -167,11 +167,15 @@ class Summary:
             raise ValueError("This summary has no Hbar: measure with order=2 or order=3.")
         return self.Hbar
 
-    def inverse(self) -> Tensor:
+    def inverse(self, without_dead: bool = False) -> Tensor:
         """Return the inverse of ``Hbar``, computed in float64.
 
         The groups are first brought to one scale, so that groups whose rates differ by many orders
         of magnitude lose no digits to each other.
+
+        Args:
+            without_dead: Leave out groups whose row is zero, such as a bias before a batch norm,
+                and give them nan; else they are an error.
 
         Raises:
             ValueError: If ``Hbar`` has entries that are not finite, or no inverse.
@@ -179,12 +183,13 @@ class Summary:
         H = self.hessian().detach().double().cpu()
         if not bool(torch.isfinite(H).all()):
             raise ValueError("Hbar has entries that are not finite, so it has no inverse.")
-        dead = (H == 0).all(1)
-        if bool(dead.any()):
+        live = ~self.dead
+        if not bool(live.all()) and not (without_dead and bool(live.any())):
             raise ValueError(
-                f"Hbar has no inverse: the row of group {self.names[int(dead.nonzero()[0])]!r} is "
-                f"zero. Does the loss depend on it, and does the direction move it?"
+                f"Hbar has no inverse: the row of group {self.names[int((~live).nonzero()[0])]!r} "
+                f"is zero. Does the loss depend on it, and does the direction move it?"
             )
+        H = H[live][:, live]
         scale = _equilibrate(H)
         scaled = H / scale[:, None] / scale[None, :]
         singular_values = torch.linalg.svdvals(scaled)
@@ -194,7 +199,14 @@ class Summary:
                 f"times the scale of the groups. Merge groups that act alike (a coarser partition)."
             )
         inverse: Tensor = torch.linalg.inv(scaled) / scale[:, None] / scale[None, :]
-        return ((inverse + inverse.T) / 2).to(self.gbar)
+        whole = torch.full((len(self), len(self)), float("nan"), dtype=torch.float64)
+        whole[live[:, None] & live[None, :]] = ((inverse + inverse.T) / 2).reshape(-1)
+        return whole.to(self.gbar)
+
+    @property
+    def dead(self) -> Tensor:
+        """Which groups have a row of zeros in ``Hbar``: the loss does not bend along them, (S,)."""
+        return (self.hessian().detach().cpu() == 0).all(1)
 
     def block(self, row_role: str, column_role: str, matrix: Tensor | None = None) -> Block:
         """Return the entries of ``Hbar`` between groups of two roles, ``"weight"`` or ``"bias"``.

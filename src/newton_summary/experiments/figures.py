@@ -191,7 +191,7 @@ def hessian_figure(run: Run) -> Figure | None:
     for column, (title, measured, name) in enumerate(columns):
         summary = measured.summary
         try:
-            inverse = summary.inverse()
+            inverse = summary.inverse(without_dead=True)
         except ValueError:
             inverse = None
         for row, matrix in enumerate((summary.hessian(), inverse)):

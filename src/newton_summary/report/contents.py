@@ -77,7 +77,7 @@ def _measurement(measured: Measured) -> dict[str, Any]:
 def _inverse(summary: Summary) -> tuple[Tensor | None, str | None]:
     """Return the inverse of Hbar, or None and why there is none."""
     try:
-        return summary.to(torch.float64).inverse(), None
+        return summary.to(torch.float64).inverse(without_dead=True), None
     except ValueError as error:
         return None, str(error)
 
