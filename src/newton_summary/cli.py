@@ -217,9 +217,11 @@ def run(args: list[str]) -> int:
     path = options.run_dir or Path("runs") / config.recipe / run_name(config)
     from newton_summary.experiments.progress import watching
     from newton_summary.experiments.results import as_dict, outcome
+    from newton_summary.experiments.rundir import CONFIG, Run
     from newton_summary.experiments.training import speed, train
 
     console = _console(options)
+    finished = (path / CONFIG).is_file() and Run.load(path).epoch >= config.epochs
     with watching(console, f"{config.recipe} in {path}") as reporter:
         done = train(config, path, reporter, compare_speed=options.compare_speed)
     result = outcome(done)
@@ -227,6 +229,8 @@ def run(args: list[str]) -> int:
     if options.json and launch.rank() == 0:
         ratio = None if pace is None else pace.ratio
         print(json.dumps({"run_dir": str(path), **as_dict(result), "time_over_adam": ratio}))
+    if finished:
+        console.print("nothing was left to do; this is what it came to:", highlight=False)
     console.print(_in_words(result), highlight=False)
     if pace is not None:
         text = f"an epoch of training took {pace.seconds:.2f} s"

@@ -123,6 +123,8 @@ def summarize(
                     summary = _mean_summary(probe, u, BACKENDS[name], order, _reporter(progress))
             except CannotDifferentiate as error:
                 if name == names[-1]:
+                    if backend in AUTO[:-1]:
+                        raise CannotDifferentiate(f"{error}. Try backend='auto'.") from error
                     raise
                 reason = str(error)
                 following = names[names.index(name) + 1]
