@@ -686,3 +686,31 @@ def test_the_limit_is_on_weights_that_are_not_zero(partition):
     moved = {n: (p.detach() - before[n]).norm() for n, p in model.named_parameters()}
     assert moved["0.weight"] <= 1.001e-3 * before["0.weight"].norm()
     assert sum(moved.values()) > 0
+
+
+def test_a_bias_moves_no_further_than_weights_may():
+    """A bias that a softmax takes out again: its rate is made of nothing but rounding."""
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x):
+            scores = self.q(x) @ self.k(x).transpose(1, 2) / 6**0.5
+            return (scores.softmax(-1) @ self.v(x)).mean(1)
+
+    torch.manual_seed(0)
+    model = Attention()
+    batches = [(torch.randn(50, 4, 6), torch.randint(6, (50,))) for _ in range(2)]
+    optimizer = NewtonSummary(make_partition(model), curvature=(loss_fn, batches))
+
+    def train():
+        for step in range(60):
+            optimizer.zero_grad()
+            loss_fn(model, batches[step % 2]).backward()
+            optimizer.step()
+
+    quiet(train)
+    assert model.k.bias.norm() < 60 * 0.2 * 10  # without the limit it is 1e4 and more
+    assert loss_fn(model, batches[0]) < 1.8

@@ -113,7 +113,8 @@ class NewtonSummary(Optimizer):
         max_growth: From one refresh to the next no rate grows by more than this factor. Slows the
             beginning down if the first rates are too small.
         max_step: No step moves the weights of a group (tensors of two or more dimensions) by more
-            than this fraction of their norm: else all rates are shortened by one factor. Where
+            than this fraction of their norm: else all rates are shortened by one factor. A group
+            without weights moves no further than one with weights of middling norm may. Where
             derivatives at a point say little about what is far from it, as at the start of ReLU
             networks, this keeps the first steps from leaving for good. ``inf`` for no limit. If not
             given, 0.2 where ``curvature`` has more than one batch, and else no limit.

@@ -178,7 +178,7 @@ class Refresh:
         if usable:
             solution = self.rules.follow(rates, self.solution, self._peak)
             if self.max_step < math.inf:
-                solution = solution * self._bound(solution, motion, scale, self.max_step)
+                solution = self._bounded(solution, motion, scale)
             if self.min_decrease is not None:
                 shorter = self._shorten(solution, motion, loss_fn, batch, scale)
                 usable = shorter is not None
@@ -197,18 +197,22 @@ class Refresh:
             self._peak = torch.where(solution > 0, solution, peak)
             self.solution, self.eta = solution, solution * per_solution
 
-    def _bound(self, solution: Tensor, motion: Motion, scale: Scale, most: float) -> float:
-        """Return the factor, 1 or less, that keeps steps of all weights below a part of their norm.
+    def _bounded(self, solution: Tensor, motion: Motion, scale: Scale) -> Tensor:
+        """Return the solution with steps of all weights below a part of their norm.
 
-        Groups without weights, or whose weights are zero as yet, do not count.
+        They are shortened by one factor. After that, a group without weights, or whose weights are
+        zero as yet, moves by no more than a group with weights of middling norm may.
         """
         norms = motion.measured_norms().cpu().double()
         steps = as_vector(motion.rates(scale(solution))).cpu().double() * norms
         weights = motion.weight_norms().cpu().double()
-        counted = (weights > 0) & (steps > 0)
-        if not bool(counted.any()):
-            return 1.0
-        return min(1.0, most * float((weights[counted] / steps[counted]).min()))
+        with_weights = weights > 0
+        if not bool(with_weights.any()):
+            return solution
+        limits = self.max_step * torch.where(with_weights, weights, weights[with_weights].median())
+        factors = torch.where(steps > limits, limits / steps, 1.0)
+        factor = factors[with_weights].min()
+        return solution * torch.where(with_weights, factor, torch.minimum(factor, factors))
 
     def _shorten(
         self, solution: Tensor, motion: Motion, loss_fn: LossFn, batch: Any, scale: Scale
