@@ -242,16 +242,17 @@ class Motion:
         """Return ||U^s|| of the present direction, (S,)."""
         if len(self.buckets) == 1 and self.buckets[0].group_numbers == self._all_groups:
             return self.buckets[0].norms()  # each tensor is a group
-        total = torch.zeros(len(self.partition), dtype=self.dtype, device=self.device)
-        for bucket in self.buckets:
-            bucket.add_squares(total)
-        return total.sqrt_()
+        return self._root_of_sums(Bucket.add_squares)
 
     def weight_norms(self) -> Tensor:
         """Return the norm of the weights of each group, (S,): tensors of two dimensions or more."""
+        return self._root_of_sums(Bucket.add_weight_squares)
+
+    def _root_of_sums(self, add: Callable[[Bucket, Tensor], None]) -> Tensor:
+        """Return the root of what all buckets add to the groups, (S,)."""
         total = torch.zeros(len(self.partition), dtype=self.dtype, device=self.device)
         for bucket in self.buckets:
-            bucket.add_weight_squares(total)
+            add(bucket, total)
         return total.sqrt_()
 
     @property
@@ -378,18 +379,14 @@ class ShardedMotion(Motion):
 
     def measured_norms(self) -> Tensor:
         """Return ||U^s|| of the present direction on all ranks, (S,)."""
+        return self._root_of_sums(Bucket.add_squares)
+
+    def _root_of_sums(self, add: Callable[[Bucket, Tensor], None]) -> Tensor:
+        """Return the root of what the buckets of all ranks add to the groups, (S,)."""
         total = torch.zeros(len(self.partition), dtype=self.dtype, device=self.device)
         for bucket in self.buckets:
             if bucket.sharded or dist.get_rank() == 0:  # others are the same on all ranks
-                bucket.add_squares(total)
-        return _sum_over_ranks(total).sqrt_()
-
-    def weight_norms(self) -> Tensor:
-        """Return the norm of the weights of each group on all ranks, (S,)."""
-        total = torch.zeros(len(self.partition), dtype=self.dtype, device=self.device)
-        for bucket in self.buckets:
-            if bucket.sharded or dist.get_rank() == 0:
-                bucket.add_weight_squares(total)
+                add(bucket, total)
         return _sum_over_ranks(total).sqrt_()
 
 

@@ -175,18 +175,20 @@ class Refresh:
         """
         rates = self.rules.solve(self.average.mean())
         usable = self.rules.usable(rates)
+        norms: Tensor | None = None
+        if self.average.lengths or self.max_step < math.inf:
+            norms = motion.measured_norms().cpu().double()
         if usable:
             solution = self.rules.follow(rates, self.solution, self._peak)
-            if self.max_step < math.inf:
-                solution = self._bounded(solution, motion, scale)
+            if norms is not None and self.max_step < math.inf:
+                solution = self._bounded(solution, norms, motion, scale)
             if self.min_decrease is not None:
                 shorter = self._shorten(solution, motion, loss_fn, batch, scale)
                 usable = shorter is not None
                 solution = solution if shorter is None else shorter
                 rates = rates if usable else replace(rates, status="no-decrease")
         per_solution: Tensor | float = 1.0
-        if self.average.lengths:
-            norms = motion.measured_norms().cpu().double()
+        if norms is not None and self.average.lengths:
             per_solution = torch.where(norms > 0, 1 / norms, 0.0)
         rates = replace(rates, eta=rates.eta * per_solution)
         self.last_rates = rates
@@ -197,13 +199,12 @@ class Refresh:
             self._peak = torch.where(solution > 0, solution, peak)
             self.solution, self.eta = solution, solution * per_solution
 
-    def _bounded(self, solution: Tensor, motion: Motion, scale: Scale) -> Tensor:
+    def _bounded(self, solution: Tensor, norms: Tensor, motion: Motion, scale: Scale) -> Tensor:
         """Return the solution with steps of all weights below a part of their norm.
 
         They are shortened by one factor. After that, a group without weights, or whose weights are
         zero as yet, moves by no more than a group with weights of middling norm may.
         """
-        norms = motion.measured_norms().cpu().double()
         steps = as_vector(motion.rates(scale(solution))).cpu().double() * norms
         weights = motion.weight_norms().cpu().double()
         with_weights = weights > 0

@@ -14,9 +14,9 @@ not needed. Each rule adds its terms of the other two with :meth:`Sweep.add_Hbar
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -195,7 +195,7 @@ class Layout:
             totals.Hbar[np.array(rows)[:, None], columns] += take(len(rows), len(columns))
         for groups in self.D3:
             totals.D3[list(groups)] += take(len(groups))
-        return totals
+        return totals._replace(Hbar=(totals.Hbar + totals.Hbar.T) / 2)
 
 
 def joined(pieces: list[Tensor]) -> Tensor:
@@ -358,23 +358,45 @@ def summarize_sweep(
     if order == 1:
         check_finite(loss)
         return Summary(gbar, **how)  # type: ignore[arg-type]
-    S = len(partition)
-    slopes, Hbar, D3 = np.zeros(S), np.zeros((S, S)), np.zeros(S)
+
+    def start(groups: Sequence[int]) -> Sweep:
+        return Sweep(tape, adjoints, u, partition, order, groups)
+
+    with without_autocast(loss.device.type):
+        totals = swept(start, len(partition), parts, last_uses)
+    check_finite(loss)  # only now, when the GPU has been waited for anyway
+    if tape.cut is not None:
+        gbar = torch.from_numpy(totals.gbar).to(gbar)
+    return with_totals(Summary(gbar, **how), totals, order)  # type: ignore[arg-type]
+
+
+def swept(
+    start: Callable[[Sequence[int]], Sweep], S: int, parts: int, last_uses: list[list[int]]
+) -> Totals:
+    """Sweep all groups, or sets of them one after the other, and return the totals.
+
+    Args:
+        start: Makes the sweep of some of the groups.
+        S: Number of groups.
+        parts: In how many parts they are swept.
+        last_uses: As for :meth:`Sweep.run`.
+    """
+    whole = Totals(np.zeros(S), np.zeros((S, S)), np.zeros(S))
     for groups in group_chunks(S, parts):
-        with torch.no_grad(), without_autocast(loss.device.type):
-            sweep = Sweep(tape, adjoints, u, partition, order, groups)
+        with torch.no_grad():
+            sweep = start(groups)
             sweep.run(last_uses, consume=parts == 1)
             totals = sweep.totals()
-        slopes[list(groups)] = totals.gbar[list(groups)]
-        Hbar[np.ix_(groups, groups)] = totals.Hbar[np.ix_(groups, groups)]
-        D3[list(groups)] = totals.D3[list(groups)]
-    check_finite(loss)  # only now, when the GPU has been waited for anyway
-    Hbar = (Hbar + Hbar.T) / 2
-    if tape.cut is not None:
-        gbar = torch.from_numpy(slopes).to(gbar)
-    return Summary(
-        gbar,
-        torch.from_numpy(Hbar).to(gbar),
-        torch.from_numpy(D3).to(gbar) if order == 3 else None,
-        **how,  # type: ignore[arg-type]
+        whole.gbar[list(groups)] = totals.gbar[list(groups)]
+        whole.Hbar[np.ix_(groups, groups)] = totals.Hbar[np.ix_(groups, groups)]
+        whole.D3[list(groups)] = totals.D3[list(groups)]
+    return whole
+
+
+def with_totals(first: Summary, totals: Totals, order: int) -> Summary:
+    """Return a summary of first order with what a sweep adds to it."""
+    return replace(
+        first,
+        Hbar=torch.from_numpy(totals.Hbar).to(first.gbar),
+        D3=torch.from_numpy(totals.D3).to(first.gbar) if order == 3 else None,
     )

@@ -33,10 +33,11 @@ from newton_summary.derivatives.sweep.engine import (
     find_cut,
     joined,
     mark_needed,
+    with_totals,
 )
 from newton_summary.derivatives.sweep.recorder import Recorder
 from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE
-from newton_summary.partition import Params, Partition
+from newton_summary.partition import Params, Partition, result_dtype
 from newton_summary.summary import Summary
 
 WARM_UP = 2  # runs on the capturing stream, in which libraries make their choices
@@ -170,17 +171,16 @@ class SweepGraph:
         numbers = self._numbers.cpu()
         loss = numbers[0]
         check_finite(loss)
-        gbar, Hbar, D3 = self._layout.add_up(numbers[1:].numpy(), len(self.partition))
-        dtype = torch.promote_types(torch.float32, next(iter(self.partition.params.values())).dtype)
-        return Summary(
-            torch.from_numpy(gbar).to(dtype),
-            torch.from_numpy((Hbar + Hbar.T) / 2).to(dtype),
-            torch.from_numpy(D3).to(dtype) if self.order == 3 else None,
+        totals = self._layout.add_up(numbers[1:].numpy(), len(self.partition))
+        dtype = result_dtype(self.partition.params)
+        first = Summary(
+            torch.from_numpy(totals.gbar).to(dtype),
             loss=loss.to(dtype),
             num_samples=self.samples,
             partition=self.partition,
             backend="sweep",
         )
+        return with_totals(first, totals, self.order)
 
 
 def _run(

@@ -7,10 +7,10 @@ soon as it is there. All ranks do this at the same time, each with data of its o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,9 +21,11 @@ from newton_summary.derivatives.sweep.engine import (
     backward,
     leaf_tangent,
     mark_needed,
+    swept,
+    with_totals,
     without_autocast,
 )
-from newton_summary.derivatives.sweep.memory import default_limit, group_chunks, stack_bytes
+from newton_summary.derivatives.sweep.memory import default_limit, stack_bytes
 from newton_summary.derivatives.sweep.recorder import Recorder
 from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE
 from newton_summary.derivatives.sweep.tangent import Tangent
@@ -113,20 +115,12 @@ def summarize_sharded(
     how = {"loss": loss, "partition": partition, "backend": "sweep"}
     if order == 1:
         return Summary(gbar, **how)  # type: ignore[arg-type]
-    S = len(partition)
-    Hbar, D3 = np.zeros((S, S)), np.zeros(S)
-    for groups in group_chunks(S, parts):
-        with torch.no_grad(), without_autocast(loss.device.type):
-            sweep = Sweep(replace(tape, leaves={}), adjoints, {}, partition, order, groups)
-            sweep.tangents = Tangents(tape.leaves, params, u, partition, set(groups))
-            sweep.run(last_uses, consume=parts == 1)
-            _, H, D = sweep.totals()
-        Hbar[np.ix_(groups, groups)] = H[np.ix_(groups, groups)]
-        D3[list(groups)] = D[list(groups)]
-    Hbar = (Hbar + Hbar.T) / 2
-    return Summary(
-        gbar,
-        torch.from_numpy(Hbar).to(gbar),
-        torch.from_numpy(D3).to(gbar) if order == 3 else None,
-        **how,  # type: ignore[arg-type]
-    )
+
+    def start(groups: Sequence[int]) -> Sweep:
+        sweep = Sweep(replace(tape, leaves={}), adjoints, {}, partition, order, groups)
+        sweep.tangents = Tangents(tape.leaves, params, u, partition, set(groups))
+        return sweep
+
+    with without_autocast(loss.device.type):
+        totals = swept(start, len(partition), parts, last_uses)
+    return with_totals(Summary(gbar, **how), totals, order)  # type: ignore[arg-type]
