@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -42,15 +42,7 @@ def test_curves(runs: Sequence[Run]) -> Figure:
 
 def partition_curves(runs: Sequence[Run]) -> Figure | None:
     """Training loss with the partitions of a study (App. J)."""
-    setups = {setup_label(run.config) for run in runs if _is_study(run)}
-    chosen = [
-        run
-        for run in runs
-        if setup_label(run.config) in setups
-        and isinstance(run.config.optimizer, NewtonSummaryConfig)
-        and not run.config.optimizer.diagonal
-    ]
-    return _curves(chosen, [("train_loss", "training loss", True)]) if chosen else None
+    return _study_curves(runs, _is_study, lambda optimizer: not optimizer.diagonal)
 
 
 def _is_study(run: Run) -> bool:
@@ -76,13 +68,22 @@ def diagonal_curves(runs: Sequence[Run]) -> Figure | None:
         optimizer = run.config.optimizer
         return isinstance(optimizer, NewtonSummaryConfig) and optimizer.diagonal
 
-    setups = {setup_label(run.config) for run in runs if diagonal(run)}
+    return _study_curves(runs, diagonal, lambda optimizer: optimizer.partition == "canonical")
+
+
+def _study_curves(
+    runs: Sequence[Run],
+    studied: Callable[[Run], bool],
+    beside: Callable[[NewtonSummaryConfig], bool],
+) -> Figure | None:
+    """Draw the setups that have runs of a study, with the optimizers that belong beside them."""
+    setups = {setup_label(run.config) for run in runs if studied(run)}
     chosen = [
         run
         for run in runs
         if setup_label(run.config) in setups
         and isinstance(run.config.optimizer, NewtonSummaryConfig)
-        and run.config.optimizer.partition == "canonical"
+        and beside(run.config.optimizer)
     ]
     return _curves(chosen, [("train_loss", "training loss", True)]) if chosen else None
 
