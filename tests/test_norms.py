@@ -363,3 +363,16 @@ def test_a_bias_before_a_batch_norm_stays_where_it_is():
         optimizer.step()
     assert optimizer.failed_refreshes == 0
     assert torch.equal(model[0].bias, bias)
+
+
+@pytest.mark.parametrize("size", [40, 1000])
+def test_a_bias_before_a_batch_norm_has_no_derivatives_along_any_direction(size):
+    """The mean of many equal numbers is not that number in float32, and must not be taken off."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
+    model.append(nn.Linear(144, 3))
+    batch = torch.randn(size, 1, 8, 8), torch.randint(3, (size,))
+    u = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    summary = summarize(model, cross_entropy, batch, direction=u, backend="sweep")
+    s = summary.names.index("0.bias")
+    assert summary.gbar[s] == 0 and summary.D3[s] == 0 and not summary.Hbar[s].any()
