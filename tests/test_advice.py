@@ -277,6 +277,49 @@ def test_wrong_use_is_told():
     assert all(p.requires_grad for p in model.parameters())
 
 
+def test_a_warning_names_the_callers_line():
+    model = make_net()
+    adam = torch.optim.Adam(model.parameters())
+    with pytest.warns(UserWarning, match="One batch tells no standard errors") as told:
+        ns.suggest_lrs(model, loss_fn, DATA[:1], adam)
+    assert [warning.filename for warning in told] == [__file__]
+
+
+def test_a_bias_before_a_batch_norm_keeps_its_rate():
+    """Its gradient is rounding, which Adam makes a step of; no factor is right for it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+    adam = torch.optim.Adam(model.parameters(), lr=1e-3, eps=0)
+    x, y = torch.randn(64, 4), torch.randint(3, (64,))
+
+    def loss_fn(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    batches = [(x[:32], y[:32]), (x[32:], y[32:])]
+    advice = ns.suggest_lrs(model, loss_fn, batches, adam, "canonical")
+    bias = advice["0.bias"]
+    assert bias.verdict == "no effect" and bias.suggested == bias.lrs
+    assert VERDICTS["no effect"] in str(advice)
+    assert "no effect" not in [advice[name].verdict for name in ("0.weight", "1.bias", "3.bias")]
+
+
+def test_a_step_that_promises_too_much_is_told():
+    """The whole of the loss is 1/2; along an almost straight line the model falls to -49."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_fn(model, scale):  # slope 1 and curvature 0.01
+        return model.weight.sum() - 0.505 + 0.005 * model.weight.square().sum()
+
+    advice = ns.suggest_lrs(model, loss_fn, [(torch.ones(1),)] * 2, sgd, lambda_int=0)
+    assert "promise -51" in str(advice) and "suggest_lambda_int" in str(advice)
+    summary = ns.summarize(model, loss_fn, torch.ones(1))
+    assert "more than the whole loss of 0.5" in str(ns.learning_rates(summary))
+    steep = ns.Summary(gbar=summary.gbar, Hbar=100 * summary.Hbar, D3=summary.D3, loss=0.52)
+    assert "whole loss" not in str(ns.learning_rates(steep))
+
+
 def test_no_minimum_suggests_nothing():
     """A loss that bends down everywhere, and no cubic term: the status is in the table."""
     model = nn.Linear(2, 1, bias=False)

@@ -35,6 +35,17 @@ def build():
     return model, loss_fn, torch.utils.data.DataLoader(data, batch_size=20)
 """
 
+WORDS = """\
+import torch
+from torch import nn
+
+def build():
+    words, layers = nn.Embedding(10, 6), (nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 10))
+    model = nn.Sequential(words, nn.Flatten(), *layers).double()
+    loss_fn = lambda model, batch: nn.functional.cross_entropy(model(batch), batch[:, 0])
+    return model, loss_fn, torch.randint(10, (64, 4))
+"""
+
 
 @pytest.fixture
 def call(tmp_path, monkeypatch, capsys):
@@ -108,6 +119,26 @@ def test_options_reach_the_measurement(call):
         rates[strength] = json.loads(out)["learning_rates"]
         wanted = ns.learning_rates(expected(), float(strength))
         assert list(rates[strength].values()) == pytest.approx(wanted.eta.tolist())
+
+
+def test_the_strength_is_found_if_none_is_given(call):
+    """A net that predicts a copy of its input: with lambda_int = 1 the step is much too long."""
+    Path("words.py").write_text(WORDS)
+    _, out, _ = call("inspect", "words.py", "--json")
+    found = json.loads(out)
+    assert found["lambda_int"] == 100 and found["facts"]["lambda_int"] == "100"
+    space = {}
+    exec(compile(WORDS, "words.py", "exec"), space)
+    torch.manual_seed(0)
+    summary = ns.summarize(*space["build"]())
+    expected = ns.learning_rates(summary, 100.0).eta.tolist()
+    assert list(found["learning_rates"].values()) == pytest.approx(expected)
+    _, out, _ = call("inspect", "words.py")
+    assert "lambda_int 100, of 1 to 1e+08 the one with which the loss falls most" in out
+    assert "does not hold" not in out
+    _, out, _ = call("inspect", "words.py", "--lambda-int", "1")
+    assert "with lambda_int 1\n" in out and "does not hold" in out
+    assert "1 of 5 is negative" in out
 
 
 def test_the_seed_decides(call):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from newton_summary.optimizer import NewtonSummary
     from newton_summary.partition import Partition, make_partition
     from newton_summary.report import report
+    from newton_summary.strengths import Strengths, suggest_lambda_int
     from newton_summary.summary import Summary, SummaryWindow
     from newton_summary.trials import step_trials
     from newton_summary.verification import Verification, verify
@@ -29,6 +30,7 @@ __all__ = [
     "LearningRates",
     "NewtonSummary",
     "Partition",
+    "Strengths",
     "Summary",
     "SummaryWindow",
     "Trial",
@@ -39,6 +41,7 @@ __all__ = [
     "make_partition",
     "report",
     "step_trials",
+    "suggest_lambda_int",
     "suggest_lrs",
     "summarize",
     "taylor_terms",
@@ -53,6 +56,7 @@ _MODULES = {
     "optimizer": ("NewtonSummary",),
     "partition": ("Partition", "make_partition"),
     "report": ("report",),
+    "strengths": ("Strengths", "suggest_lambda_int"),
     "summary": ("Summary", "SummaryWindow"),
     "trials": ("step_trials",),
     "verification": ("Verification", "verify"),

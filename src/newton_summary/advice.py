@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from newton_summary.derivatives.probe import LossFn, Probe
 from newton_summary.directions import find_direction
-from newton_summary.distributed import find_ranks, together
+from newton_summary.plans import live_values
+from newton_summary.ranks import agree, find_ranks, together
 from newton_summary.learning_rates import LearningRates, learning_rates
 from newton_summary.measure import find_partition, summarize
 from newton_summary.notebook import html_table, paragraph
@@ -27,6 +28,7 @@ VERDICTS = {
     "keep": "the present rate is within the error, or within a quarter, of the best one",
     "noise": "the error is so large that not even the sign is sure: measure on more data",
     "unknown": "the model of the loss has no minimum, see below",
+    "no effect": "the loss does not depend on this group, such as a bias before a batch norm",
     "no step": "the optimizer does not move this group (its lr or its gradient is zero)",
 }
 """What each verdict means."""
@@ -109,6 +111,14 @@ class Advice:
         ]
         if not self.rates.ok:
             lines.append(f"{self.rates.status}: {self.rates.detail}")
+        if self.rates.doubt:
+            lines.append(
+                f"With all factors in full one step would promise "
+                f"{self.rates.model_change:+.3g}, more than the whole loss: the model does not "
+                f"hold that far. A larger lambda_int gives smaller factors; "
+                f"suggest_lambda_int(model, loss_fn, data, advice.summary, direction=optimizer) "
+                f"finds one."
+            )
         return "\n".join(lines)
 
     def apply(self) -> None:
@@ -237,7 +247,9 @@ def suggest_lrs(
         )
         source = data if direction_data is None else direction_data
         ranks = find_ranks(distributed, part.params)
-        with together(ranks, [1]), Probe(model, loss_fn, source, part, microbatch, ranks) as probe:
+        with together(ranks):
+            agree(ranks, [1], part, live_values(part, None), optimizer=type(optimizer).__name__)
+        with together(ranks), Probe(model, loss_fn, source, part, microbatch, ranks) as probe:
             u = find_direction(optimizer, probe)
         summary = summarize(
             model,
@@ -254,7 +266,11 @@ def suggest_lrs(
         )
     rates = learning_rates(summary, lambda_int, diagonal=diagonal)
     return Advice(
-        _judge(rates, part, u, optimizer, fraction, max_change), summary, rates, optimizer, part
+        _judge(rates, summary, part, u, optimizer, fraction, max_change),
+        summary,
+        rates,
+        optimizer,
+        part,
     )
 
 
@@ -291,6 +307,7 @@ def _own_groups(model: nn.Module, optimizer: Optimizer) -> Partition:
 
 def _judge(
     rates: LearningRates,
+    summary: Summary,
     partition: Partition,
     u: Params,
     optimizer: Optimizer,
@@ -300,10 +317,12 @@ def _judge(
     factors = rates.eta.double().cpu().tolist()
     errors = None if rates.eta_stderr is None else rates.eta_stderr.double().cpu().tolist()
     moved = (partition.inner(u, u) > 0).tolist()
+    unfelt = (summary.dead & (summary.gbar.cpu() == 0)).tolist()
     judged = []
     for s, name in enumerate(partition.names):
         error = None if errors is None else errors[s]
         verdict = _verdict(factors[s], error) if rates.ok else "unknown"
+        verdict = "no effect" if unfelt[s] else verdict
         verdict = verdict if moved[s] else "no step"
         change = 1.0
         if verdict in ("raise", "lower"):

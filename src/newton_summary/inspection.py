@@ -32,6 +32,7 @@ from newton_summary.history import History
 from newton_summary.learning_rates import LearningRates, learning_rates
 from newton_summary.measure import summarize
 from newton_summary.partition import make_partition, text_table
+from newton_summary.strengths import Strengths, suggest_lambda_int
 from newton_summary.summary import Summary
 from newton_summary.trials import step_trials
 
@@ -61,7 +62,7 @@ class Settings:
     partition: str
     backend: str
     order: int
-    lambda_int: float | None  # None: 1 if D3 is measured, else 0
+    lambda_int: float | None  # None: the best of some if D3 is measured, else 0
     max_batches: int
     device: str | None  # None: where the model is
     stderr: bool
@@ -75,6 +76,7 @@ class Inspection:
     summary: Summary
     rates: LearningRates
     pairs: tuple[Pair, ...]  # the strongest first
+    strengths: Strengths | None  # what other lambda_int do, if none was asked for
 
     def __str__(self) -> str:
         """Return a few lines: what was measured, the slowest and fastest group, strongest pairs."""
@@ -103,10 +105,13 @@ class Inspection:
             for s in chosen:
                 error = "" if errors is None else f" ± {float(errors[s]):.1g}"
                 rows.append([f"  {word}", self.summary.names[s], f"{eta[s]:.4g}{error}"])
-        lines = ["Learning rates", *([text_table(rows)] if rows else [])]
+        lines = [f"Learning rates with {self._strength()}", *([text_table(rows)] if rows else [])]
         backwards = sum(value < 0 for value in eta)
         if backwards:
-            lines.append(f"  {backwards} of {len(eta)} are negative: their partners move too far")
+            verb = "is" if backwards == 1 else "are"
+            lines.append(
+                f"  {backwards} of {len(eta)} {verb} negative: their partners move too far"
+            )
         for trial in self.history.measured[0].trials[-1:]:
             lines.append(
                 f"  with these the loss of {float(self.summary.loss):.4g} should change by "
@@ -117,6 +122,18 @@ class Inspection:
                     "  that far the model does not hold: a larger --lambda-int gives shorter steps"
                 )
         return lines
+
+    def _strength(self) -> str:
+        said = f"lambda_int {self.rates.lambda_int:g}"
+        if self.strengths is None:
+            return said
+        values = [one.rates.lambda_int for one in self.strengths.tried]
+        which = (
+            "the one with which the loss falls most"
+            if self.strengths.best.real < 0
+            else "the largest"
+        )
+        return f"{said}, of {min(values):g} to {max(values):g} {which}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the rates and pairs as plain values; None stands for what is not finite."""
@@ -134,6 +151,7 @@ class Inspection:
             "samples": self.summary.num_samples,
             "backend": self.summary.backend,
             "status": self.rates.status,
+            "lambda_int": self.rates.lambda_int,
             "learning_rates": by_name(self.rates.eta),
             "stderr": by_name(self.rates.eta_stderr),
             "strongest_pairs": [pair._asdict() for pair in self.pairs],
@@ -324,19 +342,24 @@ def inspect_model(
             progress=progress,
         )
         seconds = time.perf_counter() - start
-        rates = learning_rates(summary, lambda_int)
+        strengths = None
+        if lambda_int is None:
+            strengths = suggest_lambda_int(model, loss_fn, iter(batches), summary)
+            rates = strengths.rates
+        else:
+            rates = learning_rates(summary, lambda_int)
         trials = step_trials(model, loss_fn, iter(batches), summary, rates) if rates.ok else ()
     history = History(name)
     history.add(0, summary, rates, trials=trials)
-    history.facts = _facts(built, settings, summary, len(batches), seconds, lambda_int)
-    return Inspection(history, summary, rates, tuple(strongest_pairs(summary, 5)))
+    history.facts = _facts(built, settings, summary, len(batches), seconds, rates.lambda_int)
+    return Inspection(history, summary, rates, tuple(strongest_pairs(summary, 5)), strengths)
 
 
-def _strength(settings: Settings) -> float:
-    """Return lambda_int; a wrong one is told before anything is measured."""
+def _strength(settings: Settings) -> float | None:
+    """Return lambda_int, None if it is to be found; a wrong one is told before measuring."""
     has_D3 = settings.order == 3
     if settings.lambda_int is None:
-        return 1.0 if has_D3 else 0.0
+        return None if has_D3 else 0.0
     if not 0 <= settings.lambda_int < math.inf:
         raise UserError(f"--lambda-int {settings.lambda_int:g}: write a finite number, 0 or more.")
     if settings.lambda_int > 0 and not has_D3:

@@ -82,6 +82,7 @@ class LearningRates:
     model_change: float = math.nan  # -eta.gbar + 1/2 eta.Hbar eta, with all of Hbar
     eta_stderr: Tensor | None = None  # (S,)  over batches, if the summary was measured with stderr
     escaping: tuple[int, ...] = ()  # with "no-minimum": groups along which the model falls
+    loss: float = math.nan  # where the step starts, if known
 
     @property
     def ok(self) -> bool:
@@ -96,6 +97,17 @@ class LearningRates:
         names = [repr(self.names[s]) if self.names else f"group {s}" for s in self.escaping]
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         return f"{STATUS[self.status]} It falls along {', '.join(names[:5])}{more}."
+
+    @property
+    def doubt(self) -> str:
+        """What to do about a step that promises more than the whole loss; empty if it does not."""
+        if not -self.model_change > self.loss > 0:
+            return ""
+        return (
+            f"The step promises more than the whole loss of {self.loss:.4g}: the model does not "
+            f"hold that far. A larger lambda_int gives shorter steps; suggest_lambda_int(model, "
+            f"loss_fn, data, summary) finds one."
+        )
 
     def __str__(self) -> str:
         """Return a table of the groups with their rates, and the status in words."""
@@ -116,10 +128,11 @@ class LearningRates:
 
     def _said(self) -> str:
         how = f"lambda_int = {self.lambda_int:g}" + (", diagonal of Hbar" if self.diagonal else "")
-        return (
+        said = (
             f"{how}, radius {self.radius:.4g}, predicted change of the loss, to second order, "
             f"{self.model_change:+.4g}\n{self.status}: {self.detail}"
         )
+        return f"{said}\n{self.doubt}" if self.doubt else said
 
 
 def learning_rates(
@@ -178,6 +191,7 @@ def learning_rates(
         model_change=change,
         eta_stderr=_jackknife(summary, lambda_int, diagonal),
         escaping=escaping,
+        loss=float(getattr(summary, "loss", math.nan)),
     )
 
 

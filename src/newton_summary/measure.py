@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,13 +18,7 @@ from newton_summary.derivatives.probe import CannotDifferentiate, Closure, LossF
 from newton_summary.derivatives.sweep import StackTooLarge, summarize_sweep
 from newton_summary.derivatives.sweep.sharded_sweep import summarize_sharded
 from newton_summary.directions import Direction, find_direction, needs_gradient
-from newton_summary.distributed import (
-    find_ranks,
-    mean_over_ranks,
-    message_length,
-    parts_of_all,
-    together,
-)
+from newton_summary.distributed import mean_over_ranks, message_length, parts_of_all
 from newton_summary.partition import (
     Params,
     Partition,
@@ -35,8 +28,11 @@ from newton_summary.partition import (
     result_dtype,
     unwrap,
 )
+from newton_summary.plans import live_values
+from newton_summary.ranks import OBJECTS, agree, find_ranks, together
 from newton_summary.sharded import is_sharded, refuse_sharded
 from newton_summary.summary import Summary
+from newton_summary.warning import warn_user
 
 
 def summarize(
@@ -92,21 +88,15 @@ def summarize(
     Returns:
         The summary, with ``loss``, ``num_samples``, ``partition``, ``backend`` and ``reason``.
     """
-    if order not in (1, 2, 3):
-        raise ValueError(f"order={order!r}: a summary has order 1, 2 or 3. See derivative_tensor.")
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(
-            f"Unknown backend {backend!r}.{_nearest(backend, BACKENDS)} "
-            f"Write 'auto' or one of {', '.join(map(repr, BACKENDS))}."
-        )
-    partition = find_partition(model, partition)
-    names: tuple[str, ...] = AUTO if backend == "auto" else (backend,)
-    if any(is_sharded(p) for p in partition.params.values()):
-        names = _for_sharded(backend, microbatch)
-    ranks = find_ranks(distributed, partition.params)
-    lengths = [1] * needs_gradient(direction) + [message_length(len(partition), order)]
+    ranks = find_ranks(distributed, dict(unwrap(model).named_parameters()))
+    with together(ranks):
+        partition, names = _checked(model, partition, order, backend, microbatch)
+        lengths = [1] * needs_gradient(direction) + [message_length(len(partition), order)]
+        lengths += [OBJECTS] * stderr
+        facts = {"order": order, "stderr": stderr, "a direction to find": needs_gradient(direction)}
+        agree(ranks, lengths, partition, live_values(partition, direction), **facts)
     with (
-        together(ranks, lengths),
+        together(ranks),
         Probe(model, loss_fn, data, partition, microbatch, ranks) as probe,
     ):
         u = find_direction(direction, probe)
@@ -128,10 +118,9 @@ def summarize(
                     raise
                 reason = str(error)
                 following = names[names.index(name) + 1]
-                warnings.warn(
+                warn_user(
                     f"Falling back from {name!r} to {following!r}, because "
-                    f"{reason.removeprefix(f'{name}: ')}",
-                    stacklevel=2,
+                    f"{reason.removeprefix(f'{name}: ')}"
                 )
             else:
                 parts, summary = summary.parts, replace(summary, reason=reason, parts=())
@@ -141,13 +130,33 @@ def summarize(
                 if not stderr:
                     return summary
                 if len(parts) == 1:
-                    warnings.warn(
+                    warn_user(
                         "One batch tells no standard errors, so there are none. Give several "
-                        "batches, such as a DataLoader, or split this one with microbatch=...",
-                        stacklevel=2,
+                        "batches, such as a DataLoader, or split this one with microbatch=..."
                     )
                 return summary.with_stderr(parts)
     raise AssertionError("unreachable")
+
+
+def _checked(
+    model: nn.Module,
+    partition: Partition | Spec,
+    order: int,
+    backend: str,
+    microbatch: int | None,
+) -> tuple[Partition, tuple[str, ...]]:
+    """Return the partition, and the backends to try."""
+    if order not in (1, 2, 3):
+        raise ValueError(f"order={order!r}: a summary has order 1, 2 or 3. See derivative_tensor.")
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(
+            f"Unknown backend {backend!r}.{_nearest(backend, BACKENDS)} "
+            f"Write 'auto' or one of {', '.join(map(repr, BACKENDS))}."
+        )
+    partition = find_partition(model, partition)
+    if any(is_sharded(p) for p in partition.params.values()):
+        return partition, _for_sharded(backend, microbatch)
+    return partition, AUTO if backend == "auto" else (backend,)
 
 
 def _for_sharded(backend: str, microbatch: int | None) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from newton_summary.learning_rates import LearningRates, learning_rates
 from newton_summary.measure import find_partition
 from newton_summary.partition import Partition, Spec, trainable, unwrap
 from newton_summary.summary import Summary
+from newton_summary.warning import warn_user
 
 
 def step_trials(
@@ -58,34 +58,74 @@ def step_trials(
         finite.
     """
     eta = _rates(summary, rates)
-    groups = _groups(model, summary, partition)
     wrong = [fraction for fraction in fractions if not math.isfinite(fraction)]
     if wrong:
         raise ValueError(f"A fraction of the step is {wrong[0]}: write finite numbers.")
+    groups = find_groups(model, summary, partition)
     if not bool(torch.isfinite(eta).all()):
         return ()
+    etas = [fraction * eta for fraction in fractions]
+    changes = try_steps(
+        model,
+        loss_fn,
+        data,
+        summary,
+        etas,
+        groups,
+        direction=direction,
+        microbatch=microbatch,
+        distributed=distributed,
+    )
+    return tuple(Trial(float(f), *change) for f, change in zip(fractions, changes, strict=True))
+
+
+def try_steps(
+    model: nn.Module,
+    loss_fn: LossFn,
+    data: Any,
+    summary: Summary,
+    etas: Sequence[Tensor],
+    groups: Partition,
+    *,
+    direction: Direction = "gradient",
+    microbatch: int | None = None,
+    distributed: str | bool | Any = "auto",
+) -> list[tuple[float, float]]:
+    """Return the predicted and the real change of the loss for each of some steps.
+
+    Args:
+        model: As for :func:`step_trials`, and so are the arguments that are not listed.
+        loss_fn: The loss.
+        data: What was measured.
+        summary: The measurement.
+        etas: Finite learning rates, each (S,), float64 on the CPU.
+        groups: Those of the summary, of the live model (:func:`find_groups`).
+        direction: As it was given to :func:`summarize`.
+        microbatch: As for :func:`summarize`.
+        distributed: As for :func:`summarize`.
+    """
     exact = summary.to("cpu", torch.float64)
-    trials = []
+    changes = []
     ranks = find_ranks(distributed, groups.params)
-    lengths = [1] * needs_gradient(direction) + [2] * (1 + len(fractions))  # of the messages
+    lengths = [1] * needs_gradient(direction) + [2] * (1 + len(etas))  # of the messages
     with together(ranks, lengths), Probe(model, loss_fn, data, groups, microbatch, ranks) as probe:
         u = find_direction(direction, probe)
-        steps = groups.scale(u, eta)
         start = mean_loss(probe)
         check_finite(start)
         _compare(float(start), float(summary.loss))
         with unmoved(probe.params.values()) as copies:
-            for fraction in fractions:
+            for eta in etas:
+                steps = groups.scale(u, eta)
                 with torch.no_grad():
                     for (name, p), before in zip(probe.params.items(), copies, strict=True):
-                        p.copy_(before - fraction * steps[name])
-                predicted = float(exact.predicted_change(fraction * eta))
-                trials.append(Trial(float(fraction), predicted, float(mean_loss(probe) - start)))
-    return tuple(trials)
+                        p.copy_(before - steps[name])
+                predicted = float(exact.predicted_change(eta))
+                changes.append((predicted, float(mean_loss(probe) - start)))
+    return changes
 
 
 def _rates(summary: Summary, rates: LearningRates | Tensor | None) -> Tensor:
-    summary.hessian()  # or say that there is none
+    need_summary(summary)
     if rates is None:
         rates = learning_rates(summary, lambda_int=1.0 if summary.order == 3 else 0.0)
     eta = rates.eta if isinstance(rates, LearningRates) else torch.as_tensor(rates)
@@ -96,7 +136,19 @@ def _rates(summary: Summary, rates: LearningRates | Tensor | None) -> Tensor:
     return eta.detach().to("cpu", torch.float64)
 
 
-def _groups(model: nn.Module, summary: Summary, partition: Partition | Spec | None) -> Partition:
+def need_summary(summary: Any) -> None:
+    """Raise unless this is a summary with Hbar."""
+    if not isinstance(summary, Summary):
+        raise TypeError(
+            f"The summary is of type {type(summary).__name__}: measure one first, with "
+            f"summarize(model, loss_fn, data), and give the same model, loss and data here."
+        )
+    summary.hessian()  # or say that there is none
+
+
+def find_groups(
+    model: nn.Module, summary: Summary, partition: Partition | Spec | None
+) -> Partition:
     """Return the groups of the summary, of the live model."""
     if partition is None:
         partition = summary.partition
@@ -118,9 +170,8 @@ def _groups(model: nn.Module, summary: Summary, partition: Partition | Spec | No
 
 def _compare(loss: float, measured: float) -> None:
     if math.isfinite(measured) and not math.isclose(loss, measured, rel_tol=1e-3, abs_tol=1e-9):
-        warnings.warn(
+        warn_user(
             f"The loss is {loss:.6g}, and it was {measured:.6g} when the summary was measured: "
-            f"predicted and real changes are of different functions. Use the same data, and call "
-            f"step_trials before the model or the random state changes.",
-            stacklevel=3,
+            f"predicted and real changes are of different functions. Use the same data, and try "
+            f"steps before the model or the random state changes."
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import platform
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from newton_summary.optimizer import NewtonSummary
 from newton_summary.partition import Partition, Spec, unwrap
 from newton_summary.summary import Summary
 from newton_summary.trials import step_trials
+from newton_summary.warning import warn_user
 
 REPORT = "newton_summary.html"
 
@@ -214,7 +214,7 @@ class Monitor:
     def _warn(self, message: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(f"{message} (Told once.)", stacklevel=3)
+            warn_user(f"{message} (Told once.)")
 
     def _tell(self, model: nn.Module, measured: Measured, optimizer: Optimizer | None) -> None:
         """Write down how it was measured."""

@@ -1,0 +1,127 @@
+"""Which lambda_int to use: the real changes are those of a copy moved by hand."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from newton_summary import (
+    Summary,
+    learning_rates,
+    make_partition,
+    suggest_lambda_int,
+    summarize,
+)
+from problems import PROBLEMS
+from test_no_trace import Trace
+
+
+def problem():
+    """A net whose steps are much too long with lambda_int = 1."""
+    torch.manual_seed(0)
+    words, layers = nn.Embedding(10, 6), (nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 10))
+    model = nn.Sequential(words, nn.Flatten(), *layers).double()
+    return model, torch.randint(10, (64, 4))
+
+
+def loss_fn(model, batch):
+    return nn.functional.cross_entropy(model(batch), batch[:, 0])
+
+
+def change(model, batch, etas):
+    """The change of the loss when every tensor of a copy moves along its gradient."""
+    moved = copy.deepcopy(model)
+    start = loss_fn(moved, batch)
+    grads = torch.autograd.grad(start, list(moved.parameters()))
+    with torch.no_grad():
+        for p, g, eta in zip(moved.parameters(), grads, etas.tolist(), strict=True):
+            p -= eta * g
+        return float(loss_fn(moved, batch) - start)
+
+
+def test_the_best_strength_is_where_the_loss_falls_most():
+    model, batch = problem()
+    summary = summarize(model, loss_fn, batch)
+    strengths = (1, 10, 100, 1000)
+    trace = Trace(model)
+    found = suggest_lambda_int(model, loss_fn, batch, summary, strengths=strengths)
+    trace.assert_same(model)
+    real = []
+    for strength, one in zip(strengths, found.tried, strict=True):
+        eta = learning_rates(summary, strength).eta
+        torch.testing.assert_close(one.rates.eta, eta, rtol=0, atol=0)
+        real.append(change(model, batch, eta))
+        assert one.real == pytest.approx(real[-1], rel=1e-6)
+        expected = -eta @ summary.gbar + 0.5 * eta @ summary.Hbar @ eta
+        assert one.predicted == pytest.approx(float(expected))
+    assert real[0] > 0 > min(real)
+    assert found.lambda_int == strengths[real.index(min(real))] == found.rates.lambda_int
+    best = next(line for line in str(found).splitlines() if line.endswith("best"))
+    assert best.split()[0] == f"{found.lambda_int:g}" and f"{min(real):+.4g}" in best
+    assert f"lambda_int = {found.lambda_int:g} it falls most." in str(found)
+    assert "<table>" in found._repr_html_() and f"{min(real):+.4g}" in found._repr_html_()
+
+
+def test_no_strength_and_the_last_one_are_told():
+    model, batch = problem()
+    summary = summarize(model, loss_fn, batch)
+    none = suggest_lambda_int(model, loss_fn, batch, summary, strengths=(1, 10))
+    assert none.lambda_int == 10 and "falls with none of these" in str(none)
+    last = suggest_lambda_int(model, loss_fn, batch, summary, strengths=(10, 100))
+    assert last.lambda_int == 100 and "the largest one tried" in str(last)
+
+
+def test_rates_that_are_no_use_are_not_tried():
+    """Of a saddle without cubic term there is no step; the others are as without it."""
+    model, batch = problem()
+    summary = summarize(model, loss_fn, batch)
+    bent = Summary(summary.gbar, -summary.Hbar, summary.D3, partition=summary.partition)
+    found = suggest_lambda_int(model, loss_fn, batch, bent, strengths=(0, 1e6))
+    saddle, other = found.tried
+    assert saddle.rates.status == "saddle" and math.isnan(saddle.real)
+    assert other.real == pytest.approx(change(model, batch, other.rates.eta))
+    assert found.best is other and "saddle" in str(found)
+
+
+def test_a_quadratic_needs_none():
+    quadratic = PROBLEMS["quadratic"]()
+    summary = summarize(quadratic.model, quadratic.loss_fn, quadratic.batch)
+    found = suggest_lambda_int(quadratic.model, quadratic.loss_fn, quadratic.batch, summary)
+    for one in found.tried:
+        assert one.real == pytest.approx(one.predicted) and one.rates.status == "newton"
+
+
+def test_direction_diagonal_and_groups_reach_the_steps():
+    model, batch = problem()
+    partition = make_partition(model, "trivial")
+    ones = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    summary = summarize(model, loss_fn, batch, partition=partition, direction=ones)
+    bare = Summary(summary.gbar, summary.Hbar, summary.D3)
+    options = {"direction": ones, "partition": partition, "strengths": (5.0,)}
+    (one,) = suggest_lambda_int(model, loss_fn, batch, bare, **options).tried
+    moved = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in moved.parameters():
+            p -= one.rates.eta
+        expected = float(loss_fn(moved, batch) - loss_fn(model, batch))
+    assert one.real == pytest.approx(expected)
+    several = summarize(model, loss_fn, batch)
+    (one,) = suggest_lambda_int(
+        model, loss_fn, batch, several, strengths=(5.0,), diagonal=True
+    ).tried
+    expected = learning_rates(several, 5.0, diagonal=True).eta
+    torch.testing.assert_close(one.rates.eta, expected, rtol=0, atol=0)
+
+
+def test_wrong_use_is_told():
+    model, batch = problem()
+    with pytest.raises(TypeError, match="of type NoneType: measure one first"):
+        suggest_lambda_int(model, loss_fn, batch, None)
+    second = summarize(model, loss_fn, batch, order=2)
+    with pytest.raises(ValueError, match="no D3"):
+        suggest_lambda_int(model, loss_fn, batch, second)
+    third = summarize(model, loss_fn, batch)
+    with pytest.raises(ValueError, match="no strengths"):
+        suggest_lambda_int(model, loss_fn, batch, third, strengths=())
