@@ -44,6 +44,7 @@ from newton_summary.derivatives.sweep.rules import (
     rule_for,
 )
 from newton_summary.derivatives.sweep.rules.bilinear import gram
+from newton_summary.derivatives.sweep.tail import find_tail, pass_in_pieces
 from newton_summary.derivatives.sweep.tangent import Groups, Tangent
 from newton_summary.derivatives.sweep.tape import Cut, Op, Tape, Value
 from newton_summary.partition import Params, Partition
@@ -109,28 +110,39 @@ class Sweep:
             last_uses: For every operation, the slots that no later one needs.
             consume: Whether to let go of the tape on the way; it cannot be swept again then.
         """
-        cut = self.tape.cut
+        cut, tail = self.tape.cut, self.tape.tail
+        late: list[tuple[Op, list[int]]] = []  # operations that wait for the end of the tail
         for i, (op, finished) in enumerate(zip(self.tape.ops, last_uses, strict=True)):
             if cut is not None and i == cut.index:
-                self._read_slopes(cut)
-            if op.passed and any(slot in self.tangents for slot in op.inputs):
-                self._pass(op)
-            for slot in finished:
-                self.tangents.pop(slot, None)
-            if consume:
-                for value in op.outputs:
-                    if value is not None and value.slot is not None:
-                        self.adjoints.pop(value.slot, None)
-                op.args, op.kwargs, op.outputs, op.saved = (), {}, [], None
+                self.read_slopes(cut)
+            passed = [(op, finished)]
+            if tail is not None and i in tail.ops:
+                late += passed
+                if i != tail.ops[-1]:
+                    continue
+                pass_in_pieces(self, tail)
+                passed = late
+            elif op.passed and any(slot in self.tangents for slot in op.inputs):
+                self.pass_op(op)
+            for op, finished in passed:
+                for slot in finished:
+                    self.tangents.pop(slot, None)
+                if consume:
+                    for value in op.outputs:
+                        if value is not None and value.slot is not None:
+                            self.adjoints.pop(value.slot, None)
+                    op.args, op.kwargs, op.outputs, op.saved = (), {}, [], None
         if cut is not None and cut.index == len(self.tape.ops):
-            self._read_slopes(cut)
+            self.read_slopes(cut)
 
-    def _read_slopes(self, cut: Cut) -> None:
+    def read_slopes(self, cut: Cut) -> None:
+        """Add the slopes that are read off at a cut."""
         t = self.tangent(cut.value)
         if t is not None and cut.adjoint is not None:
             self._gbar.append((t.first, gram(t.y1, cut.adjoint[None])))
 
-    def _pass(self, op: Op) -> None:
+    def pass_op(self, op: Op) -> None:
+        """Apply an operation's rule."""
         try:
             result = rule_for(op)(self, op, *op.args, **op.kwargs)
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -342,6 +354,7 @@ def summarize_sweep(
     if order > 1:
         tape.cut = find_cut(tape)
         last_uses = mark_needed(tape)
+        tape.tail = find_tail(tape, len(partition), order, stack_limit)
         needed = stack_bytes(tape, last_uses, partition, order)
         limit = stack_limit
         if limit is None:

@@ -44,7 +44,9 @@ def stack_bytes(tape: Tape, last_uses: list[list[int]], partition: Partition, or
     bent: set[int] = set()  # slots with second derivatives
     sizes: dict[int, int] = {}
     alive = peak = 0
-    for op, finished in zip(tape.ops, last_uses, strict=True):
+    tail = tape.tail
+    for i, (op, finished) in enumerate(zip(tape.ops, last_uses, strict=True)):
+        in_pieces = tail is not None and i in tail.ops
         if op.passed:
             union = frozenset().union(*[met[slot] for slot in op.inputs if slot in met])
             second = order == 3 and (is_curved(op) or not bent.isdisjoint(op.inputs))
@@ -53,6 +55,8 @@ def stack_bytes(tape: Tape, last_uses: list[list[int]], partition: Partition, or
                 if value is None or value.slot is None:
                     continue
                 size = len(union) * (2 if second else 1) * value.tensor.nbytes
+                if tail is not None and in_pieces:
+                    size = -(-size * tail.at_a_time // tail.rows)
                 work = max(work, size)
                 if value.slot in tape.needed:
                     met[value.slot], sizes[value.slot] = union, size

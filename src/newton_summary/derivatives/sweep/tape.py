@@ -132,6 +132,15 @@ class Cut:
         return self.value.slot
 
 
+@dataclass(frozen=True)
+class Tail:
+    """The last operations of a network with many outputs, which are passed some rows at a time."""
+
+    ops: list[int]  # their places on the tape, the first of them a layer
+    rows: int  # in all
+    at_a_time: int
+
+
 @dataclass
 class Tape:
     """All operations that lead from the parameters to the loss."""
@@ -141,6 +150,7 @@ class Tape:
     leaves: dict[int, str]  # slot -> parameter name
     needed: set[int] = field(default_factory=set)  # slots whose derivatives a later operation uses
     cut: Cut | None = None  # where gbar is read off; else it comes from the gradient
+    tail: Tail | None = None  # what is passed in pieces
 
 
 def find_tensors(tree: Any) -> list[Tensor]:

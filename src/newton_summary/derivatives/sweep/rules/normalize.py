@@ -96,9 +96,9 @@ def _cumulants(sweep: Sweep, t: Tangent, centered: Tensor, p: Tensor, weight: Te
     weighted = c * (p * weight)
     sweep.add_Hbar(t.first, t.first, gram(weighted, c))
     if sweep.order == 3:
-        sweep.add_D3(t.first, dots(weighted, c * c))
         if t.second:
             sweep.add_D3(t.second, 3 * dots(pick(t.first, weighted, t.second), centered[k:]))
+        sweep.add_D3(t.first, dots(weighted.mul_(c), c))
 
 
 def softmax(

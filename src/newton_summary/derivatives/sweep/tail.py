@@ -1,0 +1,151 @@
+"""The end of a network with many outputs in pieces: its logits, and their log-softmax.
+
+A language model has tens of thousands of logits for each token, and their derivatives along all
+groups would be by far the largest array of a sweep. But from the last layer on each token is on its
+own: what they contribute adds up, so some of them can be passed at a time, with the rules that pass
+them all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from newton_summary.derivatives.sweep.rules.elementwise import CURVED
+from newton_summary.derivatives.sweep.rules.linear import SAME_ORDER
+from newton_summary.derivatives.sweep.tangent import Tangent
+from newton_summary.derivatives.sweep.tape import Op, Tail, Tape, Value, find_values
+
+if TYPE_CHECKING:
+    from newton_summary.derivatives.sweep.engine import Sweep
+
+# Bytes of the logits' derivatives that are taken at a time.
+AT_A_TIME = {"cpu": 2**26}
+AT_A_TIME_ELSEWHERE = 2**29
+COPIES = 4  # of these, while the rules compute
+FEWEST_ROWS = 8  # with fewer, reading the weights takes longer than the products
+LOG_SOFTMAX = ("log_softmax", "special_log_softmax")
+ENTRY_BY_ENTRY = frozenset(CURVED) | {"mul", "multiply", "div", "divide", "true_divide", "neg"}
+
+
+def find_tail(tape: Tape, S: int, order: int, stack_limit: int | None = None) -> Tail | None:
+    """Return the last layer and what follows up to a log-softmax, if its stack would be large.
+
+    What lies between may scale or cap the logits and change their shape, as long as the row of a
+    token stays a row. Nothing else may use them.
+
+    Args:
+        tape: The tape, with what is needed already marked.
+        S: Number of groups.
+        order: Highest derivative.
+        stack_limit: Bytes that all stacks may take, if there is a limit.
+    """
+    ends = [i for i, op in enumerate(tape.ops) if _ends_a_tail(op)]
+    if not ends:
+        return None
+    makers = {v.slot: i for i, op in enumerate(tape.ops) for v in op.outputs if v is not None}
+    users = Counter(slot for op in tape.ops if op.passed for slot in op.inputs)
+    for end in ends:
+        chain = [end]
+        while _keeps_rows(tape.ops[chain[0]]):
+            slot = tape.ops[chain[0]].inputs[0]
+            if users[slot] > 1 or slot not in makers:
+                break
+            chain.insert(0, makers[slot])
+        layer = tape.ops[chain[0]]
+        if not _is_layer(layer):
+            continue
+        logits = layer.out.tensor
+        most = AT_A_TIME.get(logits.device.type, AT_A_TIME_ELSEWHERE)
+        if stack_limit is not None:
+            most = min(most, stack_limit // COPIES)
+        row = S * (2 if order == 3 else 1) * logits.shape[-1] * logits.element_size()
+        rows, at_a_time = logits.shape[:-1].numel(), max(FEWEST_ROWS, most // row)
+        if at_a_time < rows:
+            return Tail(chain, rows, at_a_time)
+    return None
+
+
+def _ends_a_tail(op: Op) -> bool:
+    if op.name not in LOG_SOFTMAX or not op.passed or op.wanted:
+        return False
+    dim = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim")
+    return isinstance(dim, int) and dim % op.out.tensor.dim() == op.out.tensor.dim() - 1
+
+
+def _keeps_rows(op: Op) -> bool:
+    """Whether an operation takes one value, and each row of it to the same row of the result."""
+    values = find_values((op.args, op.kwargs))
+    if len(values) != 1 or op.args[:1] != (values[0],) or op.complex or not op.passed:
+        return False
+    x, y = values[0].tensor, op.out.tensor
+    by_entry = op.name in ENTRY_BY_ENTRY and x.shape == y.shape
+    return x.shape[-1:] == y.shape[-1:] and (by_entry or op.name in (*SAME_ORDER, *LOG_SOFTMAX))
+
+
+def _is_layer(op: Op) -> bool:
+    if op.name != "linear" or not op.passed or len(op.args) < 2:
+        return False
+    x, weight = op.args[:2]
+    return bool(weight.tensor.dim() == 2 and x.tensor.dim() > 1)
+
+
+def pass_in_pieces(sweep: Sweep, tail: Tail) -> None:
+    """Pass all operations of a tail for some rows, then for the next ones."""
+    ops = [sweep.tape.ops[i] for i in tail.ops]
+    cut = sweep.tape.cut
+    x = ops[0].args[0]
+    t = sweep.tangent(x)
+    rows = None if t is None else t.rows.reshape(len(t.rows), tail.rows, -1)
+    for part in pieces(tail):
+        piece = copy(sweep)  # with the same lists of contributions
+        piece.tangents = {s: sweep.tangents[s] for s in ops[0].inputs if s in sweep.tangents}
+        deltas = ((op.out.slot, sweep.adjoint(op.out)) for op in ops)
+        piece.adjoints = {slot: of_rows(d, part) for slot, d in deltas if d is not None}  # type: ignore[misc]
+        if t is not None and rows is not None:
+            piece.tangents[x.slot] = Tangent(t.first, t.second, rows[:, part])
+        for op in ops:
+            if op.name in SAME_ORDER:
+                _carry_over(piece, op)
+            else:
+                piece.pass_op(cut_op(op, part))
+            if cut is not None and op.out.slot == cut.slot and cut.adjoint is not None:
+                piece.read_slopes(replace(cut, adjoint=of_rows(cut.adjoint, part)))
+
+
+def pieces(tail: Tail) -> Iterator[slice]:
+    """Give the rows that are passed at a time."""
+    for start in range(0, tail.rows, tail.at_a_time):
+        yield slice(start, start + tail.at_a_time)
+
+
+def of_rows(tensor: Any, part: slice) -> Any:
+    """Return some rows of a tensor that has them along all its dimensions but the last."""
+    return tensor.reshape(-1, tensor.shape[-1])[part]
+
+
+def _carry_over(piece: Sweep, op: Op) -> None:
+    """Pass an operation that only changes the shape: among rows it changes nothing."""
+    t, out = piece.tangents.get(op.inputs[0]), op.out
+    if t is not None and out.slot is not None:
+        piece.tangents[out.slot] = t.to(out.tensor.dtype)
+
+
+def cut_op(op: Op, part: slice) -> Op:
+    """Return an operation as it would have been for some of the rows."""
+
+    def cut(value: Value) -> Value:
+        return Value(of_rows(value.now, part), value.slot)
+
+    x, *others = op.args
+    args = (cut(x), *(_last_dim(op, other) for other in others))
+    kwargs = {key: _last_dim(op, other) for key, other in op.kwargs.items()}
+    return replace(op, args=args, kwargs=kwargs, outputs=[cut(op.out)])
+
+
+def _last_dim(op: Op, argument: Any) -> Any:
+    """Return an argument of an operation; the dimension of a log-softmax is the last of two now."""
+    return -1 if op.name in LOG_SOFTMAX and isinstance(argument, int) else argument

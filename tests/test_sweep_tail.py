@@ -1,0 +1,200 @@
+"""The logits of a language model some rows at a time: the same numbers, in less memory."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import newton_summary as ns
+from newton_summary.derivatives.sweep import engine, tail
+
+WORDS, LENGTH, TEXTS = 50, 11, 6
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, tied=False, bias=False, cap=None):
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 8)
+        self.layer = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, WORDS, bias=bias)
+        self.cap = cap
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, tokens):
+        logits = self.head(self.norm(torch.tanh(self.layer(self.words(tokens)))))
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+
+def make_model(**options):
+    torch.manual_seed(0)
+    return LanguageModel(**options).double()
+
+
+def tokens():
+    return torch.randint(0, WORDS, (TEXTS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+
+
+def flattened(model, batch):
+    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def by_hand(model, batch):
+    logits = model(batch[:, :-1])
+    logs = torch.log_softmax(logits, dim=2).reshape(-1, WORDS)
+    return -logs.gather(1, batch[:, 1:].reshape(-1, 1)).mean()
+
+
+def with_ignored_words(model, batch):
+    targets = batch[:, 1:].masked_fill(batch[:, 1:] < 20, -100)
+    return F.cross_entropy(model(batch[:, :-1]).view(-1, WORDS), targets.reshape(-1))
+
+
+def with_penalty(model, batch):
+    return model.head.weight.square().mean() + flattened(model, batch)
+
+
+def words_second(model, batch):
+    return F.cross_entropy(model(batch[:, :-1]).mT, batch[:, 1:])
+
+
+def smoothed(model, batch):
+    logits = model(batch[:, :-1]).flatten(0, 1)
+    return F.cross_entropy(logits, batch[:, 1:].flatten(), label_smoothing=0.1)
+
+
+def with_penalty_on_logits(model, batch):
+    logits = model(batch[:, :-1])
+    return by_hand(lambda _: logits, batch) + 0.1 * logits.logsumexp(-1).square().mean()
+
+
+def focal(model, batch):
+    logs = torch.log_softmax(model(batch[:, :-1]), -1)
+    mine = logs.gather(2, batch[:, 1:, None])
+    return -((1 - mine.exp()) ** 2 * mine).mean()
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Pieces of a few rows each; the tails that were passed."""
+    monkeypatch.setattr(tail, "AT_A_TIME", {"cpu": 2**10})
+    seen = []
+
+    def watched(sweep, found):
+        seen.append(found)
+        tail.pass_in_pieces(sweep, found)
+
+    monkeypatch.setattr(engine, "pass_in_pieces", watched)
+    return seen
+
+
+def assert_same(actual, expected):
+    for name in ("loss", "gbar", "Hbar", "D3"):
+        a, e = getattr(actual, name), getattr(expected, name)
+        if e is not None:
+            torch.testing.assert_close(a, e, rtol=0, atol=1e-12 * float(e.abs().max()))
+
+
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize(
+    "options", [{}, {"tied": True}, {"bias": True}, {"cap": 3.0, "bias": True}], ids=str
+)
+@pytest.mark.parametrize(
+    "loss_fn",
+    [flattened, by_hand, with_ignored_words, smoothed],
+    ids=lambda f: f.__name__,
+)
+def test_rows_in_pieces_add_up(passes, options, loss_fn, order):
+    model = make_model(**options)
+    expected = ns.summarize(model, loss_fn, tokens(), backend="nested", order=order)
+    assert not passes
+    assert_same(ns.summarize(model, loss_fn, tokens(), backend="sweep", order=order), expected)
+    assert [(found.rows, found.at_a_time) for found in passes] == [(TEXTS * LENGTH, 8)]
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [words_second, with_penalty, with_penalty_on_logits, focal], ids=lambda f: f.__name__
+)
+def test_what_needs_the_logits_whole_gets_them(passes, loss_fn):
+    model = make_model(bias=True)
+    expected = ns.summarize(model, loss_fn, tokens(), backend="nested")
+    assert_same(ns.summarize(model, loss_fn, tokens(), backend="sweep"), expected)
+    assert not passes
+
+
+def test_with_groups_in_chunks_and_entries_as_groups(passes):
+    model = make_model(bias=True)
+    expected = ns.summarize(model, flattened, tokens()[:1], backend="nested")
+    actual = ns.summarize(
+        model, flattened, tokens()[:1], backend="sweep", stack_limit=2**13, microbatch=None
+    )
+    assert len(passes) > 1
+    assert_same(actual, expected)
+    partition = ns.make_partition(model, {"head": r"^head\..*", "rest": ...})
+    expected = ns.summarize(model, flattened, tokens(), partition=partition, backend="nested")
+    assert_same(ns.summarize(model, flattened, tokens(), partition=partition), expected)
+
+
+def test_only_the_head_moves(passes):
+    model = make_model(bias=True)
+    for parameter in (
+        *model.words.parameters(),
+        *model.layer.parameters(),
+        *model.norm.parameters(),
+    ):
+        parameter.requires_grad_(False)
+    expected = ns.summarize(model, flattened, tokens(), backend="nested")
+    assert_same(ns.summarize(model, flattened, tokens(), backend="sweep"), expected)
+    assert passes
+
+
+def test_lower_precision_on_the_way(passes):
+    model = make_model(bias=True).float()
+
+    def half(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(batch[:, :-1])
+        return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+    in_pieces = ns.summarize(model, half, tokens(), backend="sweep")
+    assert passes
+    tail.AT_A_TIME["cpu"] = 2**30
+    whole = ns.summarize(model, half, tokens(), backend="sweep")
+    assert len(passes) == 1
+    for name in ("gbar", "Hbar", "D3"):
+        a, e = getattr(in_pieces, name), getattr(whole, name)
+        torch.testing.assert_close(a, e, rtol=0, atol=1e-5 * float(e.abs().max()))
+
+
+def test_small_stacks_are_passed_at_once():
+    """The network of a classification has few logits: nothing is cut there."""
+    model = make_model()
+    seen = []
+
+    def watched(*args):
+        seen.append(tail.find_tail(*args))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "find_tail", watched)
+        ns.summarize(model, flattened, tokens(), backend="sweep")
+    assert seen == [None]
+
+
+def test_less_memory_is_asked_for(passes):
+    """Samples stay together where the rest of the network fits into the limit."""
+    model = make_model(bias=True)
+    sizes = []
+
+    def loss_fn(model, batch):
+        sizes.append(len(batch))
+        return flattened(model, batch)
+
+    ns.summarize(model, loss_fn, tokens(), backend="sweep", stack_limit=2**18)
+    assert set(sizes) == {TEXTS}
+    tail.AT_A_TIME["cpu"] = 2**30
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "find_tail", lambda *args: None)
+        ns.summarize(model, loss_fn, tokens(), backend="sweep", stack_limit=2**18)
+    assert min(sizes) < TEXTS
