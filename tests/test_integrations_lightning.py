@@ -440,6 +440,52 @@ def test_what_newton_summary_used_is_in_the_history(tmp_path):
     assert float(logged) == pytest.approx(float(optimizer.last_rates.eta[0]))
 
 
+def test_what_was_not_measured_or_validated_anew_is_not_repeated(tmp_path):
+    """One refresh in four epochs, and a validation after every second epoch."""
+
+    def rarely(module):
+        loader = DataLoader(make_dataset(), 24, shuffle=True)
+        return ns.NewtonSummary(
+            ns.make_partition(module), summary_period=100, curvature=(training_loss, loader)
+        )
+
+    class Validated(Plain):
+        def validation_step(self, batch):
+            self.log("validation", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+        def val_dataloader(self):
+            return DataLoader(make_dataset(), 16)
+
+    callback = quick()
+    fit(Validated(rarely), tmp_path, [callback], max_epochs=4, check_val_every_n_epoch=2)
+    kinds = [measured.kind for measured in callback.history.measured]
+    assert kinds.count("full") == 5 and kinds.count("optimizer") == 1
+    assert [epoch for epoch, _ in callback.history.curves["validation"]] == [2, 4]
+    assert [epoch for epoch, _ in callback.history.curves["train_loss"]] == [1, 2, 3, 4]
+
+
+def test_the_strength_that_was_found_stays(tmp_path):
+    """Of the first measurement, as suggest_lambda_int finds it, also after a checkpoint."""
+
+    def loss_fn(module, batch):
+        return (module.net(batch[0])[:, 0] - batch[0].sum(1).sin()).square().mean()
+
+    data, module = list(DataLoader(make_dataset(), 48)), Plain()
+    summary = ns.summarize(module, loss_fn, data)
+    expected = ns.suggest_lambda_int(module, loss_fn, data, summary)
+    assert expected.lambda_int > 1
+    options = {"lambda_int": None, "data": data, "loss_fn": loss_fn}
+    callback = quick(**options)
+    fit(module, tmp_path, [callback])
+    first, *_, last = callback.history.measured
+    assert callback.lambda_int == expected.lambda_int and first.eta.equal(expected.rates.eta)
+    rates = ns.learning_rates(last.summary, expected.lambda_int)
+    assert last.eta.equal(rates.eta)
+    again = quick(**options)
+    again.load_state_dict(callback.state_dict())
+    assert again.measure(module, 5).eta.equal(rates.eta)
+
+
 @pytest.mark.filterwarnings("ignore:Falling back from 'sweep'")  # scripted parts of the metrics
 def test_curvature_from_training_step_leaves_no_trace(tmp_path):
     """A refresh evaluates training_step too: its notes and metrics are those of training alone."""

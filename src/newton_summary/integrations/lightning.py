@@ -49,6 +49,7 @@ class SummaryCallback(Monitor, Callback):
 
     _sum: Any = 0.0  # of the losses of this epoch, and their number
     _batches = 0
+    _taken: Mapping[str, Any] = {}  # the metrics of the epoch before
 
     def batch_loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss of a batch: that of ``training_step``, or the given one."""
@@ -84,8 +85,11 @@ class SummaryCallback(Monitor, Callback):
         for name, value in values.items():
             # With on_step and on_epoch Lightning has a metric thrice: x, x_step and x_epoch.
             again = name.endswith(("_step", "_epoch")) and name.rpartition("_")[0] in values
-            if not again and not name.startswith(f"{PREFIX}/"):
+            # It keeps what was not logged anew, such as the result of an earlier validation.
+            old = self._taken.get(name) is value
+            if not again and not old and not name.startswith(f"{PREFIX}/"):
                 self.history.add_value(name, epoch, float(value))
+        self._taken = values
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Measure the trained model, and write the report."""

@@ -21,6 +21,7 @@ from newton_summary.learning_rates import LearningRates, learning_rates
 from newton_summary.measure import summarize
 from newton_summary.optimizer import NewtonSummary
 from newton_summary.partition import Partition, Spec, unwrap
+from newton_summary.strengths import suggest_lambda_int
 from newton_summary.summary import Summary
 from newton_summary.trials import step_trials
 from newton_summary.warning import warn_user
@@ -63,7 +64,8 @@ class Monitor:
         loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a batch. Callbacks know a
             default.
         partition: The groups, as for :func:`newton_summary.summarize`.
-        lambda_int: Strength of the cubic term, as for :func:`newton_summary.learning_rates`.
+        lambda_int: Strength of the cubic term, as for :func:`newton_summary.learning_rates`; None
+            to find one at the first measurement, with :func:`newton_summary.suggest_lambda_int`.
         report: Where callbacks write the report at the end; None for no report. A relative path
             begins in the directory that the framework writes to.
         loggers: Logs to write to, beside those that a callback finds.
@@ -86,7 +88,7 @@ class Monitor:
         num_batches: int = 8,
         loss_fn: LossFn | None = None,
         partition: Partition | Spec = "canonical",
-        lambda_int: float = 1.0,
+        lambda_int: float | None = 1.0,
         report: str | Path | None = REPORT,
         loggers: Sequence[Logger] = (),
         figures: bool = True,
@@ -103,10 +105,11 @@ class Monitor:
         self.partition, self.lambda_int = partition, lambda_int
         self.report, self.figures, self.trials = report, figures, trials
         self.loggers = list(loggers)
-        self.options = {"order": 3 if lambda_int > 0 else 2, **options}
+        self.options = {"order": 2 if lambda_int == 0 else 3, **options}
         self.history = History(name)
         self._loss = self.batch_loss  # one object: how to split batches is remembered by loss
         self._warned = False
+        self._last_used: Summary | None = None  # of the optimizer, as it was last added
 
     def batch_loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss of a batch."""
@@ -137,7 +140,7 @@ class Monitor:
             data: Instead of the monitor's.
             loggers: Beside the monitor's own.
             optimizer: What trains the model. If that is :class:`newton_summary.NewtonSummary` with
-                the same groups, the last summary that it used is added as well.
+                the same groups, the last summary that it used is added as well, once.
 
         Returns:
             The measurement; None if it failed, and was not the first.
@@ -147,7 +150,7 @@ class Monitor:
             raise ValueError("There is nothing to measure on: give data=... to the monitor.")
         try:
             summary = summarize(model, self._loss, data, partition=self.partition, **self.options)
-            rates = learning_rates(summary, self.lambda_int)
+            rates = self._rates(model, data, summary)
             tried = self._try(model, data, summary, rates) if self.trials else ()
             self.history.add(float(epoch), summary, rates, trials=tried)
         except (ValueError, RuntimeError, CannotDifferentiate) as error:
@@ -165,9 +168,11 @@ class Monitor:
         new = [measured]
         if isinstance(optimizer, NewtonSummary):
             last, used = optimizer.last_summary, optimizer.last_rates
-            if last is not None and used is not None and last.names == summary.names:
+            same = last is self._last_used  # nothing was measured in between
+            if last is not None and used is not None and not same and last.names == summary.names:
                 self.history.add(float(epoch), last, used, kind="optimizer")
                 new.append(self.history.measured[-1])
+            self._last_used = last
         for logger in (*self.loggers, *loggers):
             for entry in new:
                 log_measured(logger, entry, step, self.figures)
@@ -204,12 +209,23 @@ class Monitor:
                 "pip install 'newton-summary[report]', or give report=None."
             )
 
+    def _rates(self, model: nn.Module, data: Any, summary: Summary) -> LearningRates:
+        if self.lambda_int is None and "lambda_int" in self.history.facts:  # of a run that goes on
+            self.lambda_int = float(self.history.facts["lambda_int"])
+        if self.lambda_int is not None:
+            return learning_rates(summary, self.lambda_int)
+        found = suggest_lambda_int(model, self._loss, data, summary, **self._for_trials())
+        self.lambda_int = found.lambda_int  # one for all, so that rates can be compared
+        return found.rates
+
     def _try(
         self, model: nn.Module, data: Any, summary: Summary, rates: LearningRates
     ) -> tuple[Trial, ...]:
+        return step_trials(model, self._loss, data, summary, rates, **self._for_trials())
+
+    def _for_trials(self) -> dict[str, Any]:
         same = ("direction", "microbatch", "distributed")
-        options = {name: self.options[name] for name in same if name in self.options}
-        return step_trials(model, self._loss, data, summary, rates, **options)
+        return {name: self.options[name] for name in same if name in self.options}
 
     def _warn(self, message: str) -> None:
         if not self._warned:
