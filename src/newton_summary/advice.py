@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from newton_summary.derivatives.probe import LossFn, Probe
 from newton_summary.directions import find_direction
-from newton_summary.plans import live_values
-from newton_summary.ranks import agree, find_ranks, together
 from newton_summary.learning_rates import LearningRates, learning_rates
 from newton_summary.measure import find_partition, summarize
 from newton_summary.notebook import html_table, paragraph
 from newton_summary.partition import Params, Partition, Spec, text_table, unwrap
+from newton_summary.plans import live_values
+from newton_summary.ranks import agree, find_ranks, together
 from newton_summary.summary import Summary
 
 VERDICTS = {

@@ -55,12 +55,10 @@ def sharded_gradient(probe: Probe, shards: Shards) -> Params:
     for closure, size in probe.closures():
         loss = closure()
         check_depends(loss, {"all": shards.anchor})
-        if probe.ranks is None:
-            check_finite(loss)
-        else:
-            probe.ranks.check_finite(loss)
+        check_finite(loss)
 
         def receive(name: str, grad: Tensor, size: int = size) -> None:
+            shards.meet(f"the sum of the gradients of {name}")
             sums[name] += scattered_sum(size * grad.to(sums[name].dtype), shards[name])
 
         shards.received = receive

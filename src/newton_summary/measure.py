@@ -91,10 +91,11 @@ def summarize(
     ranks = find_ranks(distributed, dict(unwrap(model).named_parameters()))
     with together(ranks):
         partition, names = _checked(model, partition, order, backend, microbatch)
-        lengths = [1] * needs_gradient(direction) + [message_length(len(partition), order)]
-        lengths += [OBJECTS] * stderr
-        facts = {"order": order, "stderr": stderr, "a direction to find": needs_gradient(direction)}
-        agree(ranks, lengths, partition, live_values(partition, direction), **facts)
+        to_find = needs_gradient(direction)
+        lengths = [1] * to_find + [message_length(len(partition), order)] + [OBJECTS] * stderr
+        facts = {"direction": "to be found" if to_find else "given", "order": order}
+        values = live_values(partition, direction)
+        agree(ranks, lengths, partition, values, stderr=stderr, **facts)
     with (
         together(ranks),
         Probe(model, loss_fn, data, partition, microbatch, ranks) as probe,

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map
 from newton_summary.averaging import make_average
 from newton_summary.derivatives import BACKENDS
 from newton_summary.derivatives.probe import LossFn
-from newton_summary.distributed import find_ranks, together
 from newton_summary.learning_rates import LearningRates
 from newton_summary.motion import Factors, Motion, make_motion
 from newton_summary.optimizer_input import (
@@ -30,6 +29,7 @@ from newton_summary.optimizer_input import (
     is_divided,
 )
 from newton_summary.partition import Partition
+from newton_summary.ranks import agree, find_ranks, together
 from newton_summary.rate_rules import RateRules
 from newton_summary.refresh import Refresh
 from newton_summary.sharded import own_memory
@@ -129,8 +129,8 @@ class NewtonSummary(Optimizer):
         microbatch: Split curvature batches into parts of so many samples, see :func:`summarize`.
         distributed: Whether summaries are averaged over ranks, see :func:`summarize`. Gradients
             have to be the same on all ranks, as DistributedDataParallel leaves them; then so are
-            the rates. A refresh exchanges one message, other steps none; making the optimizer is
-            one more, in which ranks agree on ``ramp``.
+            the rates. A refresh exchanges one message, other steps none; when the optimizer is
+            made, ranks make sure that they do the same, and agree on ``ramp``.
         cuda_graph: On a GPU, capture the measurement as a CUDA graph after the first refreshes, and
             replay it: several times faster for small models, whose kernels are shorter than their
             launches. The loss must then do the same at each call (no branch on values, steps or
@@ -203,8 +203,15 @@ class NewtonSummary(Optimizer):
         self.direction = direction
         self.summary_period, self.warmup = summary_period, warmup
         ranks = find_ranks(distributed, partition.params)
-        with together(ranks, [1]):
+        with together(ranks):
             self._loss_fn, self._data = check_curvature(curvature)
+            agree(  # on all that decides when they meet, and over what
+                *(ranks, [1], partition, {}),
+                lambda_int=lambda_int,
+                summary_period=summary_period,
+                warmup=warmup,
+                min_decrease=min_decrease,
+            )
             several = curvature is not None and _has_several_batches(curvature[1])
             if ranks is not None:
                 several = bool(ranks.total(torch.tensor([float(several)])) > 0)

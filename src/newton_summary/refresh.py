@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import fields, replace
 from typing import Any
@@ -17,11 +17,12 @@ from newton_summary.averaging import Average
 from newton_summary.curvature_data import OneBatch
 from newton_summary.derivatives.probe import LossFn, NotFiniteError, Probe
 from newton_summary.derivatives.sweep.graph import CannotCapture, SweepGraphs
-from newton_summary.distributed import RankError, find_ranks, mean_loss, message_length, together
+from newton_summary.distributed import mean_loss, message_length
 from newton_summary.learning_rates import STATUS, LearningRates
 from newton_summary.measure import summarize
 from newton_summary.motion import Factors, Motion, as_vector
 from newton_summary.partition import Params, Partition
+from newton_summary.ranks import RankError, Ranks, find_ranks, together
 from newton_summary.rate_rules import RateRules
 from newton_summary.summary import Summary
 
@@ -88,8 +89,11 @@ class Refresh:
 
     def together(self) -> AbstractContextManager[None]:
         """Return a context in which what fails on one rank ends the refresh on all."""
-        ranks = find_ranks(self.distributed, self.partition.params)
-        return together(ranks, [message_length(len(self.partition), self.order)])
+        return together(self._ranks([message_length(len(self.partition), self.order)]))
+
+    def _ranks(self, lengths: Sequence[int]) -> Ranks | None:
+        """Return the ranks, which know that their next messages have these lengths."""
+        return find_ranks(self.distributed, self.partition.params, lengths)
 
     def measure(self, motion: Motion, loss_fn: LossFn, batch: Any) -> bool:
         """Add a summary along the present direction to the average.
@@ -148,7 +152,8 @@ class Refresh:
             order=self.order,
             backend=self.backend,
             microbatch=self.microbatch,
-            distributed=self.distributed,
+            distributed=self._ranks([message_length(len(self.partition), self.order)])
+            or self.distributed,
         )
 
     def _check_capture(self, batch: Any, u: Params) -> None:
@@ -221,11 +226,11 @@ class Refresh:
         """Halve the solution until the curvature batch agrees; None if it never does."""
         summary = self.last_summary
         assert summary is not None and self.min_decrease is not None
-        ranks = find_ranks(self.distributed, self.partition.params)
+        ranks = self._ranks([2])
         probed = (self.model, loss_fn, OneBatch(batch), self.partition)
 
         def loss() -> Tensor:
-            with together(ranks, [2]), Probe(*probed, ranks=ranks) as probe:
+            with together(ranks), Probe(*probed, ranks=ranks) as probe:
                 return mean_loss(probe)
 
         for _ in range(6):

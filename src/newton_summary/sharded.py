@@ -4,6 +4,7 @@ While a loss is measured the hooks of ``fully_shard`` rest, and every operation 
 parameter is given the whole of it. Nobody holds on to that: the backward pass and the sweep gather
 it again. So a rank has a few whole parameters in memory at a time, and never the whole model; and
 all ranks have to come by the same operations in the same order, as in training with FSDP itself.
+They meet before each gathering: a rank that has failed, or come elsewhere, keeps nobody waiting.
 """
 
 from __future__ import annotations
@@ -96,8 +97,15 @@ def refuse_sharded(params: Mapping[str, Tensor], what: str) -> None:
         )
 
 
-def find_shards(params: Mapping[str, Tensor], model: nn.Module) -> Shards | None:
+def find_shards(
+    params: Mapping[str, Tensor], model: nn.Module, meet: Callable[[str], None] | None = None
+) -> Shards | None:
     """Return the parameters as shards; None if they are ordinary ones.
+
+    Args:
+        params: The parameters, by name.
+        model: Their model.
+        meet: As for :class:`Shards`.
 
     Raises:
         ValueError: If they are divided in another way than by ``fully_shard`` over one dimension.
@@ -124,11 +132,16 @@ def find_shards(params: Mapping[str, Tensor], model: nn.Module) -> Shards | None
                 f"The shard of parameter {name!r} lies on {local_part(p).device} and is computed "
                 f"with on {mesh.device_type}: offloaded parameters cannot be measured."
             )
-    return Shards(params)
+    return Shards(params, meet)
 
 
 class Shards(dict[str, Tensor]):
     """The parameters of a model that FSDP2 has sharded, by name.
+
+    Args:
+        params: The parameters.
+        meet: Is told of what is about to be gathered, or added up, from all ranks, and waits for
+            them; None where there is one rank.
 
     Attributes:
         anchor: A leaf of autograd's graph that stands for all of them.
@@ -136,8 +149,9 @@ class Shards(dict[str, Tensor]):
         received: Is given the gradient of the whole parameter, for its name, in a backward pass.
     """
 
-    def __init__(self, params: Mapping[str, Tensor]):
+    def __init__(self, params: Mapping[str, Tensor], meet: Callable[[str], None] | None = None):
         super().__init__(params)
+        self.meet = meet or (lambda place: None)
         self.names = {id(p): name for name, p in params.items()}
         device = next(local_part(p).device for p in params.values())
         self.anchor = torch.zeros((), device=device, requires_grad=True)
@@ -155,6 +169,8 @@ class Shards(dict[str, Tensor]):
             while len(self._kept) >= KEPT:
                 _, old = self._kept.popitem(last=False)
                 self._memory.pop(old.untyped_storage().data_ptr(), None)
+            name = self.names.get(key, "another tensor")
+            self.meet(f"the gathering of {name}, {tuple(tensor.shape)}")
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 self._kept[key] = whole(tensor)
             self._memory[self._kept[key].untyped_storage().data_ptr()] = tensor

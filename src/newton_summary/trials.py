@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from newton_summary.derivatives.probe import LossFn, Probe, check_finite
 from newton_summary.derivatives.state import unmoved
 from newton_summary.directions import Direction, find_direction, needs_gradient
-from newton_summary.distributed import find_ranks, mean_loss, together
+from newton_summary.distributed import mean_loss
 from newton_summary.history import Trial
 from newton_summary.learning_rates import LearningRates, learning_rates
 from newton_summary.measure import find_partition
 from newton_summary.partition import Partition, Spec, trainable, unwrap
+from newton_summary.plans import live_values
+from newton_summary.ranks import agree, find_ranks, together
 from newton_summary.summary import Summary
 from newton_summary.warning import warn_user
 
@@ -108,7 +110,9 @@ def try_steps(
     changes = []
     ranks = find_ranks(distributed, groups.params)
     lengths = [1] * needs_gradient(direction) + [2] * (1 + len(etas))  # of the messages
-    with together(ranks, lengths), Probe(model, loss_fn, data, groups, microbatch, ranks) as probe:
+    with together(ranks):
+        agree(ranks, lengths, groups, live_values(groups, direction), steps=len(etas))
+    with together(ranks), Probe(model, loss_fn, data, groups, microbatch, ranks) as probe:
         u = find_direction(direction, probe)
         start = mean_loss(probe)
         check_finite(start)

@@ -13,7 +13,6 @@ re-entrant checkpoints, run as they are written.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
@@ -105,7 +104,8 @@ class Probe:
         self.num_parts: int | None = None  # known after the first pass over the data
         self._params_checked = False
         self.ranks = ranks
-        self.shards = find_shards(partition.params, self.model)
+        meet = None if ranks is None else ranks.meet
+        self.shards = find_shards(partition.params, self.model, meet)
         self.recorded = False  # whether a recorder sees to it that the parameters do not change
 
     # --- leaving no trace -------------------------------------------------------------------------
@@ -177,20 +177,16 @@ class Probe:
         """Give batches as long as all ranks have one: they gather sharded parameters together."""
         batches = iter(self._batches)
         while True:
-            what: Any = None  # the data has ended
-            try:
-                for batch in itertools.islice(batches, 1):
-                    what = count_samples(batch) > 0
-            except Exception as error:
-                what = f"{type(error).__name__}: {error}"
-            told = self.ranks.gather(what)
-            if not any(told):
+            batch = next(batches, self)
+            has_samples = batch is not self and count_samples(batch) > 0
+            told = self.ranks.gather((batch is not self, has_samples))
+            if not any(has_one for has_one, _ in told):
                 return
-            if not all(x is True for x in told):
-                rank, why = next((r, x) for r, x in enumerate(told) if x is not True)
+            lacking = next((r for r, has in enumerate(told) if has != (True, True)), None)
+            if lacking is not None:
                 raise ValueError(
-                    f"With a sharded model every rank needs as many batches, and rank {rank} has "
-                    f"{why if isinstance(why, str) else 'fewer, or one without samples'}."
+                    f"With a sharded model every rank needs as many batches, and rank {lacking} "
+                    f"has fewer, or one without samples."
                 )
             yield batch
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from newton_summary.derivatives.probe import Closure, check_depends
+from newton_summary.derivatives.probe import Closure, check_depends, check_finite
 from newton_summary.derivatives.sweep.engine import (
     KNOWN,
     Sweep,
@@ -94,8 +94,7 @@ def summarize_sharded(
     params.gathered = None
     check_depends(tape.loss, {"all": params.anchor})
     loss = tape.loss.detach().reshape(())
-    if ranks is not None:
-        ranks.check_finite(loss)
+    check_finite(loss)
     parts, last_uses = 1, []
     if order > 1:
         last_uses = mark_needed(tape)
