@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from collections.abc import Iterator
 from dataclasses import make_dataclass
 from typing import Annotated, Any, TypeVar
@@ -18,6 +19,17 @@ from newton_summary.experiments.recipes import get_recipe
 
 T = TypeVar("T")
 Options = TypeVar("Options")
+
+
+_WORDS = (
+    (r"Error parsing (\S+): .*int\(\).*: '(.*)'\.", r"\1 \2: write a whole number."),
+    (r"Error parsing (\S+): .*\bINT\b.* from \['(.*)'\]\.", r"\1 \2: write a whole number."),
+    (r"Error parsing (\S+): .*to float: '(.*)'\.", r"\1 \2: write a number."),
+    (r"Error parsing (\S+): .*\bFLOAT\b.* from \['(.*)'\]\.", r"\1 \2: write a number."),
+    (r"invalid choice '(.*)' for argument '(\S+)'\. .*\((.*)\)\.", r"\2 \1: write one of \3."),
+    (r"Missing value for argument '(\S+)'\..*", r"\1 needs a value."),
+)
+"""What tyro says of a wrong value, and what is said instead."""
 
 
 class HelpPrinted(Exception):
@@ -58,7 +70,7 @@ def parse(default: T, args: list[str], command: str) -> T:
     except SystemExit as end:
         if end.code == 0:
             raise HelpPrinted from None
-        raise UserError(_one_line(told.getvalue())) from None
+        raise UserError(_told(_one_line(told.getvalue()), default, command)) from None
 
 
 def _one_line(box: str) -> str:
@@ -70,6 +82,27 @@ def _one_line(box: str) -> str:
             break
         words.append(text)
     return " ".join(words).rstrip(".") + "."
+
+
+def _told(line: str, default: object, command: str) -> str:
+    """Return what tyro says in the words of this program."""
+    for pattern, ours in _WORDS:
+        found = re.fullmatch(pattern, line)
+        if found:
+            return found.expand(ours)
+    unknown = re.fullmatch(r"Unrecognized options: (\S+?)(?:, .*)?\.", line)
+    if unknown is None:
+        return line
+    name = unknown[1].partition("=")[0]
+    if not name.startswith("-"):
+        return (
+            f"What is {name!r}? Options are written as --name value; those that are yes or no as "
+            f"--name or --no-name."
+        )
+    known = [f"--{option.replace('_', '-')}" for option in vars(default)]
+    return (
+        f"Unknown option {name}.{nearest(name, known)} `newton-summary {command} --help` shows all."
+    )
 
 
 def parse_fields(
