@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -137,6 +138,20 @@ def test_without_tyro_it_says_what_to_install(call, monkeypatch):
 )
 def test_mistakes_are_told_in_one_line(call, args, said):
     assert said in fails(call, *args)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_mistakes_are_told_alike_in_all_encodings(encoding):
+    """tyro frames its messages with other characters where the terminal has no Unicode."""
+    result = subprocess.run(
+        [sys.executable, "-m", "newton_summary", "inspect", "net.py", "--lambda-int", "x"],
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "newton-summary: --lambda-int x: write a number.\n"
 
 
 def test_interruption_is_no_traceback(call, monkeypatch):

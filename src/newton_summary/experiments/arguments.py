@@ -74,14 +74,12 @@ def parse(default: T, args: list[str], command: str) -> T:
 
 
 def _one_line(box: str) -> str:
-    """Return the first paragraph of a framed message."""
-    words: list[str] = []
-    for line in box.splitlines()[1:]:
-        text = line.strip("│╭╮╰╯ ")
-        if not text or set(text) <= {"─"}:
-            break
-        words.append(text)
-    return " ".join(words).rstrip(".") + "."
+    """Return the first paragraph of a framed message, the frame in Unicode or in ASCII."""
+    lines = [line.strip("│╭╮╰╯ ") for line in box.strip().splitlines()[1:]]  # without the title
+    is_rule = [set(line) <= {"─", "-"} for line in lines]  # or empty
+    if is_rule[0]:  # below the title, in ASCII
+        lines, is_rule = lines[1:], is_rule[1:]
+    return " ".join(lines[: is_rule.index(True)]).rstrip(".") + "."
 
 
 def _told(line: str, default: object, command: str) -> str:
