@@ -8,6 +8,7 @@ import weakref
 from contextlib import contextmanager
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import newton_summary as ns
 from newton_summary import sharded
+from newton_summary.derivatives.sweep import sharded_sweep
 from problems import PROBLEMS
 
 STEPS = 50
@@ -275,6 +277,7 @@ def measure_sharded(rank, count):
         "others": other_models(),
         "wholes": most_whole_at_a_time(rank),
         "errors": sharded_mistakes(rank),
+        "failed": fail_sharded(rank),
     }
 
 
@@ -363,9 +366,86 @@ def sharded_mistakes(rank):
         "backend": lambda: ns.summarize(net, loss_fn, batch, backend="nested"),
         "alone": lambda: ns.summarize(net, loss_fn, batch, distributed=False),
         "batches": lambda: ns.summarize(net, loss_fn, [batch] * (1 + rank)),
-        "not finite": lambda: ns.summarize(net, lambda m, b: loss_fn(m, b) / rank, batch),
     }
     return {name: error_of(call) for name, call in mistakes.items()}
+
+
+class BreaksBackward(torch.autograd.Function):
+    """Nothing on the way forward, an error on the way back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise KeyError("no way back")
+
+
+def fail_sharded(rank):
+    """Failures of rank 1 at every stage of a measurement, while rank 0 gathers parameters."""
+    net, batch, failing = sharded_net(), draw(1), rank == 1
+    u = {name: torch.ones_like(p) for name, p in net.named_parameters()}
+
+    def halfway(model, batch):
+        if failing:
+            return loss_fn(model[:2], batch) + int("no number")
+        return loss_fn(model, batch)
+
+    def backward(model, batch):
+        x = model[1](model[0](batch[0]))
+        return F.cross_entropy(model[2:](BreaksBackward.apply(x) if failing else x), batch[1])
+
+    def other_path(model, batch):
+        return model[1](model[0](batch[0])).sum() if failing else loss_fn(model, batch)
+
+    def with_broken(owner, name, where):
+        def broken(*args):
+            raise LookupError(where)
+
+        with pytest.MonkeyPatch.context() as patch:
+            if failing:
+                patch.setattr(owner, name, broken)
+            ns.summarize(net, loss_fn, batch, direction=u)
+
+    def at_the_end(done, total):
+        if failing and done:
+            raise LookupError("at the end")
+
+    failures = {
+        "raises": lambda: ns.summarize(net, breaking("raises", rank), batch),
+        "halfway": lambda: ns.summarize(net, halfway, batch),
+        "halfway along u": lambda: ns.summarize(net, halfway, batch, direction=u),
+        "backward": lambda: ns.summarize(net, backward, batch),
+        "backward along u": lambda: with_broken(ns.Partition, "inner", "backward"),
+        "in the sweep": lambda: with_broken(sharded_sweep, "leaf_tangent", "in the sweep"),
+        "at the end": lambda: ns.summarize(net, loss_fn, batch, progress=at_the_end),
+        "second batch": lambda: ns.summarize(net, loss_fn, BrokenLoader(rank)),
+        "not finite": lambda: ns.summarize(net, breaking("nan", rank), batch),
+        "interrupt": lambda: ns.summarize(net, breaking("interrupt", rank), batch),
+        "other path": lambda: ns.summarize(net, other_path, batch),
+        "order": lambda: ns.summarize(net, loss_fn, batch, order=2 + rank),
+        "curvature": lambda: refresh(net, loss_fn, BrokenLoader(rank), warmup=2),
+        "refresh": lambda: refresh(net, breaking("raises", rank), [batch]),
+        "min_decrease": lambda: refresh(net, failing_later(rank), [batch], min_decrease=0.1),
+    }
+    found = {name: error_of(call) for name, call in failures.items()}
+    calls, gathered, whole = [], [], sharded.whole
+    with counted(calls), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded, "whole", lambda tensor: gathered.append(tensor) or whole(tensor))
+        again = ns.summarize(net, loss_fn, batch, direction=u)
+    return {"errors": found, "and then": again.loss, "calls": calls, "gathered": len(gathered)}
+
+
+def failing_later(rank):
+    """A loss that rank 1 can evaluate three times, which are the refreshes before a step."""
+    calls = []
+
+    def loss(model, batch):
+        calls.append(batch)
+        return breaking("raises" if len(calls) > 3 else "fine", rank)(model, batch)
+
+    return loss
 
 
 # --- failures -------------------------------------------------------------------------------------
@@ -374,7 +454,7 @@ def sharded_mistakes(rank):
 def error_of(call):
     try:
         call()
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         return type(error).__name__, str(error), type(error.__cause__).__name__
     return None
 
@@ -385,6 +465,8 @@ def breaking(kind, rank):
     def loss(model, batch):
         if rank == 1 and kind == "raises":
             raise KeyError("no such label")
+        if rank == 1 and kind == "interrupt":
+            raise KeyboardInterrupt
         value = loss_fn(model, batch)
         return value * float("nan") if rank == 1 and kind == "nan" else value
 
@@ -422,14 +504,50 @@ def fail(rank, count):
         "curvature": lambda: refresh(net, loss_fn, BrokenLoader(rank), warmup=2),
         "empty curvature": lambda: refresh(net, loss_fn, [] if rank == 1 else [batch]),
         "refresh": lambda: refresh(net, breaking("raises", rank), [batch]),
+        "argument": lambda: ns.summarize(net, loss_fn, batch, order=3 + rank),
+        "interrupt": lambda: ns.summarize(net, breaking("interrupt", rank), batch),
     }
     found = {name: error_of(call) for name, call in failures.items()}
+    found["differences"] = differences(rank)
+    found["subgroups"] = subgroups(rank)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer = refresh(net, breaking("nan", rank), [batch])
     found["nan in a refresh"] = optimizer.failed_refreshes, str(caught[-1].message)
     found["and then"] = ns.summarize(make_net(), loss_fn, batch).loss
     return found
+
+
+def differences(rank):
+    """Ranks that are about to do different things."""
+    batch, u, net = draw(1), some_direction(), make_net()
+    other = nn.Linear(4, 3).double()
+    moved = make_net()
+    with torch.no_grad():
+        moved[4].weight[0, 0] += rank
+    v = {**u, "0.bias": u["0.bias"] + rank}
+    calls = {
+        "order": lambda: ns.summarize(net, loss_fn, batch, order=2 + rank, direction=u),
+        "groups": lambda: ns.summarize(
+            net, loss_fn, batch, partition="trivial" if rank else "canonical", direction=u
+        ),
+        "model": lambda: ns.summarize(other if rank else net, loss_fn, batch),
+        "stderr": lambda: ns.summarize(net, loss_fn, [batch, batch], stderr=rank == 1),
+        "kind": lambda: ns.summarize(net, loss_fn, batch, direction=u if rank else "gradient"),
+        "values": lambda: ns.summarize(moved, loss_fn, batch),
+        "direction": lambda: ns.summarize(net, loss_fn, batch, direction=v),
+        "optimizer": lambda: ns.NewtonSummary(ns.make_partition(net), summary_period=10 + rank),
+    }
+    return {name: error_of(call) for name, call in calls.items()}
+
+
+def subgroups(rank):
+    """Each rank in a group of its own: it works alone, and is told so in another's group."""
+    groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
+    net, batch = make_net(), draw(1)
+    own = ns.summarize(net, loss_fn, batch, distributed=groups[rank]).num_samples
+    other = groups[1 - rank]
+    return own, error_of(lambda: ns.summarize(net, loss_fn, batch, distributed=other))
 
 
 def refresh(net, loss, data, **options):

@@ -171,9 +171,12 @@ def test_bytes_of_a_refresh(two):
         S, calls = found[spec]
         assert S > 1 and calls == [("all_reduce", 8 * (S * S + 2 * S + 1))]
     assert found["trivial"] == (1, [("all_reduce", 8 * 5)])
-    tensors, calls = found["gradient"]  # along the gradient: its count, each tensor, the summary
-    S = tensors
-    sizes = [8, *(8 * p.numel() for p in make_net().parameters()), 8 * (S * S + 2 * S + 1)]
+    # Along the gradient: whether ranks do the same, with the same values; the number of samples,
+    # each tensor, the summary.
+    S, (agreement, *calls) = found["gradient"]
+    sizes = [8 * 3 * S, 8, *(8 * p.numel() for p in make_net().parameters())]
+    sizes.append(8 * (S * S + 2 * S + 1))
+    assert agreement[0] == "all_gather_object"
     assert calls == [("all_reduce", size) for size in sizes]
 
 
@@ -236,8 +239,6 @@ def test_mistakes_with_sharded_parameters(two):
     assert "only the sweep" in first["backend"][1]
     assert "all ranks have to take part" in first["alone"][1]
     assert "rank 0 has fewer" in first["batches"][1]
-    kind, message, _ = first["not finite"]
-    assert kind == "RankNotFiniteError" and "inf on rank 0" in message
 
 
 # --- failures -------------------------------------------------------------------------------------
@@ -253,6 +254,7 @@ def test_mistakes_with_sharded_parameters(two):
         ("curvature", "OSError: the disk is gone"),
         ("empty curvature", "The curvature loader is empty"),
         ("refresh", "KeyError: 'no such label'"),
+        ("argument", "order=4: a summary has order 1, 2 or 3"),
     ],
 )
 def test_a_rank_that_fails_stops_all_and_is_named(two, name, text):
@@ -262,6 +264,90 @@ def test_a_rank_that_fails_stops_all_and_is_named(two, name, text):
         assert kind == "RankError"
         assert message.startswith("Rank 1 of 2: ") and text in message
         assert (cause != "NoneType") == (rank is two[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("raises", "KeyError: 'no such label'"),
+        ("halfway", "ValueError: invalid literal for int()"),
+        ("halfway along u", "ValueError: invalid literal for int()"),
+        ("backward", "KeyError: 'no way back'"),
+        ("backward along u", "LookupError: backward"),
+        ("in the sweep", "'linear' is called in a way that its rule does not know: in the sweep"),
+        ("at the end", "LookupError: at the end"),
+        ("second batch", "OSError: the disk is gone"),
+        ("not finite", "The loss is nan"),
+        ("curvature", "OSError: the disk is gone"),
+        ("refresh", "KeyError: 'no such label'"),
+        ("min_decrease", "KeyError: 'no such label'"),
+    ],
+)
+def test_with_sharded_parameters_nobody_waits_for_a_rank_that_failed(two, name, text):
+    """Wherever it fails: the others are about to gather, to add up, or to tell each other."""
+    for rank in two:
+        kind, message, cause = rank["sharded"]["failed"]["errors"][name]
+        assert kind == ("RankNotFiniteError" if name == "not finite" else "RankError")
+        assert message.startswith("Rank 1 of 2: ") and text in message
+        assert (cause != "NoneType") == (rank is two[1])
+
+
+def test_ranks_on_different_paths_through_a_sharded_model(two):
+    for rank in two:
+        errors = rank["sharded"]["failed"]["errors"]
+        kind, message, _ = errors["other path"]
+        assert kind == "RankError"
+        assert "rank 0 has come to the gathering of 2.weight, (5,), and rank 1 to the" in message
+        assert "order is 2 on rank 0 and 3 on rank 1" in errors["order"][1]
+        assert abs(float(rank["sharded"]["failed"]["and then"]) - expected_loss()) < 1e-12
+
+
+def test_an_interrupt_stays_one_and_stops_the_others(two):
+    for failed in ("failed", "sharded"):
+        first, second = (
+            rank[failed] if failed == "failed" else rank[failed]["failed"]["errors"] for rank in two
+        )
+        assert first["interrupt"][:2] == ("RankError", "Rank 1 of 2: KeyboardInterrupt")
+        assert second["interrupt"][0] == "KeyboardInterrupt"
+
+
+def test_a_meeting_before_every_gathering(two):
+    """24 bytes each, and none beyond those of the sharded parameters and of the summary."""
+    calls = two[0]["sharded"]["failed"]["calls"]
+    S = len(make_net().state_dict())
+    assert calls[-1] == ("all_reduce", 8 * (S * S + 2 * S + 1))
+    meetings = [size for name, size in calls[:-1] if name == "all_reduce"]
+    assert set(meetings) == {24}
+    told = 3  # whether there is a batch, in how many parts to sweep, that there are no more batches
+    assert len(meetings) == two[0]["sharded"]["failed"]["gathered"] + told + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("order", "order is 2 on rank 0 and 3 on rank 1"),
+        ("groups", "in group '0.weight' on rank 0 and torch.float64 (5, 4) in group 'all' on rank"),
+        ("model", "parameter '0.weight' is torch.float64 (5, 4) in group '0.weight' on rank 0 and"),
+        ("stderr", "stderr is False on rank 0 and True on rank 1"),
+        ("kind", "direction is to be found on rank 0 and given on rank 1"),
+        ("values", "The ranks differ in the values of parameter '4.weight'"),
+        ("direction", "The ranks differ in the values of the direction of '0.bias'"),
+        ("optimizer", "summary_period is 10 on rank 0 and 11 on rank 1"),
+    ],
+)
+def test_ranks_that_are_about_to_do_different_things(two, name, text):
+    """They are told before they start: messages of different lengths would end the processes."""
+    for rank in two:
+        kind, message, _ = rank["failed"]["differences"][name]
+        assert kind == "RankError" and text in message
+
+
+def test_groups_of_processes(two):
+    """A group of one works alone; a process outside of the group is told so."""
+    for number, rank in enumerate(two):
+        own, (kind, message, _) = rank["failed"]["subgroups"]
+        assert own == 12
+        assert kind == "ValueError" and f"this process, rank {number}, does not belong" in message
 
 
 @pytest.mark.parametrize("name", ["nan", "nan along u"])
@@ -289,9 +375,12 @@ def test_what_fails_alike_on_all_ranks_is_told_as_it_is(two):
         assert rank["failed"]["alike"][1].startswith("Unknown direction 'downhill'")
 
 
+def expected_loss():
+    return float(loss_fn(make_net(), draw(1)).detach())
+
+
 def test_ranks_are_in_step_after_failures(two):
-    expected = float(loss_fn(make_net(), draw(1)).detach())
-    assert all(abs(float(rank["failed"]["and then"]) - expected) < 1e-12 for rank in two)
+    assert all(abs(float(rank["failed"]["and then"]) - expected_loss()) < 1e-12 for rank in two)
 
 
 def test_time_outs_are_passed_through(two):

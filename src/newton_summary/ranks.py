@@ -66,6 +66,7 @@ class Ranks:
         self.count = dist.get_world_size(group)
         self._numbers = dist.get_process_group_ranks(group or dist.group.WORLD)  # among all ranks
         self._expected: list[int] = []  # lengths of the messages to come
+        self._over: RankError | None = None  # why the ranks have parted
 
     @contextmanager
     def joint(self) -> Iterator[None]:
@@ -76,15 +77,20 @@ class Ranks:
         self._expected = [OBJECTS] if self.agreed is None else list(self.agreed)
         try:
             yield
-        except RankError:
-            raise  # the others know it
         except Exception as error:
-            self._tell(error)
-            raise  # nobody waits any more, or all ranks failed alike
-        except BaseException as error:
-            with suppress(RankError):
+            if self._over is None:
                 self._tell(error)
+                raise  # nobody waits any more, or all ranks failed alike
+            if error is self._over:
+                raise
+            # What others have made of it on its way: a rule of the sweep, a loss.
+        except BaseException as error:
+            if self._over is None:
+                with suppress(RankError):
+                    self._tell(error)
             raise
+        if self._over is not None:
+            raise self._over
 
     def agree(self, plan: Plan, lengths: Sequence[int]) -> None:
         """Make sure that all ranks are about to do the same.
@@ -100,7 +106,7 @@ class Ranks:
             told = self.gather(plan.digest)
             if len(set(told)) > 1:
                 plans = self._exchange(plan.facts)
-                raise RankError(find_difference(plans, self._numbers))
+                raise self._end(RankError(find_difference(plans, self._numbers)))
             self._compare_values(plan)
             self.agreed = list(lengths)
         self._expected = list(self.agreed)
@@ -156,8 +162,14 @@ class Ranks:
         if any_failed:
             self._exchange(None)
         if largest != -smallest:
-            places = [{"this rank has come to": told} for told in self._exchange(place)]
-            raise RankError(find_difference(places, self._numbers))
+            places = self._exchange(place)
+            i, other = next((i, told) for i, told in enumerate(places) if told != places[0])
+            text = (
+                f"The ranks are not in step: rank {self._numbers[0]} has come to {places[0]}, and "
+                f"rank {self._numbers[i]} to {other}. All ranks have to take the same path through "
+                f"a sharded model."
+            )
+            raise self._end(RankError(text))
 
     # --- failures ---------------------------------------------------------------------------------
 
@@ -175,6 +187,8 @@ class Ranks:
 
     def _exchange(self, value: Any, error: BaseException | None = None) -> list[Any]:
         """Return what every rank gives; raise if some failed, unless all did and alike."""
+        if self._over is not None:
+            raise self._over
         failure = None if error is None else (_in_words(error), isinstance(error, NotFiniteError))
         told: list[Any] = [None] * self.count
         here = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
@@ -186,7 +200,8 @@ class Ranks:
             hopeless = all(not_finite for _, not_finite in failed.values())
             kind = RankNotFiniteError if hopeless else RankError
             told_by = {text: [i for i in failed if failed[i][0] == text] for text in sorted(texts)}
-            raise kind(" ".join(f"{self._name(*i)}: {x}" for x, i in told_by.items())) from error
+            text = " ".join(f"{self._name(*i)}: {x}" for x, i in told_by.items())
+            raise self._end(kind(text)) from error
         return [value for _, value in told]
 
     def _compare_values(self, plan: Plan) -> None:
@@ -197,12 +212,18 @@ class Ranks:
         self._reduce(extremes, dist.ReduceOp.MAX)
         what = spread_too_far(plan, extremes.cpu())
         if what is not None:
-            raise RankError(
+            text = (
                 f"The ranks differ in the values of {what}, and they have to measure one model "
                 f"along one direction. Draw these after the same torch.manual_seed on all ranks, "
                 f"or wrap the model in DistributedDataParallel; distributed=False measures each "
                 f"rank's own."
             )
+            raise self._end(RankError(text))
+
+    def _end(self, error: RankError) -> RankError:
+        """Remember that all ranks know of this, and that none of them waits any more."""
+        self._over = error
+        return error
 
     def _name(self, *indices: int) -> str:
         numbers = ", ".join(str(self._numbers[i]) for i in indices[:SOME])
@@ -216,6 +237,8 @@ class Ranks:
         return torch.device("cpu") if "cpu" in kinds else self.device
 
     def _reduce(self, message: Tensor, how: Any = dist.ReduceOp.SUM) -> None:
+        if self._over is not None:  # and somebody has gone on all the same
+            raise self._over
         with self._readable_errors():
             dist.all_reduce(message, how, group=self.group)
 
@@ -225,12 +248,13 @@ class Ranks:
             yield
         except RuntimeError as error:  # of any backend, when a rank has gone or the time is over
             reason = re.sub(r"^\[[^]]*\] *", "", str(error).strip()).split(". ")[0]
-            raise RankError(
+            text = (
                 f"{self._name(dist.get_rank(self.group))} waited for the others in vain: one has "
                 f"ended, has not made this call (distributed=False is for one rank alone), or is "
                 f"too slow for the time-out of init_process_group(timeout=...). See what the other "
                 f"ranks wrote. ({reason})"
-            ) from error
+            )
+            raise self._end(RankError(text)) from error
 
 
 def find_ranks(
