@@ -199,6 +199,118 @@ def test_fused_passes_are_those_of_the_cpu(activation, order):
         )
 
 
+class Attention(nn.Module):
+    """Of one head, in the open, with a mask and many outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries, self.keys, self.values = (nn.Linear(4, 4) for _ in range(3))
+        self.norm = nn.LayerNorm(12)
+        self.widen, self.words = nn.Linear(4, 12), nn.Linear(12, 3000)
+
+    def forward(self, x):
+        scores = self.queries(x) @ self.keys(x).mT / 2
+        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(later, -float("inf")).softmax(-1)
+        return self.words(self.norm(torch.tanh(self.widen(weights @ self.values(x)))))
+
+
+def squared_logs(model, batch):
+    return model(batch[0]).log_softmax(-1).square().mean()
+
+
+def next_word(model, batch):
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def with_norms(first, second):
+    """Two norms of which one is on a way around."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv1, self.norm1 = nn.Conv2d(2, 4, 3, padding=1), first
+            self.conv2, self.norm2 = nn.Conv2d(4, 4, 3, padding=1), second
+            self.head = nn.Linear(100, 3)
+
+        def forward(self, x):
+            x = torch.tanh(self.norm1(self.conv1(x)))
+            return self.head((x + self.norm2(self.conv2(x))).flatten(1))
+
+    return Block()
+
+
+def images(n):
+    return torch.randn(n, 2, 5, 5, dtype=torch.float64), torch.randint(3, (n,))
+
+
+def texts():
+    return torch.randn(3, 6, 4, dtype=torch.float64), torch.randint(3000, (3, 6))
+
+
+FUSED = {
+    "batch norms": (
+        lambda: with_norms(nn.BatchNorm2d(4), nn.BatchNorm2d(4, affine=False)),
+        cross_entropy,
+        lambda: images(300),
+    ),
+    "group and instance": (
+        lambda: with_norms(nn.GroupNorm(2, 4), nn.InstanceNorm2d(4)),
+        cross_entropy,
+        lambda: images(6),
+    ),
+    "layer norms": (
+        lambda: with_norms(nn.LayerNorm([4, 5, 5]), nn.LayerNorm([5, 5])),
+        cross_entropy,
+        lambda: images(6),
+    ),
+    "attention": (Attention, next_word, texts),
+    "log-softmax in between": (Attention, squared_logs, texts),
+}
+
+
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_norms_and_softmax_are_those_of_the_cpu(name, order, monkeypatch):
+    calls = []
+    for kernel in ("standardized", "under"):
+        original = getattr(fused.kernels(), kernel)
+        monkeypatch.setattr(
+            fused.kernels(),
+            kernel,
+            lambda *args, kernel=kernel, original=original: (calls.append(kernel), original(*args)),
+        )
+    torch.manual_seed(0)
+    make, loss_fn, draw = FUSED[name]
+    model, batch = make().double(), draw()
+    expected = summarize(model, loss_fn, batch, order=order, backend="nested")
+    moved = tuple(x.cuda() for x in batch)
+    actual = summarize(model.cuda(), loss_fn, moved, order=order, backend="sweep")
+    assert len(calls) >= 2
+    for field in ("gbar", "Hbar", "D3")[:order]:
+        e = getattr(expected, field)
+        torch.testing.assert_close(
+            getattr(actual, field).cpu(), e, rtol=1e-9, atol=1e-10 * float(e.abs().max())
+        )
+    single = summarize(
+        model.float(), loss_fn, (moved[0].float(), moved[1]), order=order, backend="sweep"
+    )
+    for field in ("gbar", "Hbar", "D3")[:order]:
+        e = getattr(expected, field)
+        difference = (getattr(single, field).cpu().double() - e).abs().max()
+        assert difference < 1e-4 * e.abs().max()
+
+
+def test_a_bias_before_a_batch_norm_has_no_derivatives():
+    torch.manual_seed(0)
+    model = with_norms(nn.BatchNorm2d(4), nn.BatchNorm2d(4)).cuda()
+    batch = tuple(x.cuda() for x in images(100))
+    summary = summarize(model, cross_entropy, (batch[0].float(), batch[1]), backend="sweep")
+    for name in ("conv1.bias", "conv2.bias"):
+        row = summary.names.index(name)
+        assert not summary.Hbar[row].any() and not summary.D3[row].any()
+
+
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
 def test_a_run_goes_on_wherever_its_checkpoint_was_loaded_to(where, tmp_path):
     """Lightning loads checkpoints to the CPU, Transformers may load them to the device."""

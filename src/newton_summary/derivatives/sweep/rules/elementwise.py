@@ -44,7 +44,7 @@ def curved(derivatives: Callable[..., Derivatives]) -> Callable[..., Any]:
         if fused.available(f1) and f1.dtype == op.out.tensor.dtype:  # not so under autocast
             bent = fused.bend(t, f1, f2, f3, delta, sweep.order, op.wanted)
             if bent is not None:
-                return _contributed(sweep, t, bent)
+                return fused.contributed(sweep, t, bent)
         return _bend(sweep, t, (f1, f2, f3), delta, op.wanted)
 
     return rule
@@ -80,17 +80,6 @@ def _bend(
     for mine, theirs in same_groups:
         squares[mine].addcmul_(t.y2[theirs], f1)
     return Tangent(t.first, t.first, result)
-
-
-def _contributed(sweep: Sweep, t: Tangent, bent: fused.Bent) -> Tangent | None:
-    """Add what a fused pass found, and return the tangent of its result."""
-    if bent.work is not None:
-        sweep.add_Hbar(t.first, t.first, gram(bent.work, bent.x1))
-    if bent.third is not None:
-        sweep.add_D3(t.first, bent.third)
-    if bent.rows is None:
-        return None
-    return Tangent(t.first, t.first if sweep.order == 3 else (), bent.rows)
 
 
 def broadcast(t: Tangent | None, op: Op) -> Tangent | None:

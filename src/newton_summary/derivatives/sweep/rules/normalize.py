@@ -13,25 +13,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from newton_summary.derivatives.sweep.rules import fused
 from newton_summary.derivatives.sweep.rules.bilinear import dots, gram, pick
-from newton_summary.derivatives.sweep.tangent import Groups, Tangent, add_rows, join
+from newton_summary.derivatives.sweep.tangent import (
+    Groups,
+    Tangent,
+    add_rows,
+    join,
+    matching,
+    spread,
+)
 from newton_summary.derivatives.sweep.tape import Op, Value
 
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
 
 
-def _along(dim: int, rows: Tensor) -> int:
+def _along(dim: int | None, y: Tensor) -> int:
     """Return ``dim`` of a value counted from the end, so that it also fits rows of it."""
-    return dim if dim < 0 else dim + 1 - rows.dim()
+    return -1 if dim is None else dim if dim < 0 else dim - y.dim()
 
 
-def _second(
-    t: Tangent, curvature: Tensor, moved: Tensor, wanted: bool
-) -> tuple[Groups, Tensor] | None:
+def _second(t: Tangent, curvature: Tensor, moved: Tensor) -> tuple[Groups, Tensor]:
     """Return y2: what the second derivatives of x become, plus what the first ones bend to."""
-    if not wanted:
-        return None
     return add_rows([(t.second, moved), (t.first, curvature)])
 
 
@@ -44,22 +48,78 @@ def log_softmax(
         return None
     y = op.out.now
     t = t.to(y.dtype)
-    return _log_softmax_like(sweep, op, t, y.exp(), _along(dim if dim is not None else -1, t.rows))
+    p, d, delta = y.exp(), _along(dim, y), sweep.adjoint(op.out)
+    weight = None if delta is None else -p * delta.sum(d, keepdim=True)
+    return _under(sweep, op, t, p, weight, d, log=True)
 
 
-def _log_softmax_like(sweep: Sweep, op: Op, t: Tangent, p: Tensor, d: int) -> Tangent | None:
-    means = (t.rows * p).sum(d, keepdim=True)
-    centered = t.rows - means
-    delta = sweep.adjoint(op.out)
-    if delta is not None:
-        _cumulants(sweep, t, centered, p, -delta.sum(d, keepdim=True))
+def softmax(
+    sweep: Sweep, op: Op, x: Value, dim: int | None = None, dtype: Any = None, **kwargs: Any
+) -> Tangent | None:
+    """The derivatives of p are y1 = p c, and d2y[a, b] = p (c_a c_b - <c_a c_b>)."""
+    t = sweep.tangent(x)
+    if t is None or x.tensor.dim() == 0:  # of one number: always 1
+        return None
+    p = op.out.now
+    t = t.to(p.dtype)
+    d, delta = _along(dim, p), sweep.adjoint(op.out)
+    weight = None if delta is None else p * (delta - (delta * p).sum(d, keepdim=True))
+    return _under(sweep, op, t, p, weight, d, log=False)
+
+
+def _under(
+    sweep: Sweep, op: Op, t: Tangent, p: Tensor, weight: Tensor | None, d: int, log: bool
+) -> Tangent | None:
+    """Pass a softmax or its logarithm.
+
+    Args:
+        sweep: The sweep.
+        op: The operation.
+        t: The derivatives of x.
+        p: The softmax.
+        weight: What every entry of c_s c_t counts for in Hbar.
+        d: The dimension, counted from the end.
+        log: Whether the operation is the logarithm.
+    """
+    third = sweep.order == 3
+    passed = fused.under(t, p, weight, d, third, op.wanted, log)
+    if passed is not None:
+        return fused.contributed(sweep, t, passed)
+    k = len(t.first)
+    centered = t.rows - (t.rows * p).sum(d, keepdim=True)
+    c = centered[:k]
+    variances = None
+    if third and (op.wanted or not log):
+        variances = (c.square() * p).sum(d, keepdim=True)
+    if weight is not None:
+        _cumulants(sweep, t, centered, weight, None if log else variances)
     if not op.wanted:
         return None
-    k = len(t.first)
-    variances = (centered[:k].square() * p).sum(d, keepdim=True)
-    bend = -variances.expand_as(centered[:k])
-    second = _second(t, bend, centered[k:], sweep.order == 3)
-    return join((t.first, centered[:k]), second)
+    if variances is None:
+        return Tangent(t.first, (), c if log else p * c)
+    if log:
+        return join((t.first, c), _second(t, -variances.expand_as(c), centered[k:]))
+    return join((t.first, p * c), _second(t, p * (c.square() - variances), p * centered[k:]))
+
+
+def _cumulants(
+    sweep: Sweep, t: Tangent, centered: Tensor, weight: Tensor, variances: Tensor | None = None
+) -> None:
+    """Add <weight, c_s c_t> to Hbar and <weight, c^3 + 3 c x2> to D3, less 3 c <c^2> in a softmax.
+
+    In a softmax d3y[a, a, a] = p (c^3 - 3 c <c^2> - <c^3>).
+    """
+    c, second = centered[: len(t.first)], centered[len(t.first) :]
+    weighted = c * weight
+    sweep.add_Hbar(t.first, t.first, gram(weighted, c))
+    if sweep.order < 3:
+        return
+    if t.second:
+        sweep.add_D3(t.second, 3 * dots(pick(t.first, weighted, t.second), second))
+    if variances is None:
+        sweep.add_D3(t.first, dots(weighted.mul_(c), c))
+    else:
+        sweep.add_D3(t.first, dots(weighted, c * c - 3 * variances))
 
 
 def logsumexp(sweep: Sweep, op: Op, x: Value, dim: Any, keepdim: bool = False) -> Tangent | None:
@@ -78,124 +138,123 @@ def logsumexp(sweep: Sweep, op: Op, x: Value, dim: Any, keepdim: bool = False) -
     k = len(t.first)
     delta = sweep.adjoint(op.out)
     centered = t.rows - means
+    c = centered[:k]
     if delta is not None:
-        _cumulants(sweep, t, centered, p, delta.reshape(y.shape))
+        _cumulants(sweep, t, centered, p * delta.reshape(y.shape))
     if not op.wanted:
         return None
-    variances = (centered[:k].square() * p).sum(d, keepdim=True)
-    second = _second(t, variances, means[k:], sweep.order == 3)
+    variances = (c.square() * p).sum(d, keepdim=True)
+    second = _second(t, variances, means[k:]) if sweep.order == 3 else None
     result = join((t.first, means[:k]), second)
     shape = op.out.tensor.shape
     return result.map(lambda rows: rows.reshape(rows.shape[0], *shape))
 
 
-def _cumulants(sweep: Sweep, t: Tangent, centered: Tensor, p: Tensor, weight: Tensor) -> None:
-    """Add the second and third cumulants of x under p, weighted row by row: logsumexp's share."""
-    k = len(t.first)
-    c = centered[:k]
-    weighted = c * (p * weight)
-    sweep.add_Hbar(t.first, t.first, gram(weighted, c))
-    if sweep.order == 3:
-        if t.second:
-            sweep.add_D3(t.second, 3 * dots(pick(t.first, weighted, t.second), centered[k:]))
-        sweep.add_D3(t.first, dots(weighted.mul_(c), c))
-
-
-def softmax(
-    sweep: Sweep, op: Op, x: Value, dim: int | None = None, dtype: Any = None, **kwargs: Any
-) -> Tangent | None:
-    """The derivatives of p are y1 = p c, and d2y[a, b] = p (c_a c_b - <c_a c_b>)."""
-    t = sweep.tangent(x)
-    if t is None or x.tensor.dim() == 0:  # of one number: always 1
-        return None
-    p = op.out.now
-    t = t.to(p.dtype)
-    d, k = _along(dim if dim is not None else -1, t.rows), len(t.first)
-    centered = t.rows - (t.rows * p).sum(d, keepdim=True)
-    c = centered[:k]
-    delta = sweep.adjoint(op.out)
-    variances = None
-    if sweep.order == 3:
-        variances = (c.square() * p).sum(d, keepdim=True)
-    if delta is not None:
-        weight = p * (delta - (delta * p).sum(d, keepdim=True))
-        weighted = c * weight
-        sweep.add_Hbar(t.first, t.first, gram(weighted, c))
-        if variances is not None:  # d3y[a, a, a] = p (c^3 - 3 c <c^2> - <c^3>)
-            sweep.add_D3(t.first, dots(weighted, c * c - 3 * variances))
-            if t.second:
-                sweep.add_D3(t.second, 3 * dots(pick(t.first, weighted, t.second), centered[k:]))
-    if not op.wanted:
-        return None
-    second = None
-    if variances is not None:
-        second = _second(t, p * (c.square() - variances), p * centered[k:], True)
-    return join((t.first, p * c), second)
-
-
 def standardize(sweep: Sweep, op: Op, x: Value, dims: Sequence[int], eps: float) -> Tangent | None:
     """``y = c r`` with c = x - mean(x), v = mean(c^2) + eps, r = v^(-1/2), over ``dims``.
 
-    A row has few numbers besides c: v and r, whose derivatives along the groups follow from means.
-
-    The mean takes out what is the same over ``dims``, such as the bias of a layer before a batch
-    norm. So that rounding leaves nothing of it, the first entry is subtracted before the mean is:
-    else groups on which the loss does not depend would have rates made of nothing but rounding.
+    A cell, what is standardized together, has few numbers besides c: v and r, whose derivatives
+    along the groups follow from sums over the cell (``fused.Sums``).
     """
     t = sweep.tangent(x)
     if t is None:
         return None
     X, ndim = x.now, x.tensor.dim()
     d = [i % ndim - ndim for i in dims]
-    k = len(t.first)
-
-    def mean(a: Tensor) -> Tensor:
-        return a.mean(d, keepdim=True)
-
-    def total(a: Tensor) -> Tensor:
-        return a.sum(d, keepdim=True)
-
-    c = X - mean(X)
-    r = (mean(c * c) + eps).rsqrt()
-    rows = t.rows
-    if -ndim in d:  # over samples, of which biases do not depend
-        entry = [slice(0, 1) if i - ndim in d else slice(None) for i in range(ndim)]
-        rows = rows - rows[(slice(None), *entry)]
-    rows = rows - mean(rows)
-    c1, c2 = rows[:k], rows[k:]
-    v1 = 2 * mean(c * c1)
+    c = X - X.mean(d, keepdim=True)
+    r = ((c * c).mean(d, keepdim=True) + eps).rsqrt()
+    n = c.numel() // r.numel()
+    delta, third = sweep.adjoint(op.out), sweep.order == 3
+    rows = fused.Cells.make(t, c, delta, d, third) or CentredRows(t, c, delta, d, third)
+    s = rows.sums()
+    v1 = 2 / n * s.c_c1
     r1 = -0.5 * r**3 * v1
-    third = sweep.order == 3
+    r2 = None
     if third:
-        v2 = 2 * mean(c1 * c1)
-        if t.second:
-            v2 = add_rows([(t.first, v2), (t.second, 2 * mean(c * c2))])[1]
+        v2 = 2 / n * (s.c1_c1 + s.c_c2)
         r2 = 0.75 * r**5 * v1 * v1 - 0.5 * r**3 * v2
-    delta = sweep.adjoint(op.out)
+    weight = None
     if delta is not None:
-        n = c.numel() // r.numel()
-        alpha1, beta = total(delta * c1), total(delta * c)
         # <delta, c1_s r1_t + c1_t r1_s + c d2r[s, t]>
-        M = gram(alpha1, r1)
+        beta = (delta * c).sum(d, keepdim=True)
+        M = gram(s.delta_c1, r1)
         sweep.add_Hbar(t.first, t.first, M + M.T)
         sweep.add_Hbar(t.first, t.first, gram(v1 * (0.75 * beta * r**5), v1))
-        sweep.add_Hbar(t.first, t.first, gram(c1 * (-beta * r**3 / n), c1))
-        if third:
+        weight = -beta * r**3 / n
+        if r2 is not None:
             # <delta, 3 c1 r2 + 3 c2 r1 + c r3>, r3 from v1, v2 and v3 = 6 mean(c1 c2)
-            r3 = -1.875 * r**7 * v1**3 + 2.25 * r**5 * v1 * v2
-            sweep.add_D3(t.first, 3 * dots(alpha1, r2) + gram(r3, beta[None]).reshape(-1))
-            if t.second:
-                r1_s, c1_s = pick(t.first, r1, t.second), pick(t.first, c1, t.second)
-                sweep.add_D3(t.second, 3 * dots(total(delta * c2), r1_s))
-                v3 = 6 * mean(c1_s * c2)
-                sweep.add_D3(t.second, gram(v3, (-0.5 * r**3 * beta)[None]).reshape(-1))
-    if not op.wanted:
-        return None
-    first = (t.first, c1 * r + c * r1)
-    if not third:
-        return join(first, None)
-    bend = 2 * c1 * r1 + c * r2
-    return join(first, add_rows([(t.first, bend), (t.second, c2 * r)]))
+            r3 = -1.875 * r**7 * v1**3 + 2.25 * r**5 * v1 * v2 - 3 / n * r**3 * s.c1_c2
+            sweep.add_D3(t.first, 3 * dots(s.delta_c1, r2) + 3 * dots(s.delta_c2, r1))
+            sweep.add_D3(t.first, gram(r3, beta[None]).reshape(-1))
+    result, products = rows.finish(r, r1, r2, weight, op.wanted)
+    if products is not None:
+        sweep.add_Hbar(t.first, t.first, products)  # of c d2r: what is not in v1
+    return None if result is None else Tangent(t.first, t.first if third else (), result)
+
+
+class CentredRows:
+    """The rows of x inside of a standardisation, less their means, by torch operations.
+
+    The mean takes out what is the same over ``dims``, such as the bias of a layer before a batch
+    norm. So that rounding leaves nothing of it, the first entry is subtracted before the mean is:
+    else groups on which the loss does not depend would have rates made of nothing but rounding.
+
+    Args:
+        t: The derivatives of x.
+        c: x less its mean.
+        delta: The adjoint of the result.
+        d: The dimensions, counted from the end.
+        third: Whether second derivatives are wanted.
+    """
+
+    def __init__(self, t: Tangent, c: Tensor, delta: Tensor | None, d: list[int], third: bool):
+        self.t, self.c, self.delta, self.d, self.third = t, c, delta, d, third
+        rows, ndim = t.rows, c.dim()
+        if -ndim in d:  # over samples, of which biases do not depend
+            entry = [slice(0, 1) if i - ndim in d else slice(None) for i in range(ndim)]
+            rows = rows - rows[(slice(None), *entry)]
+        rows = rows - rows.mean(d, keepdim=True)
+        self.c1, self.c2 = rows[: len(t.first)], rows[len(t.first) :]
+
+    def sums(self) -> fused.Sums:
+        """Return the sums of products over each cell, for all groups."""
+        c, c1, c2, delta = self.c, self.c1, self.c2, self.delta
+        first, second = self.t.first, self.t.second
+        c_c1 = self._total(c * c1)
+        zero = torch.zeros_like(c_c1)
+
+        def spread_out(products: Tensor) -> Tensor:
+            return spread(second, self._total(products), first)
+
+        has_second = self.third and bool(second)
+        return fused.Sums(
+            c_c1=c_c1,
+            c1_c1=self._total(c1 * c1) if self.third else zero,
+            delta_c1=zero if delta is None else self._total(delta * c1),
+            c_c2=spread_out(c * c2) if has_second else zero,
+            delta_c2=spread_out(delta * c2) if has_second and delta is not None else zero,
+            c1_c2=spread_out(pick(first, c1, second) * c2) if has_second else zero,
+        )
+
+    def _total(self, a: Tensor) -> Tensor:
+        return a.sum(self.d, keepdim=True)
+
+    def finish(
+        self, r: Tensor, r1: Tensor, r2: Tensor | None, weight: Tensor | None, wanted: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the rows of the result, and the weighted products of c1 with itself."""
+        c, c1, c2 = self.c, self.c1, self.c2
+        k = len(c1)
+        products = None if weight is None else gram(c1 * weight, c1)
+        if not wanted:
+            return None, products
+        result = c1.new_empty((k if r2 is None else 2 * k, *c.shape))
+        torch.mul(c1, r, out=result[:k]).addcmul_(c, r1)
+        if r2 is not None:
+            bend = torch.mul(c, r2, out=result[k:]).addcmul_(c1, r1, value=2)
+            for mine, theirs in matching(self.t.first, self.t.second):
+                bend[mine].addcmul_(c2[theirs], r)
+        return result, products
 
 
 NORMALIZE: dict[str, Callable[..., Any]] = {
