@@ -288,6 +288,15 @@ def test_one_batch_a_list_and_an_iterator():
         data.next_batch()
 
 
+def test_a_position_beyond_the_end_of_a_shorter_loader():
+    """As on two ranks, each with half of the batches that one had."""
+    data = CurvatureData(list(range(6)))
+    take(data, 5)
+    half = CurvatureData(list(range(3)))
+    half.load_state_dict(data.state_dict())
+    assert take(half, 4) == [0, 1, 2, 0]
+
+
 def test_an_iterator_is_resumed_by_its_count():
     data = CurvatureData(iter(range(10)))
     take(data, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
@@ -93,8 +94,8 @@ class CurvatureData:
         if hasattr(sampler, "set_epoch"):  # a DistributedSampler repeats its order otherwise
             sampler.set_epoch(self._epoch)
         iterator = iter(self.loader)
-        for _ in range(self._index):
-            next(iterator)
+        # To the end, if a loader of fewer batches goes on: that of a run on more ranks.
+        next(itertools.islice(iterator, self._index, self._index), None)
         return iterator
 
     @contextmanager
