@@ -223,6 +223,31 @@ def test_report_from_the_command_line(runs, tmp_path, capsys):
     assert all(Path(file).is_file() for file in files)
 
 
+def test_only_runs_in_the_papers_mode_are_studies(runs, tmp_path):
+    """With another direction the partition is one of several differences."""
+    canonical, trivial = runs[2].config, runs[4].config
+    along_adam = replace(trivial, optimizer=replace(trivial.optimizer, direction="adam"))
+    for other, shown in ((trivial, True), (along_adam, False)):
+        pair = [
+            Run(tmp_path / str(i), config, runs[2].rows)
+            for i, config in enumerate((canonical, other))
+        ]
+        assert (figures.partition_curves(pair) is not None) is shown
+        assert (tables.partition_table(pair) is not None) is shown
+
+
+def test_a_rate_that_stays_and_the_time_are_told_and_not_drawn(runs):
+    run = runs[0]
+    history = run.history()
+    assert set(history.curves) >= {"train_loss", "validation_loss"}
+    assert not {"lr", "seconds"} & set(history.curves)
+    seconds = sorted(row["seconds"] for row in run.rows[1:])
+    assert history.facts["time"] == f"{seconds[1]:.3g} s an epoch" and len(seconds) == 3
+    rows = [{**row, "lr": 0.1 / (1 + row["epoch"])} for row in run.rows]
+    falling = Run(run.path, run.config, rows).history()
+    assert falling.curves["lr"] == [(row["epoch"], row["lr"]) for row in rows]
+
+
 def test_runs_without_an_epoch_are_no_report(runs, tmp_path):
     empty = Run(runs[0].path, runs[0].config, [])
     with pytest.raises(UserError, match="nothing to report"):

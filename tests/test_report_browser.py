@@ -310,6 +310,30 @@ def test_runs_side_by_side(show, history):
 # --- the page as a whole -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("width", [380, 900])
+def test_a_long_title_goes_on_after_a_part_of_it(show, width):
+    name = "runs/resnet18_adamw/batch_size=256,optimizer.weight_decay=0.05,seed=0,augment=cutout"
+    page = show(ns.History(name, curves={"train_loss": [(0, 1.0), (1, 0.5)]}), width=width)
+    assert page.title() == page.locator("h1").text_content() == name
+    lines = page.locator("h1").evaluate(
+        """h1 => {
+          const lines = new Map();
+          for (const node of h1.childNodes) {
+            for (let i = 0; i < node.length; i++) {
+              const range = document.createRange();
+              range.setStart(node, i);
+              range.setEnd(node, i + 1);
+              const top = Math.round(range.getBoundingClientRect().top);
+              lines.set(top, (lines.get(top) ?? "") + node.data[i]);
+            }
+          }
+          return [...lines.values()];
+        }"""
+    )
+    assert "".join(lines) == name and len(lines) > 1
+    assert all(line[-1] in "/,=_" for line in lines[:-1]), lines
+
+
 @pytest.mark.parametrize("width", [380, 1600])
 def test_nothing_is_wider_than_the_window(show, history, width):
     page = show([history, random_summary(42)], width=width)

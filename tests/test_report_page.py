@@ -176,7 +176,18 @@ def test_sources(tmp_path):
     assert path == tmp_path / "new" / "folder" / "report.html"
     assert [run["name"] for run in carried(path)["runs"]] == ["one", "measurement", "one", "one"]
     assert ns.report(history, tmp_path, title="A <title>").name == "report.html"
-    assert "<h1>A &lt;title&gt;</h1>" in (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert '<h1 class="short">A &lt;title&gt;</h1>' in page
+
+
+def test_gain_beyond_the_whole_loss_is_not_told(tmp_path):
+    """By its quadratic model this summary promises a decrease of 1/2 with both kinds of rates."""
+    for loss, told in ((0.6, True), (0.4, False), (math.nan, True)):
+        one = torch.ones(1, dtype=torch.float64)
+        summary = ns.Summary(gbar=one, Hbar=one[None], loss=loss)
+        (run,) = carried(ns.report(summary, tmp_path / "page.html"))["runs"]
+        gain = run["measured"][0]["analysis"]["gain"]
+        assert (gain is not None and "promise 1 times" in gain) is told
 
 
 def test_names_leave_out_the_folder_of_all_runs(tmp_path):

@@ -10,10 +10,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from newton_summary.drawing import COLOURS, PANEL, draw_matrix
-from newton_summary.experiments.config import NewtonSummaryConfig
+from newton_summary.experiments.config import NewtonSummaryConfig, flatten
 from newton_summary.experiments.results import (
     best_row,
     group_by,
+    is_paper_mode,
     method_labels,
     optimizer_label,
     setup_label,
@@ -47,12 +48,7 @@ def partition_curves(runs: Sequence[Run]) -> Figure | None:
 
 def _is_study(run: Run) -> bool:
     """Whether a run is one of a study of partitions, and not of a comparison of optimizers."""
-    optimizer = run.config.optimizer
-    return (
-        isinstance(optimizer, NewtonSummaryConfig)
-        and optimizer.averaging == "window"
-        and optimizer.partition != "canonical"
-    )
+    return is_paper_mode(run.config) and flatten(run.config)["optimizer.partition"] != "canonical"
 
 
 def _without_studies(runs: Sequence[Run]) -> list[Run]:

@@ -159,6 +159,16 @@ def optimizer_label(config: ExperimentConfig) -> str:
     return f"{label} ({', '.join(marks)})" if marks else label
 
 
+def is_paper_mode(config: ExperimentConfig) -> bool:
+    """Whether the optimizer is the paper's: averages over a window, along the gradient."""
+    optimizer = config.optimizer
+    return (
+        isinstance(optimizer, NewtonSummaryConfig)
+        and optimizer.averaging == "window"
+        and optimizer.direction == "gradient"
+    )
+
+
 def group_by(runs: Sequence[Run], key: Callable[[Run], Any]) -> dict[Any, list[Run]]:
     """Return runs by a key, in the order in which keys come up."""
     groups: dict[Any, list[Run]] = {}

@@ -16,6 +16,7 @@ import errno
 import json
 import math
 import os
+import statistics
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -49,7 +50,7 @@ FREE = {"data.root", "data.download", "epochs", "recipe"}
 # Metrics that are shown as curves.
 CURVES = (
     *("train_loss", "validation_loss", "test_loss", "validation_accuracy", "test_accuracy"),
-    *("lr", "seconds"),
+    "lr",
 )
 
 
@@ -121,12 +122,19 @@ class Run:
             key: [(row["epoch"], row[key]) for row in self.rows if row.get(key) is not None]
             for key in metrics
         }
+        if len({value for _, value in curves.get("lr", [])}) == 1:
+            del curves["lr"]  # nothing to see, and the facts have it
         sessions = self.environment().get("sessions") or [{}]
         facts = {key: str(value) for key, value in sessions[-1].items() if value is not None}
         command = " ".join(sessions[-1].get("command", []))
         configuration = {key: str(value) for key, value in flatten(self.config).items()}
+        seconds = [row["seconds"] for row in self.rows if row["epoch"] > 0]
+        time = {"time": f"{statistics.median(seconds):.3g} s an epoch"} if seconds else {}
         return History(
-            name or str(self.path), measured, curves, {**configuration, **facts, "command": command}
+            name or str(self.path),
+            measured,
+            curves,
+            {**configuration, **facts, **time, "command": command},
         )
 
     def environment(self) -> dict[str, Any]:

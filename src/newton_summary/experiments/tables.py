@@ -13,6 +13,7 @@ from newton_summary.experiments.recipes import PARTITIONS
 from newton_summary.experiments.results import (
     Spread,
     group_by,
+    is_paper_mode,
     method_labels,
     outcome,
     setup_label,
@@ -97,7 +98,7 @@ def results_table(runs: Sequence[Run]) -> Table:
 
 def partition_table(runs: Sequence[Run]) -> Table | None:
     """Return loss, time and memory by partition (App. J)."""
-    studied = [run for run in runs if _is_paper_mode(run) and not _optimizer(run).diagonal]
+    studied = [run for run in runs if is_paper_mode(run.config) and not _optimizer(run).diagonal]
     rows = []
     for setup, group in group_by(studied, lambda run: setup_label(run.config)).items():
         by_partition = group_by(group, lambda run: _optimizer(run).partition)
@@ -136,7 +137,9 @@ def partition_table(runs: Sequence[Run]) -> Table | None:
 def diagonal_table(runs: Sequence[Run]) -> Table | None:
     """Compare NewtonSummary with its diagonal approximation (App. K)."""
     studied = [
-        run for run in runs if _is_paper_mode(run) and _optimizer(run).partition == "canonical"
+        run
+        for run in runs
+        if is_paper_mode(run.config) and _optimizer(run).partition == "canonical"
     ]
     rows = []
     for setup, group in group_by(studied, lambda run: setup_label(run.config)).items():
@@ -253,15 +256,6 @@ def _by_method(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
 def _optimizer(run: Run) -> NewtonSummaryConfig:
     assert isinstance(run.config.optimizer, NewtonSummaryConfig)
     return run.config.optimizer
-
-
-def _is_paper_mode(run: Run) -> bool:
-    optimizer = run.config.optimizer
-    return (
-        isinstance(optimizer, NewtonSummaryConfig)
-        and optimizer.averaging == "window"
-        and optimizer.direction == "gradient"
-    )
 
 
 def _range(values: Sequence[int]) -> str:

@@ -115,7 +115,8 @@ def _kept(summary: Summary) -> dict[str, dict[str, float | str]] | None:
 def _gain(summary: Summary) -> str | None:
     lambda_int = 1.0 if summary.order == 3 else 0.0
     gain = joint_gain(summary, lambda_int)
-    if not math.isfinite(gain.ratio):
+    beyond = -gain.joint > gain.loss > 0  # more than the whole loss: where no model holds
+    if beyond or not math.isfinite(gain.ratio):
         return None
     return (
         f"Rates from all of Hbar promise {gain.ratio:.3g} times the decrease that those "
