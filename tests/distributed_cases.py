@@ -245,6 +245,27 @@ def train_all(rank, count, kinds=KINDS):
     return found
 
 
+def share_a_device(rank, count):
+    """What processes do that share one GPU; on the CPU if there is none."""
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+
+    def there(batch):
+        return tuple(t.to(device) for t in batch)
+
+    mine = there(cut(draw(1, 13), rank, count))
+    net = make_net().to(device)
+    summary = ns.summarize(net, loss_fn, mine)
+    error = error_of(lambda: ns.summarize(net, breaking("raises", rank), mine))
+    model = DistributedDataParallel(net, device_ids=[device] if device.type == "cuda" else None)
+    trained = train(model, "default", lambda batch: there(even_part(batch, rank, count)))
+    return {
+        "device": str(device),
+        "summary": summary.to("cpu").state_dict(),
+        "error": error,
+        "params": [p.cpu() for p in trained["params"]],
+    }
+
+
 # --- sharded parameters ---------------------------------------------------------------------------
 
 

@@ -1,7 +1,9 @@
-"""One process with NCCL on a GPU: DDP, FSDP2 and the exchange itself. Skipped where there is none.
+"""One process with NCCL on a GPU, and two with gloo that share it. Skipped where there is none.
 
 python -m pytest tests/test_distributed_cuda.py
 """
+
+import json
 
 import pytest
 import torch
@@ -9,8 +11,19 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import newton_summary as ns
-from distributed_cases import cut, draw, loss_fn, make_net, sharded_net, train
-from newton_summary import distributed, sharded
+from distributed_cases import (
+    cut,
+    draw,
+    loss_fn,
+    make_net,
+    sharded_net,
+    share_a_device,
+    train,
+)
+from newton_summary import cli, sharded
+from newton_summary.ranks import Ranks
+from ranks import run_ranks
+from test_distributed_run import NEWTON, assert_same_metrics, rows, torchrun
 
 pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() and dist.is_available() and dist.is_nccl_available()),
@@ -37,29 +50,32 @@ def assert_close(summary, expected):
         torch.testing.assert_close(a, e, rtol=0, atol=1e-12 * float(e.abs().max()))
 
 
+def one_rank(given, params):
+    """Ranks as find_ranks returns them where there are several."""
+    first = next(iter(params.values()))
+    return Ranks(None, first.device, sharded.is_sharded(first))
+
+
+def broken(model, batch):
+    raise KeyError("no such label")
+
+
 def test_messages_travel_by_nccl(monkeypatch):
     """Also with a single rank, if it is not taken for one that works alone."""
     expected = ns.summarize(make_net(), loss_fn, draw(1), distributed=False)
-
-    def one_rank(given, params):
-        return distributed.Ranks(None, next(iter(params.values())).device)
 
     monkeypatch.setattr("newton_summary.measure.find_ranks", one_rank)
     batches = [on_gpu(cut(draw(1), rank, 2)) for rank in range(2)]
     assert_close(ns.summarize(make_net().cuda(), loss_fn, batches), expected)
     with_errors = ns.summarize(make_net().cuda(), loss_fn, batches, stderr=True)
     assert with_errors.Hbar_stderr.device.type == "cuda"
-
-    def broken(model, batch):
-        raise KeyError("no such label")
-
     with pytest.raises(KeyError):  # which failed on all ranks alike
         ns.summarize(make_net().cuda(), broken, batches)
 
 
 def test_numbers_on_the_cpu_go_by_way_of_the_gpu():
-    ranks = distributed.Ranks(None, torch.device("cpu"))
-    with ranks.joint([2]):
+    ranks = Ranks(None, torch.device("cpu"), agreed=[2])
+    with ranks.joint():
         total = ranks.total(torch.tensor([1.0, 2.0]))
     assert total.device.type == "cpu" and total.tolist() == [1.0, 2.0]
 
@@ -84,8 +100,40 @@ def test_training_under_ddp_and_fsdp():
     torch.testing.assert_close(by_wrapper.Hbar, plain.Hbar, rtol=1e-12, atol=0)
 
 
-def test_sharded_parameters():
+def test_sharded_parameters(monkeypatch):
+    """Also with the meetings before they are gathered."""
     expected = ns.summarize(make_net(), loss_fn, draw(1), distributed=False)
     net = sharded_net(make_net().cuda())
     assert all(sharded.is_sharded(p) for p in net.parameters())
     assert_close(ns.summarize(net, loss_fn, on_gpu(draw(1))), expected)
+    monkeypatch.setattr("newton_summary.measure.find_ranks", one_rank)
+    assert_close(ns.summarize(net, loss_fn, on_gpu(draw(1))), expected)
+    with pytest.raises(KeyError):  # which failed on all ranks alike
+        ns.summarize(net, broken, on_gpu(draw(1)))
+
+
+def test_two_processes_share_a_gpu(tmp_path):
+    """With gloo: they measure and train as one process does, and a failure is told to both."""
+    expected = ns.summarize(make_net(), loss_fn, draw(1, 13), distributed=False)
+    alone = train(make_net(), "default", lambda batch: batch)
+    found = run_ranks(share_a_device, 2, tmp_path)
+    for rank in found:
+        assert rank["device"] == "cuda:0"
+        summary = ns.Summary.from_state_dict(rank["summary"])
+        assert_close(summary.to("cuda"), expected)
+        assert torch.equal(rank["summary"]["Hbar"], found[0]["summary"]["Hbar"])
+        for p, first, one in zip(rank["params"], found[0]["params"], alone["params"]):
+            assert torch.equal(p, first)
+            torch.testing.assert_close(p, one, rtol=0, atol=1e-10)
+        assert rank["error"][:2] == ("RankError", "Rank 1 of 2: KeyError: 'no such label'")
+
+
+def test_a_recipe_on_two_processes_that_share_a_gpu(tmp_path):
+    """Started by torchrun, and the run of one process."""
+    run = ["cuda" if word == "cpu" else word for word in NEWTON] + ["--epochs", "1"]
+    code, _, err = torchrun(2, [*run, "--run-dir", tmp_path / "two"], tmp_path)
+    assert code == 0, err
+    assert cli.main([*run, "--run-dir", str(tmp_path / "one"), "--quiet"]) == 0
+    assert_same_metrics(rows(tmp_path / "two"), rows(tmp_path / "one"))
+    session = json.loads((tmp_path / "two" / "environment.json").read_text())["sessions"][0]
+    assert session["ranks"] == 2 and session["device"] == "cuda:0"
