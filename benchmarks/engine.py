@@ -369,7 +369,10 @@ def environment(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor(),
         "threads": torch.get_num_threads(),
-        "tf32": torch.backends.cuda.matmul.allow_tf32,
+        "tf32": {
+            "matrix products": torch.backends.cuda.matmul.allow_tf32,
+            "convolutions": torch.backends.cudnn.allow_tf32,
+        },
         "version": ns.__version__,
     }
 
@@ -395,7 +398,12 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=int, help="samples in a batch, instead of each model's own")
     parser.add_argument("--seconds", type=float, default=2.0, help="time for each measurement")
-    parser.add_argument("--tf32", action="store_true", help="allow TF32 in matrix products")
+    parser.add_argument(
+        "--precision",
+        choices=("float32", "default", "tf32"),
+        default="float32",
+        help="TF32 nowhere, as torch has it (in convolutions), or everywhere",
+    )
     parser.add_argument(
         "--scaling", action="store_true", help="also measure against S and the batch"
     )
@@ -406,7 +414,8 @@ def main() -> None:
     if args.draw:
         draw(json.loads(args.draw.read_text()), args.out)
         return
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
+    torch.backends.cuda.matmul.allow_tf32 = args.precision == "tf32"
+    torch.backends.cudnn.allow_tf32 = args.precision != "float32"
     by_name = {case.name: case for case in CASES}
     print(HEADER)
     rows = []
