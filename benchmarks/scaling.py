@@ -1,6 +1,10 @@
 """Time of a refresh and of a step on several processes, what they exchange, and a model of more.
 
-    OMP_NUM_THREADS=1 python benchmarks/scaling.py --out benchmarks/results/scaling.json
+    OMP_NUM_THREADS=1 python benchmarks/scaling.py --rounds 80 --out benchmarks/results/scaling.json
+    OMP_NUM_THREADS=1 python benchmarks/scaling.py --paper --out benchmarks/results/scaling.json
+
+The second keeps the times of processes that are in the file, and computes the model anew: for new
+results of benchmarks/engine.py. Both print the tables of docs/distributed.md.
 
 Measured: LeNet under DDP on 1, 2 and 4 gloo processes, which share a batch of fixed size. Of each
 quantity the slowest rank's median counts.
@@ -41,6 +45,12 @@ SAMPLES = 400  # in a batch of all processes together
 PROCESSES = (1, 2, 4)
 GPUS = (8, 64, 1024)
 PERIOD = 10  # steps from one refresh to the next
+SHOWN = {  # in the table of the documentation
+    "lenet": "LeNet",
+    "vgg11": "VGG-11'",
+    "bigmlp": "BigMLP",
+    "gpt2-role": "GPT-2 small, by block and role",
+}
 
 
 # --- measured -------------------------------------------------------------------------------------
@@ -160,11 +170,11 @@ def solution_ms(S: int) -> float:
     A = torch.randn(S, S, dtype=torch.float64)
     summary = ns.Summary(torch.randn(S).double(), A @ A.T / S, torch.randn(S).double())
     times = []
-    for _ in range(7):
+    for _ in range(32):
         start = time.perf_counter()
         ns.learning_rates(summary)
         times.append(1000 * (time.perf_counter() - start))
-    return statistics.median(times)
+    return statistics.median(times[2:])  # the first two warm up
 
 
 def on_paper(engine: dict[str, Any], network: Network) -> list[dict[str, Any]]:
@@ -208,28 +218,45 @@ def on_paper(engine: dict[str, Any], network: Network) -> list[dict[str, Any]]:
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def print_measured(rows: list[dict[str, Any]]) -> None:
-    """Print the times of gloo processes as Markdown."""
-    names = list(rows[0]["ms"])
-    print(f"| processes | {' | '.join(names)} | bytes: refresh | gradient |")
-    print("|---" * (len(names) + 3) + "|")
+def measured_table(rows: list[dict[str, Any]]) -> str:
+    """Return the times of gloo processes as Markdown."""
+    names = {
+        "step": "step",
+        "refresh": "refresh",
+        "own summary": "a rank's own summary",
+        "solution": "solution",
+        "message of a summary": "message of a summary",
+        "message of a gradient": "of a gradient",
+    }
+    lines = [f"| processes | {' | '.join(names.values())} | bytes of a refresh | of a gradient |"]
+    lines.append("|---" * (len(names) + 3) + "|")
     for row in rows:
-        cells = [f"{row['ms'][name]:.2f}" for name in names]
+        cells = [f"{row['ms'][name]:.{0 if row['ms'][name] >= 10 else 1}f}" for name in names]
+        if row["processes"] == 1:
+            cells[-2:] = "-", "-"
         sizes = f"{row['bytes of a refresh']:,} | {row['bytes of a gradient']:,}"
-        print(f"| {row['processes']} | {' | '.join(cells)} | {sizes} |")
+        lines.append(f"| {row['processes']} | {' | '.join(cells)} | {sizes} |")
+    return "\n".join(lines)
 
 
-def print_on_paper(rows: list[dict[str, Any]]) -> None:
-    """Print the model as Markdown."""
-    print("| model | S | bytes | of a vector | GPUs | sweep | message | solution | step | over |")
-    print("|---" * 10 + "|")
+def paper_table(rows: list[dict[str, Any]]) -> str:
+    """Return the model as Markdown."""
+    lines = [
+        "| model | S | GPUs | bytes of a summary | of a vector of P | sweep | solution | message | "
+        "refresh | step | over steps alone |",
+        "|---" * 11 + "|",
+    ]
     for row in rows:
-        times = (row[f"{name}_ms"] for name in ("sweep", "message", "solution", "step"))
-        cells = " | ".join(f"{ms:.2f}" for ms in times)
-        print(
-            f"| {row['model']} | {row['S']} | {row['bytes']:,} | {row['bytes of a vector']:,} | "
-            f"{row['GPUs']} | {cells} | {row['over_steps_alone']:.2f} |"
-        )
+        if row["model"] in SHOWN:
+            ms = {name: row[f"{name}_ms"] for name in ("sweep", "solution", "refresh", "step")}
+            cells = {name: f"{value:.1f}" for name, value in ms.items()}
+            lines.append(
+                f"| {SHOWN[row['model']]} | {row['S']} | {row['GPUs']} | {row['bytes']:,} | "
+                f"{row['bytes of a vector'] / 1e6:.1f} MB | {cells['sweep']} | {cells['solution']} "
+                f"| {row['message_ms']:.2f} | {cells['refresh']} | {cells['step']} | "
+                f"{row['over_steps_alone']:.2f} |"
+            )
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -240,28 +267,34 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--engine", type=Path, default=folder / "results" / "engine-h200.json")
+    parser.add_argument("--paper", action="store_true", help="keep the times that --out has")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     network = Network()
     engine = json.loads(args.engine.read_text())
-    result = {
-        "environment": {
-            "date": date.today().isoformat(),
-            "command": " ".join(["python", *sys.argv]),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "cores": mp.cpu_count(),
-            "load at the start": os.getloadavg()[0],
-            "version": ns.__version__,
-        },
-        "measured": measure(args.rounds),
-        "network": asdict(network),
-        "engine": engine["environment"],
-        "on paper": on_paper(engine, network),
-    }
-    print_measured(result["measured"])  # type: ignore[arg-type]
+    if args.paper:
+        if args.out is None or not args.out.exists():
+            parser.error("--paper needs --out, a file with the times of processes")
+        result = json.loads(args.out.read_text())
+    else:
+        result = {
+            "environment": {
+                "date": date.today().isoformat(),
+                "command": " ".join(["python", *sys.argv]),
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "cores": mp.cpu_count(),
+                "load at the start": os.getloadavg()[0],
+                "version": ns.__version__,
+            },
+            "measured": measure(args.rounds),
+        }
+    result["network"] = asdict(network)
+    result["engine"] = engine["environment"]
+    result["on paper"] = on_paper(engine, network)
+    print(measured_table(result["measured"]))
     print()
-    print_on_paper(result["on paper"])  # type: ignore[arg-type]
+    print(paper_table(result["on paper"]))
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 
