@@ -6,7 +6,16 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 import torch
 
-from newton_summary import Summary, learning_rates, make_partition, suggest_lrs
+from newton_summary import (
+    Summary,
+    analysis,
+    learning_rates,
+    make_partition,
+    suggest_lambda_int,
+    suggest_lrs,
+    summarize,
+    verify,
+)
 from newton_summary.notebook import html_heatmap, html_table, paragraph
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -57,6 +66,35 @@ def test_partitions_and_advice_show_the_words_of_their_text():
     html, lines = advice._repr_html_(), str(advice).splitlines()
     assert [" ".join(row).split() for row in cells(html)] == [line.split() for line in lines[:3]]
     assert lines[3] in html and repr(advice).startswith("Advice(2 groups: ")
+
+
+def results():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    data = torch.randn(20, 3), torch.randint(2, (20,))
+
+    def loss_fn(model, batch):
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    summary = summarize(model, loss_fn, data)
+    yield learning_rates(summary)
+    yield suggest_lambda_int(model, loss_fn, data, summary)
+    yield verify(model, loss_fn, data)
+    yield analysis.inverse_kept(summary)
+    yield analysis.joint_gain(summary)
+    yield analysis.strongest_pairs(summary)  # which has nothing to say below the table
+    yield analysis.strongest_pairs(torch.diag(torch.tensor([0.0, 1.0, 2.0])))
+    yield analysis.suggest_merges(summary)
+
+
+@pytest.mark.parametrize("result", results(), ids=lambda result: type(result).__name__)
+def test_results_show_the_words_of_their_text(result):
+    html, lines = result._repr_html_(), str(result).splitlines()
+    rows = cells(html)
+    assert len(rows) > 1
+    assert [" ".join(row).split() for row in rows] == [s.split() for s in lines[: len(rows)]]
+    said = ["".join(p.itertext()) for p in page(html).iter("p")]
+    assert said == (["".join(lines[len(rows) :])] if lines[len(rows) :] else [])
 
 
 def rgb(colour):

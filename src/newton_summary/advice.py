@@ -16,10 +16,10 @@ from newton_summary.derivatives.probe import LossFn, Probe
 from newton_summary.directions import find_direction
 from newton_summary.learning_rates import LearningRates, learning_rates
 from newton_summary.measure import find_partition, summarize
-from newton_summary.notebook import html_table, paragraph
-from newton_summary.partition import Params, Partition, Spec, text_table, unwrap
+from newton_summary.partition import Params, Partition, Spec, unwrap
 from newton_summary.plans import live_values
 from newton_summary.ranks import agree, find_ranks, together
+from newton_summary.showing import ShownAsTable
 from newton_summary.summary import Summary
 
 VERDICTS = {
@@ -51,7 +51,7 @@ class GroupAdvice:
         return tuple(lr * self.change for lr in self.lrs)
 
 
-class Advice:
+class Advice(ShownAsTable):
     """Factors on the learning rates of an optimizer, made by :func:`suggest_lrs`.
 
     ``print(advice)`` shows a table, ``advice.apply()`` changes the optimizer.
@@ -61,6 +61,8 @@ class Advice:
         summary: The measurement, with its errors.
         rates: The solution; its ``eta`` are the factors.
     """
+
+    _numbers = range(1, 5)
 
     def __init__(
         self,
@@ -78,19 +80,11 @@ class Advice:
         """Return what is said about the group called ``name``."""
         return self.groups[self._partition.index(name)]
 
-    def __str__(self) -> str:
-        """Return a table of the groups, and what the steps should do to the loss."""
-        return f"{text_table(self._rows(), right=range(1, 5))}\n{self._said()}"
-
     def __repr__(self) -> str:
         """Return in a line how many groups there are, and how often each verdict."""
         verdicts = [group.verdict for group in self.groups]
         counts = ", ".join(f"{verdicts.count(v)} {v}" for v in VERDICTS if v in verdicts)
         return f"Advice({len(verdicts)} groups: {counts})"
-
-    def _repr_html_(self) -> str:
-        """Return the table for a notebook."""
-        return html_table(self._rows(), right=range(1, 5)) + paragraph(self._said())
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [("group", "lr", "factor", "±", "suggested", "verdict")]

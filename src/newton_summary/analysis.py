@@ -19,7 +19,8 @@ from newton_summary.coarsening import Merges as Merges
 from newton_summary.coarsening import coarsen as coarsen
 from newton_summary.coarsening import suggest_merges as suggest_merges
 from newton_summary.learning_rates import LearningRates, learning_rates
-from newton_summary.partition import shorten, text_table
+from newton_summary.partition import shorten
+from newton_summary.showing import ShownAsTable
 from newton_summary.summary import Summary
 
 
@@ -73,29 +74,32 @@ class Kept(NamedTuple):
 
 
 @dataclass(frozen=True)
-class InverseKept:
+class InverseKept(ShownAsTable):
     """How much of the inverse of ``Hbar``, and of ``Hbar``, lies near the diagonal.
 
     The share of the sum of squares of the entries, once the matrix is scaled to a unit diagonal. 1
     means that nothing is left out; what ``tridiagonal`` lacks is interaction over long range.
     """
 
+    _numbers = (2, 3)
+
     inverse: Kept
     hessian: Kept
     num_layers: int
 
-    def __str__(self) -> str:
-        """Return a table with one row for each approximation."""
+    def _rows(self) -> list[tuple[str, ...]]:
         kinds = (
             ("diagonal", "each group alone"),
             ("block-diagonal", "groups of one layer"),
             ("tridiagonal", "groups of neighbouring layers"),
         )
-        rows = [("approximation", "keeps", "of the inverse", "of Hbar")]
+        rows: list[tuple[str, ...]] = [("approximation", "keeps", "of the inverse", "of Hbar")]
         for (name, keeps), inverse, hessian in zip(kinds, self.inverse, self.hessian, strict=True):
             rows.append((name, keeps, _percent(inverse), _percent(hessian)))
+        return rows
+
+    def _said(self) -> str:
         return (
-            f"{text_table(rows, right=(2, 3))}\n"
             f"Share of the squares, each matrix scaled to a unit diagonal; {self.num_layers} "
             f"{'layer' if self.num_layers == 1 else 'layers'}."
         )
@@ -135,13 +139,15 @@ def inverse_kept(summary: Summary | Tensor) -> InverseKept:
 
 
 @dataclass(frozen=True)
-class JointGain:
+class JointGain(ShownAsTable):
     """What the loss should change by with rates from the whole of ``Hbar``, and from its diagonal.
 
     ``joint`` and ``diagonal`` are changes of the loss to second order, with the whole of ``Hbar``
     for both. ``joint_model`` and ``diagonal_model`` have the cubic term added: the joint rates are
     where this is lowest, so it is never above the other.
     """
+
+    _numbers = (1, 2)
 
     joint: float
     diagonal: float
@@ -156,14 +162,18 @@ class JointGain:
         """How many times the decrease of the diagonal step the joint one promises; nan if none."""
         return self.joint / self.diagonal if self.diagonal < 0 else math.nan
 
-    def __str__(self) -> str:
-        """Return a table of both steps."""
-        rows = [("rates from", "change of the loss", "with the cubic term", "status")]
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [
+            ("rates from", "change of the loss", "with the cubic term", "status")
+        ]
         for name, change, model, rates in (
             ("all of Hbar", self.joint, self.joint_model, self.joint_rates),
             ("its diagonal", self.diagonal, self.diagonal_model, self.diagonal_rates),
         ):
             rows.append((name, f"{change:+.4g}", f"{model:+.4g}", rates.status))
+        return rows
+
+    def _said(self) -> str:
         if math.isfinite(self.ratio):
             said = f"Moving together promises {self.ratio:.3g} times the decrease."
         elif self.diagonal >= 0:
@@ -175,7 +185,7 @@ class JointGain:
                 f"\nIt is more than the whole loss of {self.loss:.4g}: the second order does not "
                 f"hold that far. Take a part of the step."
             )
-        return f"{text_table(rows, right=(1, 2))}\n{said}"
+        return said
 
 
 def joint_gain(summary: Summary, lambda_int: float = 1.0) -> JointGain:
@@ -219,8 +229,10 @@ class Pair(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StrongestPairs:
+class StrongestPairs(ShownAsTable):
     """Pairs of groups, the strongest interaction first."""
+
+    _numbers = (2, 3, 4)
 
     pairs: tuple[Pair, ...]
     undefined: int  # how many pairs have no interaction: H_ss = 0, or entries that are not finite
@@ -237,16 +249,17 @@ class StrongestPairs:
         """Go through the pairs."""
         return iter(self.pairs)
 
-    def __str__(self) -> str:
-        """Return a table, and what was left out."""
+    def _rows(self) -> list[list[str]]:
         rows = [["group", "group", "interaction", "Hbar_st", "layers apart"]]
         for first, second, interaction, value, distance in self.pairs:
             rows.append([first, second, f"{interaction:+.3f}", f"{value:+.3e}", str(distance)])
-        text = text_table(shorten(rows), right=(2, 3, 4))
+        return shorten(rows)
+
+    def _said(self) -> str:
         if not self.undefined:
-            return text
+            return ""
         return (
-            f"{text}\nNot defined for {self.undefined} pairs: a group has no curvature of its own, "
+            f"Not defined for {self.undefined} pairs: a group has no curvature of its own, "
             f"or an entry is not finite."
         )
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from newton_summary.learning_rates import learning_rates
-from newton_summary.partition import Partition, _nearest, make_partition, shorten, text_table
+from newton_summary.partition import Partition, _nearest, make_partition, shorten
+from newton_summary.showing import ShownAsTable
 from newton_summary.summary import Summary
 
 
@@ -108,11 +109,13 @@ def _merged_partition(
 
 
 @dataclass(frozen=True)
-class Merges:
+class Merges(ShownAsTable):
     """A coarser partition that should lose little, and why.
 
     ``groups`` is what :func:`coarsen` takes; :meth:`partition` makes the groups of a model.
     """
+
+    _numbers = (1, 3)
 
     groups: dict[str, tuple[str, ...]]  # every new group, from its name to its old groups
     rates: dict[str, float]  # of every old group alone, gbar_s / Hbar_ss; nan if it has none
@@ -151,8 +154,7 @@ class Merges:
         """Return the summary of the coarser partition."""
         return coarsen(self.summary, self.groups)
 
-    def __str__(self) -> str:
-        """Return a table of the new groups, and what they are made of."""
+    def _rows(self) -> list[list[str]]:
         rows = [["new group", "groups", "rates alone", "ratio", "why"]]
         for name, olds in self.groups.items():
             rates = [self.rates[old] for old in olds]
@@ -165,13 +167,16 @@ class Merges:
             else:
                 cells = [f"{low:.2e}", "1", "no other is near enough"]
             rows.append([name, str(len(olds)), *cells])
+        return shorten(rows)
+
+    def _said(self) -> str:
         said = (
             f"{len(self.rates)} groups could be {len(self)}: those of one role whose rates differ "
             f"by at most a factor {self.spread:g} (paper, remark after Theorem 1)."
         )
         if not math.isnan(self.kept):
             said += f"\nNewton's step with them keeps {100 * self.kept:.1f} % of the decrease."
-        return f"{text_table(shorten(rows), right=(1, 3))}\n{said}"
+        return said
 
 
 def suggest_merges(summary: Summary, spread: float = 3.0) -> Merges:

@@ -27,8 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from newton_summary.notebook import html_table, paragraph
-from newton_summary.partition import text_table
+from newton_summary.showing import ShownAsTable
 
 if TYPE_CHECKING:
     from newton_summary.summary import Summary
@@ -70,8 +69,10 @@ _EPS = float(np.finfo(np.float64).eps)
 
 
 @dataclass(frozen=True, eq=False)
-class LearningRates:
+class LearningRates(ShownAsTable):
     """One learning rate per group, for the step ``theta - U I_{P:S} eta``."""
+
+    _numbers = (1, 2)
 
     eta: Tensor  # (S,)  dtype (float32 at least) and device of gbar
     radius: float  # ||D eta||; nan where D3 was not measured
@@ -108,14 +109,6 @@ class LearningRates:
             f"hold that far. A larger lambda_int gives shorter steps; suggest_lambda_int(model, "
             f"loss_fn, data, summary) finds one."
         )
-
-    def __str__(self) -> str:
-        """Return a table of the groups with their rates, and the status in words."""
-        return f"{text_table(self._rows(), right=[1, 2])}\n{self._said()}"
-
-    def _repr_html_(self) -> str:
-        """Return the same for a notebook."""
-        return html_table(self._rows(), right=[1, 2]) + paragraph(self._said())
 
     def _rows(self) -> list[list[str]]:
         rates = self.eta.detach().double().cpu().tolist()

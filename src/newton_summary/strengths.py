@@ -18,8 +18,8 @@ from torch import nn
 from newton_summary.derivatives.probe import LossFn
 from newton_summary.directions import Direction
 from newton_summary.learning_rates import LearningRates, learning_rates
-from newton_summary.notebook import html_table, paragraph
-from newton_summary.partition import Partition, Spec, text_table
+from newton_summary.partition import Partition, Spec
+from newton_summary.showing import ShownAsTable
 from newton_summary.summary import Summary
 from newton_summary.trials import find_groups, need_summary, try_steps
 
@@ -36,8 +36,10 @@ class TriedStrength(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Strengths:
+class Strengths(ShownAsTable):
     """What some strengths of the cubic term do, made by :func:`suggest_lambda_int`."""
+
+    _numbers = range(4)
 
     tried: tuple[TriedStrength, ...]
     loss: float  # where the steps start
@@ -59,14 +61,6 @@ class Strengths:
     def lambda_int(self) -> float:
         """The best strength."""
         return self.best.rates.lambda_int
-
-    def __str__(self) -> str:
-        """Return a table of the strengths, and which is best."""
-        return f"{text_table(self._rows(), right=range(4))}\n{self._said()}"
-
-    def _repr_html_(self) -> str:
-        """Return the same for a notebook."""
-        return html_table(self._rows(), right=range(4)) + paragraph(self._said())
 
     def _rows(self) -> list[list[str]]:
         rows = [["lambda_int", "negative rates", "predicted change", "real change", ""]]

@@ -20,11 +20,11 @@ from newton_summary.partition import (
     Partition,
     Spec,
     make_partition,
-    text_table,
     trainable,
     unwrap,
 )
 from newton_summary.sharded import refuse_sharded
+from newton_summary.showing import ShownAsTable
 from newton_summary.summary import Summary
 
 # Steps of the differences: two long ones, and two that hardly ever meet a kink.
@@ -33,13 +33,15 @@ TOLERANCE = 1e-4  # of the largest entry in a group's row of Hbar, and of the la
 
 
 @dataclass(frozen=True)
-class Verification:
+class Verification(ShownAsTable):
     """How far the sweep is from central differences, group by group.
 
     ``print`` it for a table with a verdict for every group. ``ok`` is true if no group differs; a
     group that is unclear, because differences themselves depend on their step, does not count
     against it.
     """
+
+    _numbers = (1, 2)
 
     names: tuple[str, ...]
     Hbar_error: Tensor  # (S,)  largest difference in the group's row, over its largest entry
@@ -66,19 +68,18 @@ class Verification:
         """Whether no group differs."""
         return "differs" not in self.verdicts
 
-    def __str__(self) -> str:
-        """Return the table and the verdict."""
+    def _rows(self) -> list[list[str]]:
         rows = [["group", "Hbar: off by", "D3: off by", "verdict"]]
         for name, H, D, verdict in zip(
             self.names, self.Hbar_error.tolist(), self.D3_error.tolist(), self.verdicts, strict=True
         ):
             rows.append([name, f"{H:.1e}", f"{D:.1e}", verdict])
+        return rows
+
+    def _said(self) -> str:
         counts = {v: self.verdicts.count(v) for v in ("agrees", "differs", "unclear")}
         said = ", ".join(f"{n} {_SAID[v]}" for v, n in counts.items() if n)
-        return (
-            f"{text_table(rows, right=(1, 2))}\n"
-            f"The sweep against central differences in {self.sweep.gbar.dtype}: {said}."
-        )
+        return f"The sweep against central differences in {self.sweep.gbar.dtype}: {said}."
 
 
 _SAID = {
