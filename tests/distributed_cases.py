@@ -417,6 +417,12 @@ def fail_sharded(rank):
         x = model[1](model[0](batch[0]))
         return F.cross_entropy(model[2:](BreaksBackward.apply(x) if failing else x), batch[1])
 
+    def swallowing(model, batch):
+        try:
+            return breaking("raises", rank)(model, batch)
+        except RuntimeError:  # of another rank, which is not this loss's to handle
+            return model[0](batch[0]).sum()
+
     def other_path(model, batch):
         return model[1](model[0](batch[0])).sum() if failing else loss_fn(model, batch)
 
@@ -437,6 +443,7 @@ def fail_sharded(rank):
         "raises": lambda: ns.summarize(net, breaking("raises", rank), batch),
         "halfway": lambda: ns.summarize(net, halfway, batch),
         "halfway along u": lambda: ns.summarize(net, halfway, batch, direction=u),
+        "swallowed": lambda: ns.summarize(net, swallowing, batch),
         "backward": lambda: ns.summarize(net, backward, batch),
         "backward along u": lambda: with_broken(ns.Partition, "inner", "backward"),
         "in the sweep": lambda: with_broken(sharded_sweep, "leaf_tangent", "in the sweep"),

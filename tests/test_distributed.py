@@ -272,6 +272,7 @@ def test_a_rank_that_fails_stops_all_and_is_named(two, name, text):
         ("raises", "KeyError: 'no such label'"),
         ("halfway", "ValueError: invalid literal for int()"),
         ("halfway along u", "ValueError: invalid literal for int()"),
+        ("swallowed", "KeyError: 'no such label'"),
         ("backward", "KeyError: 'no way back'"),
         ("backward along u", "LookupError: backward"),
         ("in the sweep", "'linear' is called in a way that its rule does not know: in the sweep"),

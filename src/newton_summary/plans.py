@@ -53,8 +53,8 @@ class Plan:
         were drawn differently differ in their sums by as much as their norm.
         """
         tensors = list(self.values.values())
-        sums = torch.stack([x.sum(dtype=torch.float64).cpu() for x in tensors])
-        norms = torch.stack([x.double().norm().cpu() for x in tensors])
+        sums = _stacked([x.sum(dtype=torch.float64) for x in tensors])
+        norms = _stacked([torch.linalg.vector_norm(x, dtype=_wide(x)) for x in tensors])
         return torch.stack([sums, -sums, norms]).nan_to_num(0.0, 1e300, -1e300)
 
 
@@ -94,6 +94,15 @@ def find_difference(plans: Sequence[Mapping[str, str]], numbers: Sequence[int]) 
                     f"rank {number}. All ranks have to make the same call, for the same model."
                 )
     raise AssertionError("the plans are the same")
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _stacked(numbers: Sequence[Tensor]) -> Tensor:
+    """Return numbers as a vector on the device of the first, without waiting for it."""
+    return torch.stack([x.to(numbers[0].device, torch.float64) for x in numbers])
 
 
 def _places(label: Tensor) -> str:
