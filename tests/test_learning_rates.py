@@ -709,7 +709,7 @@ def test_table():
 
 @pytest.mark.parametrize("lambda_int", [-1.0, math.nan, math.inf])
 def test_wrong_lambda_int(lambda_int):
-    with pytest.raises(ValueError, match=f"lambda_int={lambda_int} has to be"):
+    with pytest.raises(ValueError, match=f"lambda_int={lambda_int}: write a finite number"):
         learning_rates(summary_of([1], [[1]], [1]), lambda_int)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from newton_summary.derivatives.probe import LossFn, Probe
 from newton_summary.directions import find_direction
-from newton_summary.learning_rates import LearningRates, learning_rates
+from newton_summary.learning_rates import LearningRates, check_strength, learning_rates
 from newton_summary.measure import find_partition, summarize
 from newton_summary.partition import Params, Partition, Spec, unwrap
 from newton_summary.plans import live_values
@@ -222,12 +223,13 @@ def suggest_lrs(
     >>> f"{adam.param_groups[0]['lr']:.0e}"
     '1e-05'
     """
-    for name, value, allowed in (
-        ("fraction", fraction, 0 < fraction <= 1),
-        ("max_change", max_change, 1 < max_change < math.inf),
+    for name, value, low, high in (
+        ("fraction", fraction, 0, 1),
+        ("max_change", max_change, 1, sys.float_info.max),
     ):
-        if not allowed:
+        if not isinstance(value, int | float) or not low < value <= high:
             raise ValueError(f"{name}={value!r}: fraction is in (0, 1], max_change above 1.")
+    lambda_int = check_strength(lambda_int)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"The optimizer is of type {type(optimizer).__name__}: give the torch optimizer that "

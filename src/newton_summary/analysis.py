@@ -18,6 +18,7 @@ from torch import Tensor
 from newton_summary.coarsening import Merges as Merges
 from newton_summary.coarsening import coarsen as coarsen
 from newton_summary.coarsening import suggest_merges as suggest_merges
+from newton_summary.history import History
 from newton_summary.learning_rates import LearningRates, learning_rates
 from newton_summary.partition import shorten
 from newton_summary.showing import ShownAsTable
@@ -271,8 +272,8 @@ def strongest_pairs(summary: Summary | Tensor, count: int = 10) -> StrongestPair
         summary: A summary, or Hbar.
         count: How many pairs at most.
     """
-    if count < 0:
-        raise ValueError(f"count={count}: write a number of pairs, 0 or more.")
+    if not isinstance(count, int) or count < 0:
+        raise ValueError(f"count={count!r}: write a number of pairs, 0 or more.")
     summary = _double(summary)
     values, scaled = summary.hessian(), normalized(summary)
     layers, names = layer_numbers(summary), summary.names
@@ -317,6 +318,10 @@ def smooth(
         epochs: When they were measured, (M,), in order.
         window: Length of a window in epochs.
     """
+    if isinstance(values, History):
+        raise TypeError(
+            "smooth takes values and their epochs: smooth(history.rates, history.epochs)."
+        )
     values = torch.as_tensor(values).detach().double().cpu()
     times = torch.as_tensor(list(epochs), dtype=torch.float64)
     if len(times) == 0 or len(values) != len(times):

@@ -62,6 +62,13 @@ def _assignment(
     summary: Summary, groups: Mapping[str, Iterable[str]]
 ) -> dict[str, tuple[str, ...]]:
     """Return the old groups of every new one, in the order of the first of them."""
+    if not isinstance(summary, Summary):
+        raise TypeError(f"coarsen needs a Summary, and not {type(summary).__name__}.")
+    if not isinstance(groups, Mapping):
+        raise TypeError(
+            f"The groups are of type {type(groups).__name__}: write a mapping from the name of a "
+            f"new group to the names of old ones, such as {{'both': {list(summary.names[:2])}}}."
+        )
     taken: dict[str, str] = {}
     for name, members in groups.items():
         if isinstance(members, str):

@@ -8,14 +8,14 @@ readers, and what is not finite or negative is marked, not dropped.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from newton_summary.analysis import normalized, strongest_pairs
+from newton_summary.analysis import _need_summary, normalized, strongest_pairs
 from newton_summary.drawing import (
     AGAINST,
     COLOURS,
@@ -63,6 +63,7 @@ def heatmap(
     """
     if what not in TITLES:
         raise ValueError(f"what={what!r}: write {', '.join(map(repr, TITLES))}.")
+    _need_summary(summary, "heatmap")
     title = TITLES[what] + ("" if block is None else f", {block}")
     summary.hessian()  # or say that there is none
     try:
@@ -143,6 +144,7 @@ def rates(history: History, window: int | None = None) -> Figure:
         window: Average over windows of so many epochs, as the paper does (20). If not given, this
             is done where there are four windows and more; 0 for never.
     """
+    _need_histories([history], "rates")
     if not history.measured:
         raise ValueError(f"The history {history.name!r} has no measurement to draw rates of.")
     figure = Picture(figsize=(1.9 * PANEL[0], 1.3 * PANEL[1]), layout="constrained")
@@ -210,7 +212,8 @@ def curves(histories: History | Sequence[History], metrics: Sequence[str] | None
         histories: One or more.
         metrics: Which curves; all if not given. A loss is drawn on a logarithmic scale.
     """
-    histories = [histories] if isinstance(histories, History) else list(histories)
+    histories = list(histories) if isinstance(histories, Iterable) else [histories]
+    _need_histories(histories, "curves")
     known = list(dict.fromkeys(metric for history in histories for metric in history.curves))
     metrics = known if metrics is None else list(metrics)
     for metric in metrics:
@@ -253,6 +256,7 @@ def predicted_change(history: History) -> Figure:
 
     On the line both agree; above it the loss has fallen less than predicted, or has risen.
     """
+    _need_histories([history], "predicted_change")
     tried = [(m.epoch, trial) for m in history.measured for trial in m.trials]
     if not tried:
         raise ValueError(f"The history {history.name!r} has no trials. step_trials makes them.")
@@ -282,6 +286,15 @@ def predicted_change(history: History) -> Figure:
     axis.set_title(f"Predicted and real change, {history.name}", loc="left", fontsize=10)
     axis.legend(fontsize=7, frameon=False)
     return figure
+
+
+def _need_histories(histories: Sequence[object], what: str) -> None:
+    for history in histories:
+        if not isinstance(history, History):
+            raise TypeError(
+                f"{what} draws a History, and this is of type {type(history).__name__}. "
+                f"History.of(summary) makes one of a single measurement."
+            )
 
 
 def _row(count: int) -> float:

@@ -89,6 +89,10 @@ class History:
                 f"The history {self.name!r} has the groups of another partition: "
                 f"{_differing(self.names, summary.names)}. Begin another history."
             )
+        if not isinstance(rates, LearningRates):
+            raise TypeError(
+                f"The rates are of type {type(rates).__name__}: give learning_rates(summary)."
+            )
         if len(rates.eta) != len(summary):
             raise ValueError(
                 f"There are {len(rates.eta)} learning rates, and the summary has {len(summary)} "

@@ -155,7 +155,7 @@ def learning_rates(
             f"The summary is of type {type(summary).__name__}: measure one first, with "
             f"summarize(model, loss_fn, data)."
         )
-    lambda_int = float(lambda_int)
+    lambda_int = check_strength(lambda_int)
     g, H, D3 = _checked(summary, lambda_int)
     dtype = torch.promote_types(torch.float32, summary.gbar.dtype)
     D = np.full_like(g, math.nan) if D3 is None else _cube_root(np.abs(D3))
@@ -188,6 +188,17 @@ def learning_rates(
     )
 
 
+def check_strength(lambda_int: float) -> float:
+    """Return a strength of the cubic term as a number; raise if it cannot be one."""
+    try:
+        number = float(lambda_int)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ValueError(f"lambda_int={lambda_int!r}: write a finite number, 0 or more.")
+    return number
+
+
 def _jackknife(summary: Summary, lambda_int: float, diagonal: bool) -> Tensor | None:
     """Return the standard error of the rates, from leaving out one batch at a time, (S,)."""
     parts = getattr(summary, "parts", ())
@@ -205,8 +216,6 @@ def _jackknife(summary: Summary, lambda_int: float, diagonal: bool) -> Tensor | 
 
 def _checked(summary: Summary, lambda_int: float) -> tuple[Array, Array, Array | None]:
     """Return gbar, the symmetric part of Hbar, and D3 as arrays; raise on wrong use."""
-    if not 0 <= lambda_int < math.inf:
-        raise ValueError(f"lambda_int={lambda_int} has to be a finite number >= 0.")
     if summary.Hbar is None:
         raise ValueError("Learning rates need Hbar: measure the summary with order=2 or order=3.")
     if summary.D3 is None and lambda_int > 0:

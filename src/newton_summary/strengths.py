@@ -21,7 +21,7 @@ from newton_summary.learning_rates import LearningRates, learning_rates
 from newton_summary.partition import Partition, Spec
 from newton_summary.showing import ShownAsTable
 from newton_summary.summary import Summary
-from newton_summary.trials import find_groups, need_summary, try_steps
+from newton_summary.trials import find_groups, need_summary, numbers, try_steps
 
 STRENGTHS = tuple(10.0**k for k in range(9))
 """What is tried if nothing else is said: 1, 10, 100, ... 1e8."""
@@ -133,6 +133,7 @@ def suggest_lambda_int(
     The loss is 2.243; with lambda_int = 100 it falls most.
     """
     need_summary(summary)
+    strengths = numbers(strengths, "strengths")
     if not strengths:
         raise ValueError("There are no strengths to try: write some, strengths=(1, 10, 100).")
     groups = find_groups(model, summary, partition)

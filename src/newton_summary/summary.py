@@ -249,6 +249,11 @@ class Summary:
             raise ValueError(
                 f"order={order}: write 1 or 2. Of the third order only the diagonal is measured."
             )
+        if not isinstance(eta, Tensor):
+            raise TypeError(
+                f"eta is of type {type(eta).__name__}: give a tensor of shape ({len(self)},), such "
+                f"as learning_rates(summary).eta."
+            )
         if tuple(eta.shape) != (len(self),):
             raise ValueError(f"eta has shape {tuple(eta.shape)}: it is of shape ({len(self)},).")
         eta = eta.to(self.gbar)

@@ -60,6 +60,7 @@ def step_trials(
         finite.
     """
     eta = _rates(summary, rates)
+    fractions = numbers(fractions, "fractions")
     wrong = [fraction for fraction in fractions if not math.isfinite(fraction)]
     if wrong:
         raise ValueError(f"A fraction of the step is {wrong[0]}: write finite numbers.")
@@ -132,12 +133,26 @@ def _rates(summary: Summary, rates: LearningRates | Tensor | None) -> Tensor:
     need_summary(summary)
     if rates is None:
         rates = learning_rates(summary, lambda_int=1.0 if summary.order == 3 else 0.0)
-    eta = rates.eta if isinstance(rates, LearningRates) else torch.as_tensor(rates)
+    try:
+        eta = rates.eta if isinstance(rates, LearningRates) else torch.as_tensor(rates)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"The rates are of type {type(rates).__name__}: give what learning_rates(summary) "
+            f"returns, or a tensor with a number for each group."
+        ) from None
     if tuple(eta.shape) != (len(summary),):
         raise ValueError(
             f"The rates have shape {tuple(eta.shape)}, and the summary {len(summary)} groups."
         )
     return eta.detach().to("cpu", torch.float64)
+
+
+def numbers(values: Any, name: str) -> tuple[float, ...]:
+    """Return numbers that a user has given as a sequence."""
+    try:
+        return tuple(float(value) for value in values)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}={values!r}: write a list of numbers.") from None
 
 
 def need_summary(summary: Any) -> None:

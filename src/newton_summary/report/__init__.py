@@ -37,6 +37,11 @@ def report(what: Source | Sequence[Source], path: str | Path, *, title: str | No
         ImportError: If plotly is not installed.
         ValueError: If there is nothing to show, or a summary has no Hbar.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"The path is of type {type(path).__name__}: write report(what, path), with the file "
+            f"to write, such as 'report.html'."
+        )
     from newton_summary.report.page import write_page
 
     if isinstance(what, Summary | History | str | os.PathLike) or not isinstance(what, Iterable):
@@ -82,6 +87,10 @@ def _history(source: object) -> History:
             f"{type(source).__name__}. summarize(model, loss_fn, data) makes a summary."
         )
     path = Path(source)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"There is no {path}: name a run directory, or a file that History.save has written."
+        )
     if path.is_file():
         return History.load(path)
     from newton_summary.experiments.rundir import Run
