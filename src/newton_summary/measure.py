@@ -74,8 +74,8 @@ def summarize(
             with the number of batches done and their total (None while it is not known).
         stack_limit: Bytes that the sweep's derivatives of all groups may take at a time. Beyond it
             batches are split where the loss is a mean over samples (that is checked), and else the
-            groups are swept in chunks. If not given, batches are split beyond 64 MiB on a CPU and
-            4 GiB elsewhere, groups are swept in chunks beyond half of the free memory.
+            groups are swept in chunks. If not given, batches are split beyond 64 MiB on a CPU and a
+            quarter of the free memory elsewhere, groups are swept in chunks beyond half of it.
         stderr: Also give the standard errors over batches (or over the parts that these are split
             into), ``gbar_stderr`` and ``Hbar_stderr``, and keep the batches' summaries in
             ``parts``, from which :func:`learning_rates` tells the errors of the rates. They hold
@@ -126,7 +126,7 @@ def summarize(
             else:
                 parts, summary = summary.parts, replace(summary, reason=reason, parts=())
                 if ranks is not None:
-                    summary = mean_over_ranks(ranks, summary)
+                    summary = mean_over_ranks(ranks, summary, u)
                     parts = parts_of_all(ranks, parts, summary) if stderr else ()
                 if not stderr:
                     return summary

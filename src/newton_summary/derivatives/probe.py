@@ -191,7 +191,7 @@ class Probe:
             yield batch
 
     def split_to_fit(self, fraction: float, loss: Tensor) -> int | None:
-        """Split batches so that a part takes a fraction of the last batch, where that is allowed.
+        """Split batches into equal parts, each at most a fraction of the last one, where allowed.
 
         It is if the mean loss of the parts is the loss of the whole: not for a batch norm in
         training, a contrastive loss, or dropout, whose draws would change.
@@ -201,7 +201,8 @@ class Probe:
         """
         batch = self._last_batch
         size = count_samples(batch)
-        self.microbatch = max(1, int(size * fraction))
+        parts = -(-size // max(1, int(size * fraction)))
+        self.microbatch = -(-size // parts)
         total = torch.zeros_like(loss, dtype=torch.float64)
         try:
             with torch.no_grad(), WholeBatchOnly():

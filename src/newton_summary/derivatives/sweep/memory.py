@@ -12,11 +12,11 @@ from newton_summary.derivatives.sweep.rules import is_curved
 from newton_summary.derivatives.sweep.tape import Tape
 from newton_summary.partition import Partition
 
-# Bytes of the stack beyond which a batch is split. On a CPU because smaller arrays stay in its
-# cache (LeNet on 1,000 images takes 0.3 s instead of 0.5), elsewhere to save memory.
-SPLIT_BEYOND = {"cpu": 2**26}
-SPLIT_BEYOND_ELSEWHERE = 2**32
+# Bytes of the stack beyond which a batch is split on a CPU: smaller arrays stay in its cache (LeNet
+# on 1,000 images takes 0.3 s instead of 0.5). Elsewhere it is a quarter of the free memory.
+SPLIT_BEYOND_ON_CPU = 2**26
 SMALL = 2**30  # bytes; so much is taken to be free
+UNKNOWN = 2**33  # bytes; taken to be free where nobody can tell
 WORKING_COPIES = 3  # of the largest stack, while a rule computes
 
 
@@ -71,22 +71,28 @@ def stack_bytes(tape: Tape, last_uses: list[list[int]], partition: Partition, or
 
 
 def default_limit(device: torch.device, needed: int, may_split: bool) -> int:
-    """Return half of the free memory; less if the batch can be split.
+    """Return half of the free memory; less if the batch can be split, which costs little.
 
     Does not ask for the free memory where little is needed: that takes longer than a small sweep.
     """
-    most = SPLIT_BEYOND.get(device.type, SPLIT_BEYOND_ELSEWHERE) if may_split else None
-    enough = SMALL if most is None else min(SMALL, most)
+    on_cpu = device.type == "cpu"
+    enough = SPLIT_BEYOND_ON_CPU if may_split and on_cpu else SMALL
     if needed <= enough:
         return enough
+    free = free_memory(device)
+    if not may_split:
+        return free // 2
+    return min(SPLIT_BEYOND_ON_CPU, free // 2) if on_cpu else free // 4
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that are free on a device, with those that torch keeps in reserve."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    elif hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    else:
-        free = 2 * SPLIT_BEYOND_ELSEWHERE
-    return free // 2 if most is None else min(most, free // 2)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return UNKNOWN
 
 
 def group_chunks(S: int, parts: int) -> Iterator[Sequence[int]]:

@@ -2,14 +2,13 @@
 
 :func:`bend` is for functions applied entry by entry. The formulas are those of ``elementwise``;
 written as torch operations they read and write the stack of derivatives eleven times, which is most
-of a sweep's time in a convolutional network. :func:`under` is for softmax and its logarithm,
-:class:`Cells` for the standardisation in norm layers; their formulas are those of ``normalize``.
+of a sweep's time in a convolutional network. :func:`under` is for softmax and its
+logarithm; the formulas are those of ``normalize``, as they are for norm layers in ``cells``.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
@@ -152,7 +151,7 @@ def under(
     sums = p.new_empty((k, p.shape[:-1].numel())) if third and weight is not None else None
     weight = None if weight is None else weight.to(p.dtype).contiguous()
     for start, part in started(parts):
-        _module().under(part, p, weight, rows, pair, sums, start, k, third, log)
+        compiled().under(part, p, weight, rows, pair, sums, start, k, third, log)
     return Bent(
         rows,
         p if pair is None else pair[0],
@@ -169,110 +168,8 @@ def started(parts: list[Piece]) -> Iterator[tuple[int, Piece]]:
         start += len(part.x1)
 
 
-# --- standardisation -----------------------------------------------------------------------------
-
-
-class Sums(NamedTuple):
-    """Sums over a cell of products of two arrays, for every group: (k, *shape of r).
-
-    c is x less its mean over the cell; c1 and c2 are derivatives of c; delta is the adjoint of y.
-    """
-
-    c_c1: Tensor
-    c1_c1: Tensor
-    delta_c1: Tensor
-    c_c2: Tensor
-    delta_c2: Tensor
-    c1_c2: Tensor
-
-
-FEWEST_TOGETHER = 8  # numbers side by side in memory; with fewer, reading them is slow
-
-
-def as_cells(shape: Sequence[int], d: list[int]) -> tuple[int, int, int] | None:
-    """Return (N, cells, L) such that an array of this shape is (N, cells, L) numbers in memory.
-
-    The numbers of a cell are those with one second index.
-
-    >>> as_cells((250, 64, 32, 32), [-4, -2, -1])
-    (250, 64, 1024)
-    >>> as_cells((4, 256, 768), [-1])
-    (1, 1024, 768)
-    """
-    ndim = len(shape)
-    chosen = sorted(i % ndim for i in d)
-    samples = 1 if chosen[:1] == [0] and len(chosen) < ndim else 0
-    rest = chosen[samples:]
-    first = ndim - len(rest)
-    if rest != list(range(first, ndim)) or first < samples:
-        return None
-    sizes = list(shape)
-    together = math.prod(sizes[first:])
-    if together < FEWEST_TOGETHER:
-        return None
-    return math.prod(sizes[:samples]), math.prod(sizes[samples:first]), together
-
-
-class Cells:
-    """The rows of x inside of a standardisation, in two passes over memory.
-
-    Does what ``normalize.CentredRows`` does, with the same arguments.
-    """
-
-    def __init__(
-        self,
-        parts: list[Piece],
-        c: Tensor,
-        delta: Tensor | None,
-        sizes: tuple[int, int, int],
-        third: bool,
-        cells: torch.Size,
-    ):
-        self.parts, self.sizes, self.third, self.cells = parts, sizes, third, cells
-        self.c = c.contiguous()
-        self.delta = None if delta is None else delta.to(c.dtype).contiguous()
-        self.k = sum(len(part.x1) for part in parts)
-        self.means = c.new_empty((2, self.k, sizes[1]))  # of x1 and of x2
-
-    @classmethod
-    def make(
-        cls, t: Tangent, c: Tensor, delta: Tensor | None, d: list[int], third: bool
-    ) -> Cells | None:
-        """Return them if the rows lie in memory as the kernels need them."""
-        sizes = as_cells(c.shape, d)
-        if sizes is None or not available(c):
-            return None
-        parts = pieces(t)
-        if parts is None or any(part.x1.dtype != c.dtype for part in parts):
-            return None
-        cells = torch.Size([1 if i - c.dim() in d else n for i, n in enumerate(c.shape)])
-        return cls(parts, c, delta, sizes, third, cells)
-
-    def sums(self) -> Sums:
-        """Return the sums of products over each cell, for all groups."""
-        sums = self.c.new_empty((len(Sums._fields), self.k, self.sizes[1]))
-        for start, part in started(self.parts):
-            _module().cell_sums(
-                part, self.c, self.delta, self.means, sums, start, self.sizes, self.third
-            )
-        return Sums(*sums.reshape(len(sums), self.k, *self.cells))
-
-    def finish(
-        self, r: Tensor, r1: Tensor, r2: Tensor | None, weight: Tensor | None, wanted: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the rows of the result, and the weighted products of c1 with itself."""
-        c, k = self.c, self.k
-        result = c.new_empty(((1 if r2 is None else 2) * k, *c.shape)) if wanted else None
-        pair = None if weight is None else c.new_empty((2, k, *c.shape))  # c1, and weighted
-        factors = [x if x is None else x.contiguous() for x in (r, r1, r2, weight)]
-        for start, part in started(self.parts):
-            _module().standardized(
-                part, c, self.means, factors, result, pair, start, self.sizes, BLOCK
-            )
-        return result, None if pair is None else gram(pair[1], pair[0])
-
-
-def _module() -> ModuleType:
+def compiled() -> ModuleType:
+    """Return the kernels, which are known to be there."""
     module = kernels()
     assert module is not None
     return module

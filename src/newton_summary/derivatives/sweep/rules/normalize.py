@@ -15,6 +15,7 @@ from torch import Tensor
 
 from newton_summary.derivatives.sweep.rules import fused
 from newton_summary.derivatives.sweep.rules.bilinear import dots, gram, pick
+from newton_summary.derivatives.sweep.rules.cells import Cells, Sums
 from newton_summary.derivatives.sweep.tangent import (
     Groups,
     Tangent,
@@ -154,7 +155,7 @@ def standardize(sweep: Sweep, op: Op, x: Value, dims: Sequence[int], eps: float)
     """``y = c r`` with c = x - mean(x), v = mean(c^2) + eps, r = v^(-1/2), over ``dims``.
 
     A cell, what is standardized together, has few numbers besides c: v and r, whose derivatives
-    along the groups follow from sums over the cell (``fused.Sums``).
+    along the groups follow from sums over the cell (:class:`Sums`).
     """
     t = sweep.tangent(x)
     if t is None:
@@ -165,7 +166,7 @@ def standardize(sweep: Sweep, op: Op, x: Value, dims: Sequence[int], eps: float)
     r = ((c * c).mean(d, keepdim=True) + eps).rsqrt()
     n = c.numel() // r.numel()
     delta, third = sweep.adjoint(op.out), sweep.order == 3
-    rows = fused.Cells.make(t, c, delta, d, third) or CentredRows(t, c, delta, d, third)
+    rows = Cells.make(t, c, delta, d, third) or CentredRows(t, c, delta, d, third)
     s = rows.sums()
     v1 = 2 / n * s.c_c1
     r1 = -0.5 * r**3 * v1
@@ -216,7 +217,7 @@ class CentredRows:
         rows = rows - rows.mean(d, keepdim=True)
         self.c1, self.c2 = rows[: len(t.first)], rows[len(t.first) :]
 
-    def sums(self) -> fused.Sums:
+    def sums(self) -> Sums:
         """Return the sums of products over each cell, for all groups."""
         c, c1, c2, delta = self.c, self.c1, self.c2, self.delta
         first, second = self.t.first, self.t.second
@@ -227,7 +228,7 @@ class CentredRows:
             return spread(second, self._total(products), first)
 
         has_second = self.third and bool(second)
-        return fused.Sums(
+        return Sums(
             c_c1=c_c1,
             c1_c1=self._total(c1 * c1) if self.third else zero,
             delta_c1=zero if delta is None else self._total(delta * c1),

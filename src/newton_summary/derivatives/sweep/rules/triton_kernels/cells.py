@@ -1,0 +1,241 @@
+"""The standardisation in norm layers: sums over a cell, then the result."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from newton_summary.derivatives.sweep.rules.fused import Piece
+
+
+@triton.jit(do_not_specialize=["start", "k", "k2"])  # type: ignore[untyped-decorator]
+def _cell_sums(  # type: ignore[no-untyped-def]
+    x1_in,
+    x2_in,
+    c_in,
+    delta_in,
+    means_out,
+    sums_out,
+    start,
+    k,
+    k2,
+    size,
+    cells,
+    together,
+    HAS_DELTA: tl.constexpr,
+    THIRD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    cell = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1).to(tl.int64)
+    n = tl.cast(size, tl.int64) * cells  # numbers in a row
+    x1_in += i * n
+    x2_in += i * n
+    has_x2 = i < k2
+    place = cell * together
+    first1 = tl.load(x1_in + place)
+    if THIRD:
+        first2 = tl.load(x2_in + place, mask=has_x2, other=0.0)
+    total1 = tl.zeros((BLOCK,), dtype=c_in.dtype.element_ty)
+    total2 = tl.zeros((BLOCK,), dtype=c_in.dtype.element_ty)
+    for begin in range(0, size, BLOCK):
+        e = begin + tl.arange(0, BLOCK)
+        inside = e < size
+        where = (e // together).to(tl.int64) * cells * together + place + e % together
+        x1 = tl.load(x1_in + where, mask=inside, other=0.0)
+        total1 += tl.where(inside, x1 - first1, 0.0)
+        if THIRD:
+            x2 = tl.load(x2_in + where, mask=inside & has_x2, other=0.0)
+            total2 += tl.where(inside, x2 - first2, 0.0)
+    mean1 = first1 + tl.sum(total1) / size
+    out = (start + i) * cells + cell
+    step = tl.cast(k, tl.int64) * cells
+    tl.store(means_out + out, mean1)
+    if THIRD:
+        mean2 = first2 + tl.sum(total2) / size
+        tl.store(means_out + step + out, mean2)
+    c_c1 = tl.zeros((BLOCK,), dtype=c_in.dtype.element_ty)
+    c1_c1 = tl.zeros((BLOCK,), dtype=c_in.dtype.element_ty)
+    delta_c1 = tl.zeros((BLOCK,), dtype=c_in.dtype.element_ty)
+    c_c2 = tl.zeros((BLOCK,), dtype=c_in.dtype.element_ty)
+    delta_c2 = tl.zeros((BLOCK,), dtype=c_in.dtype.element_ty)
+    c1_c2 = tl.zeros((BLOCK,), dtype=c_in.dtype.element_ty)
+    for begin in range(0, size, BLOCK):
+        e = begin + tl.arange(0, BLOCK)
+        inside = e < size
+        where = (e // together).to(tl.int64) * cells * together + place + e % together
+        c = tl.load(c_in + where, mask=inside, other=0.0)
+        c1 = tl.where(inside, tl.load(x1_in + where, mask=inside, other=0.0) - mean1, 0.0)
+        c_c1 += c * c1
+        if HAS_DELTA:
+            delta = tl.load(delta_in + where, mask=inside, other=0.0)
+            delta_c1 += delta * c1
+        if THIRD:
+            c1_c1 += c1 * c1
+            x2 = tl.load(x2_in + where, mask=inside & has_x2, other=0.0)
+            c2 = tl.where(inside, x2 - mean2, 0.0)
+            c_c2 += c * c2
+            c1_c2 += c1 * c2
+            if HAS_DELTA:
+                delta_c2 += delta * c2
+    tl.store(sums_out + out, tl.sum(c_c1))
+    tl.store(sums_out + step + out, tl.sum(c1_c1))
+    tl.store(sums_out + 2 * step + out, tl.sum(delta_c1))
+    tl.store(sums_out + 3 * step + out, tl.sum(c_c2))
+    tl.store(sums_out + 4 * step + out, tl.sum(delta_c2))
+    tl.store(sums_out + 5 * step + out, tl.sum(c1_c2))
+
+
+def cell_sums(
+    piece: Piece,
+    c: Tensor,
+    delta: Tensor | None,
+    means: Tensor,
+    sums: Tensor,
+    start: int,
+    sizes: tuple[int, int, int],
+    third: bool,
+) -> None:
+    """Write the means of x1 and x2 over each cell, and the sums of products, of one piece.
+
+    Args:
+        piece: x1 and x2 of consecutive groups.
+        c: x less its mean, (N, cells, L) in memory.
+        delta: The adjoint of the result, or None.
+        means: (2, k, cells).
+        sums: (6, k, cells), in the order of ``Sums``.
+        start: Place of the piece's first group.
+        sizes: N, cells and L.
+        third: Whether there are second derivatives.
+    """
+    N, cells, together = sizes
+    with torch.cuda.device(c.device):
+        _cell_sums[(cells, len(piece.x1))](
+            piece.x1,
+            c if piece.x2 is None else piece.x2,
+            c,
+            c if delta is None else delta,
+            means,
+            sums,
+            start,
+            sums.shape[1],
+            0 if piece.x2 is None else len(piece.x2),
+            N * together,
+            cells,
+            together,
+            HAS_DELTA=delta is not None,
+            THIRD=third,
+            BLOCK=min(1024, triton.next_power_of_2(N * together)),
+        )
+
+
+@triton.jit(do_not_specialize=["start", "k", "k1", "k2"])  # type: ignore[untyped-decorator]
+def _standardized(  # type: ignore[no-untyped-def]
+    x1_in,
+    x2_in,
+    c_in,
+    means_in,
+    r_in,
+    r1_in,
+    r2_in,
+    weight_in,
+    rows_out,
+    pair_out,
+    start,
+    k,
+    n,
+    k1,
+    k2,
+    cells,
+    together,
+    WANTED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    THIRD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    entries = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = entries < n
+    cell = (entries // together) % cells
+    if WANTED:
+        c = tl.load(c_in + entries, mask=inside, other=0.0)
+        r = tl.load(r_in + cell, mask=inside, other=0.0)
+    if WEIGHTED:
+        weight = tl.load(weight_in + cell, mask=inside, other=0.0)
+    for i in range(k1):
+        row = tl.cast(i, tl.int64) * n + entries
+        target = tl.cast(start + i, tl.int64) * n + entries
+        group = tl.cast(start + i, tl.int64) * cells + cell
+        mean1 = tl.load(means_in + group, mask=inside, other=0.0)
+        c1 = tl.load(x1_in + row, mask=inside, other=0.0) - mean1
+        if WANTED:
+            r1 = tl.load(r1_in + group, mask=inside, other=0.0)
+            tl.store(rows_out + target, c1 * r + c * r1, mask=inside)
+            if THIRD:
+                r2 = tl.load(r2_in + group, mask=inside, other=0.0)
+                second = tl.cast(k, tl.int64) * cells + group
+                mean2 = tl.load(means_in + second, mask=inside, other=0.0)
+                c2 = tl.load(x2_in + row, mask=inside & (i < k2), other=0.0) - mean2
+                below = tl.cast(k + start + i, tl.int64) * n + entries
+                tl.store(rows_out + below, 2.0 * c1 * r1 + c * r2 + c2 * r, mask=inside)
+        if WEIGHTED:
+            tl.store(pair_out + target, c1, mask=inside)
+            tl.store(pair_out + tl.cast(k, tl.int64) * n + target, c1 * weight, mask=inside)
+
+
+def standardized(
+    piece: Piece,
+    c: Tensor,
+    means: Tensor,
+    factors: list[Tensor | None],
+    rows: Tensor | None,
+    pair: Tensor | None,
+    start: int,
+    sizes: tuple[int, int, int],
+    block: int,
+) -> None:
+    """Write y1 and y2, and c1 without and with its weight, of one piece.
+
+    Args:
+        piece: x1 and x2 of consecutive groups.
+        c: x less its mean.
+        means: As written by :func:`cell_sums`.
+        factors: r, its derivatives r1 and r2, and the weight; the last two may be None.
+        rows: (2 k, ...), or (k, ...) without second derivatives, or None if not wanted.
+        pair: (2, k, ...), or None without a weight.
+        start: Place of the piece's first group.
+        sizes: N, cells and L.
+        block: Entries for one program.
+    """
+    r, r1, r2, weight = factors
+    N, cells, together = sizes
+    n = N * cells * together
+    k2 = 0 if piece.x2 is None else len(piece.x2)
+    with torch.cuda.device(c.device):
+        _standardized[(triton.cdiv(n, block),)](
+            piece.x1,
+            c if piece.x2 is None else piece.x2,
+            c,
+            means,
+            r,
+            r1,
+            c if r2 is None else r2,
+            c if weight is None else weight,
+            c if rows is None else rows,
+            c if pair is None else pair,
+            start,
+            means.shape[1],
+            n,
+            len(piece.x1),
+            k2,
+            cells,
+            together,
+            WANTED=rows is not None,
+            WEIGHTED=pair is not None,
+            THIRD=r2 is not None,
+            BLOCK=block,
+        )

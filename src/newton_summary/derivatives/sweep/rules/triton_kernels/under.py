@@ -1,0 +1,141 @@
+"""Softmax and its logarithm along the last dimension."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from newton_summary.derivatives.sweep.rules.fused import Piece
+
+
+@triton.jit(do_not_specialize=["start", "k", "k2", "size"])  # type: ignore[untyped-decorator]
+def _under(  # type: ignore[no-untyped-def]
+    x1_in,
+    x2_in,
+    p_in,
+    weight_in,
+    rows_out,
+    pair_out,
+    sums_out,
+    start,
+    k,
+    k2,
+    size,
+    WEIGHTED: tl.constexpr,
+    WANTED: tl.constexpr,
+    THIRD: tl.constexpr,
+    LOG: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    cell = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1).to(tl.int64)
+    cells = tl.num_programs(0).to(tl.int64)
+    n = cells * size  # numbers in a row of the stack
+    has_x2 = i < k2
+    p_in += cell * size
+    weight_in += cell * size
+    x1_in += i * n + cell * size
+    x2_in += i * n + cell * size
+    zero = tl.zeros((BLOCK,), dtype=p_in.dtype.element_ty)
+    mean1, mean2, variance = zero, zero, zero
+    for begin in range(0, size, BLOCK):
+        e = begin + tl.arange(0, BLOCK)
+        inside = e < size
+        p = tl.load(p_in + e, mask=inside, other=0.0)
+        mean1 += p * tl.load(x1_in + e, mask=inside, other=0.0)
+        if THIRD:
+            mean2 += p * tl.load(x2_in + e, mask=inside & has_x2, other=0.0)
+    m1 = tl.sum(mean1)
+    m2 = tl.sum(mean2)
+    if THIRD and (WANTED or not LOG):
+        for begin in range(0, size, BLOCK):
+            e = begin + tl.arange(0, BLOCK)
+            inside = e < size
+            p = tl.load(p_in + e, mask=inside, other=0.0)
+            c1 = tl.load(x1_in + e, mask=inside, other=0.0) - m1
+            variance += p * c1 * c1
+    v = tl.sum(variance)
+    third = zero
+    out = (start + i) * n + cell * size
+    for begin in range(0, size, BLOCK):
+        e = begin + tl.arange(0, BLOCK)
+        inside = e < size
+        c1 = tl.load(x1_in + e, mask=inside, other=0.0) - m1
+        if THIRD:
+            c2 = tl.load(x2_in + e, mask=inside & has_x2, other=0.0) - m2
+        if WANTED:
+            first = c1
+            if THIRD:
+                second = c2 - v
+            if not LOG:
+                p = tl.load(p_in + e, mask=inside, other=0.0)
+                first = p * c1
+                if THIRD:
+                    second = p * (c1 * c1 - v + c2)
+            tl.store(rows_out + out + e, first, mask=inside)
+            if THIRD:
+                tl.store(rows_out + tl.cast(k, tl.int64) * n + out + e, second, mask=inside)
+        if WEIGHTED:
+            work = c1 * tl.load(weight_in + e, mask=inside, other=0.0)
+            tl.store(pair_out + out + e, c1, mask=inside)
+            tl.store(pair_out + tl.cast(k, tl.int64) * n + out + e, work, mask=inside)
+            if THIRD:
+                cube = c1 * c1 + 3.0 * c2
+                if not LOG:
+                    cube -= 3.0 * v
+                third += tl.where(inside, work * cube, 0.0)
+    if WEIGHTED and THIRD:
+        tl.store(sums_out + (start + i) * cells + cell, tl.sum(third))
+
+
+def under(
+    piece: Piece,
+    p: Tensor,
+    weight: Tensor | None,
+    rows: Tensor | None,
+    pair: Tensor | None,
+    sums: Tensor | None,
+    start: int,
+    k: int,
+    third: bool,
+    log: bool,
+) -> None:
+    """Pass one piece through a softmax, or its logarithm, along the last dimension.
+
+    Args:
+        piece: x1 and x2 of consecutive groups.
+        p: The softmax.
+        weight: What c1^2 counts for in Hbar, or None.
+        rows: Where y1 and y2 go, (2 k, ...) or (k, ...), or None if not wanted.
+        pair: Where c1 and c1 times its weight go, (2, k, ...), or None without a weight.
+        sums: Where the contributions to D3 go, (k, rows of p), or None.
+        start: Place of the piece's first group.
+        k: Number of groups of all pieces.
+        third: Whether there are second derivatives.
+        log: Whether the result is the logarithm.
+    """
+    size = p.shape[-1]
+    with torch.cuda.device(p.device):
+        _under[(p.numel() // size, len(piece.x1))](
+            piece.x1,
+            p if piece.x2 is None else piece.x2,
+            p,
+            p if weight is None else weight,
+            p if rows is None else rows,
+            p if pair is None else pair,
+            p if sums is None else sums,
+            start,
+            k,
+            0 if piece.x2 is None else len(piece.x2),
+            size,
+            WEIGHTED=weight is not None,
+            WANTED=rows is not None,
+            THIRD=third,
+            LOG=log,
+            BLOCK=min(2048, triton.next_power_of_2(size)),
+        )
