@@ -565,6 +565,7 @@ def differences(rank):
         "values": lambda: ns.summarize(moved, loss_fn, batch),
         "direction": lambda: ns.summarize(net, loss_fn, batch, direction=v),
         "optimizer": lambda: ns.NewtonSummary(ns.make_partition(net), summary_period=10 + rank),
+        "gradients": lambda: refresh(make_net(), loss_fn, [batch], seed=rank),
     }
     return {name: error_of(call) for name, call in calls.items()}
 
@@ -578,9 +579,9 @@ def subgroups(rank):
     return own, error_of(lambda: ns.summarize(net, loss_fn, batch, distributed=other))
 
 
-def refresh(net, loss, data, **options):
+def refresh(net, loss, data, seed=3, **options):
     optimizer = ns.NewtonSummary(ns.make_partition(net), curvature=(loss, data), **options)
-    loss_fn(net, draw(3)).backward()
+    loss_fn(net, draw(seed)).backward()
     optimizer.step()
     optimizer.zero_grad()
     return optimizer

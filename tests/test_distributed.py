@@ -334,6 +334,7 @@ def test_a_meeting_before_every_gathering(two):
         ("values", "The ranks differ in the values of parameter '4.weight'"),
         ("direction", "The ranks differ in the values of the direction of '0.bias'"),
         ("optimizer", "summary_period is 10 on rank 0 and 11 on rank 1"),
+        ("gradients", "The ranks measured along different directions"),
     ],
 )
 def test_ranks_that_are_about_to_do_different_things(two, name, text):

@@ -6,6 +6,7 @@ S^2 + 2S + 1 numbers a summary, whatever the size of the model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,10 +14,14 @@ import torch
 from torch import Tensor
 
 from newton_summary.derivatives.probe import Probe
+from newton_summary.partition import Params
+from newton_summary.plans import norms
 from newton_summary.ranks import RankError as RankError
 from newton_summary.ranks import RankNotFiniteError as RankNotFiniteError
 from newton_summary.ranks import Ranks
 from newton_summary.summary import Summary
+
+SAME = 1e-5  # of the norm: what ranks may differ by in adding up the same numbers
 
 
 def message_length(S: int, order: int) -> int:
@@ -29,16 +34,49 @@ def message_length(S: int, order: int) -> int:
     return derivatives + 1 if order > 1 and S > 1 else derivatives + 2
 
 
-def mean_over_ranks(ranks: Ranks, summary: Summary) -> Summary:
+def mean_over_ranks(ranks: Ranks, summary: Summary, u: Params) -> Summary:
     """Average a summary over ranks, weighted by their numbers of samples, with one message.
 
     Exact for a loss that is a mean over samples, and the same to the last bit on all ranks.
+
+    Args:
+        ranks: The ranks.
+        summary: Of this rank's data.
+        u: The direction, which has to be the same on all ranks. With three groups or more it is
+            found out if it is not: two more of the entries below the diagonal of Hbar tell.
     """
-    sums = ranks.total(_pack(summary))
+    message = _pack(summary)
+    S = len(summary)
+    spare = slice(3 * S, 3 * S + 2)  # row 2 of Hbar, columns 0 and 1
+    comparable = summary.Hbar is not None and S > 2 and not ranks.sharded
+    if comparable:
+        norm = norms(list(u.values())).norm().to(message)
+        message[spare] = torch.stack([norm, norm.square()])
+    sums = ranks.total(message)
     samples = round(float(sums[-1])) if bool(torch.isfinite(sums[-1])) else 0
     if bool(sums[-1] == 0):
         raise ValueError("The data is empty on all ranks: there is no batch to measure.")
-    return replace(_unpack(sums[:-1] / sums[-1], summary), num_samples=samples)
+    if comparable:
+        _check_same_direction(ranks, *(sums[spare] / ranks.count).tolist())
+    mean = _unpack(sums[:-1] / sums[-1], summary)
+    if comparable and mean.Hbar is not None:
+        mean.Hbar[2, :2] = mean.Hbar[:2, 2]
+    return replace(mean, num_samples=samples)
+
+
+def _check_same_direction(ranks: Ranks, norm: float, square: float) -> None:
+    """Raise on all ranks if the norms of their directions differ, from the means of norm, norm^2.
+
+    Different gradients have different norms, but for a chance that nobody needs to fear.
+    """
+    spread = math.sqrt(max(square - norm**2, 0.0)) / norm if norm > 0 else 0.0
+    if spread > SAME:
+        ranks.stop(
+            f"The ranks measured along different directions: their norms differ by "
+            f"{spread:.1e} of their mean. Gradients have to be the same on all ranks when step() "
+            f"is called: wrap the model in DistributedDataParallel, and make the last backward() "
+            f"before step() outside of no_sync()."
+        )
 
 
 def _pack(summary: Summary) -> Tensor:

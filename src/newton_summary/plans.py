@@ -54,8 +54,13 @@ class Plan:
         """
         tensors = list(self.values.values())
         sums = _stacked([x.sum(dtype=torch.float64) for x in tensors])
-        norms = _stacked([torch.linalg.vector_norm(x, dtype=_wide(x)) for x in tensors])
-        return torch.stack([sums, -sums, norms]).nan_to_num(0.0, 1e300, -1e300)
+        return torch.stack([sums, -sums, norms(tensors)]).nan_to_num(0.0, 1e300, -1e300)
+
+
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the norm of each tensor, in float64 on the device of the first."""
+    wide = [torch.promote_types(x.dtype, torch.float32) for x in tensors]
+    return _stacked([torch.linalg.vector_norm(x, dtype=d) for x, d in zip(tensors, wide)])
 
 
 def live_values(partition: Partition, direction: Any) -> dict[str, Tensor]:
@@ -70,8 +75,8 @@ def live_values(partition: Partition, direction: Any) -> dict[str, Tensor]:
 
 def spread_too_far(plan: Plan, extremes: Tensor) -> str | None:
     """Return what has different values on different ranks, from the largest over ranks; or None."""
-    largest, smallest, norms = extremes
-    for what, far in zip(plan.values, (largest + smallest > ALIKE * norms).tolist(), strict=True):
+    largest, smallest, norm = extremes
+    for what, far in zip(plan.values, (largest + smallest > ALIKE * norm).tolist(), strict=True):
         if far:
             return what
     return None
@@ -94,10 +99,6 @@ def find_difference(plans: Sequence[Mapping[str, str]], numbers: Sequence[int]) 
                     f"rank {number}. All ranks have to make the same call, for the same model."
                 )
     raise AssertionError("the plans are the same")
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _stacked(numbers: Sequence[Tensor]) -> Tensor:

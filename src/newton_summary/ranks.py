@@ -16,7 +16,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -106,7 +106,7 @@ class Ranks:
             told = self.gather(plan.digest)
             if len(set(told)) > 1:
                 plans = self._exchange(plan.facts)
-                raise self._end(RankError(find_difference(plans, self._numbers)))
+                self.stop(find_difference(plans, self._numbers))
             self._compare_values(plan)
             self.agreed = list(lengths)
         self._expected = list(self.agreed)
@@ -164,12 +164,15 @@ class Ranks:
         if largest != -smallest:
             places = self._exchange(place)
             i, other = next((i, told) for i, told in enumerate(places) if told != places[0])
-            text = (
+            self.stop(
                 f"The ranks are not in step: rank {self._numbers[0]} has come to {places[0]}, and "
                 f"rank {self._numbers[i]} to {other}. All ranks have to take the same path through "
                 f"a sharded model."
             )
-            raise self._end(RankError(text))
+
+    def stop(self, why: str) -> NoReturn:
+        """Raise what all ranks have found out, from what they all know."""
+        raise self._end(RankError(why))
 
     # --- failures ---------------------------------------------------------------------------------
 
@@ -212,13 +215,12 @@ class Ranks:
         self._reduce(extremes, dist.ReduceOp.MAX)
         what = spread_too_far(plan, extremes.cpu())
         if what is not None:
-            text = (
+            self.stop(
                 f"The ranks differ in the values of {what}, and they have to measure one model "
                 f"along one direction. Draw these after the same torch.manual_seed on all ranks, "
                 f"or wrap the model in DistributedDataParallel; distributed=False measures each "
                 f"rank's own."
             )
-            raise self._end(RankError(text))
 
     def _end(self, error: RankError) -> RankError:
         """Remember that all ranks know of this, and that none of them waits any more."""
