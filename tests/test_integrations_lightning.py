@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import newton_summary as ns
 from newton_summary.integrations.lightning import SummaryCallback, training_loss
+from newton_summary.integrations.monitor import Monitor
 from newton_summary.integrations.sampling import sample_batches
 
 pytestmark = pytest.mark.filterwarnings(
@@ -474,7 +475,7 @@ def test_the_strength_that_was_found_stays(tmp_path):
     summary = ns.summarize(module, loss_fn, data)
     expected = ns.suggest_lambda_int(module, loss_fn, data, summary)
     assert expected.lambda_int > 1
-    options = {"lambda_int": None, "data": data, "loss_fn": loss_fn}
+    options = {"data": data, "loss_fn": loss_fn}
     callback = quick(**options)
     fit(module, tmp_path, [callback])
     first, *_, last = callback.history.measured
@@ -484,6 +485,22 @@ def test_the_strength_that_was_found_stays(tmp_path):
     again = quick(**options)
     again.load_state_dict(callback.state_dict())
     assert again.measure(module, 5).eta.equal(rates.eta)
+    assert quick(order=2).lambda_int == 0 and quick(lambda_int=2.0).lambda_int == 2
+
+
+def test_a_strength_is_looked_for_until_there_is_one():
+    """Along a direction of zeros nothing changes; the next measurement has another one."""
+    net = nn.Linear(2, 1).double()
+    x = torch.randn(8, 2).double()
+    u = {name: torch.ones_like(p) for name, p in net.named_parameters()}
+    monitor = Monitor(loss_fn=lambda net, x: net(x).exp().mean(), data=x)
+    monitor.options["direction"] = {name: 0 * along for name, along in u.items()}
+    monitor.measure(net, 0)
+    assert monitor.lambda_int is None and "lambda_int" not in monitor.history.facts
+    monitor.options["direction"] = u
+    monitor.measure(net, 1)
+    assert monitor.lambda_int is not None
+    assert monitor.history.facts["lambda_int"] == f"{monitor.lambda_int:g}"
 
 
 @pytest.mark.filterwarnings("ignore:Falling back from 'sweep'")  # scripted parts of the metrics

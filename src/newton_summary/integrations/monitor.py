@@ -64,8 +64,9 @@ class Monitor:
         loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a batch. Callbacks know a
             default.
         partition: The groups, as for :func:`newton_summary.summarize`.
-        lambda_int: Strength of the cubic term, as for :func:`newton_summary.learning_rates`; None
-            to find one at the first measurement, with :func:`newton_summary.suggest_lambda_int`.
+        lambda_int: Strength of the cubic term, as for :func:`newton_summary.learning_rates`. If not
+            given, the first measurement finds it with :func:`newton_summary.suggest_lambda_int`
+            (11 more passes over its data), and all others have the same; 0 with ``order=2``.
         report: Where callbacks write the report at the end; None for no report. A relative path
             begins in the directory that the framework writes to.
         loggers: Logs to write to, beside those that a callback finds.
@@ -88,7 +89,7 @@ class Monitor:
         num_batches: int = 8,
         loss_fn: LossFn | None = None,
         partition: Partition | Spec = "canonical",
-        lambda_int: float | None = 1.0,
+        lambda_int: float | None = None,
         report: str | Path | None = REPORT,
         loggers: Sequence[Logger] = (),
         figures: bool = True,
@@ -106,6 +107,8 @@ class Monitor:
         self.report, self.figures, self.trials = report, figures, trials
         self.loggers = list(loggers)
         self.options = {"order": 2 if lambda_int == 0 else 3, **options}
+        if lambda_int is None and self.options["order"] < 3:
+            self.lambda_int = 0.0
         self.history = History(name)
         self._loss = self.batch_loss  # one object: how to split batches is remembered by loss
         self._warned = False
@@ -215,7 +218,8 @@ class Monitor:
         if self.lambda_int is not None:
             return learning_rates(summary, self.lambda_int)
         found = suggest_lambda_int(model, self._loss, data, summary, **self._for_trials())
-        self.lambda_int = found.lambda_int  # one for all, so that rates can be compared
+        if found.best.real < 0:  # else it is looked for again the next time
+            self.lambda_int = found.lambda_int  # one for all, so that rates can be compared
         return found.rates
 
     def _try(
@@ -240,12 +244,13 @@ class Monitor:
         self.history.facts |= {
             "model": f"{type(model).__name__}, {sum(p.numel() for p in params):,} parameters",
             "backend": summary.backend,
-            "lambda_int": f"{self.lambda_int:g}",
             "device": str(params[0].device),
             "newton_summary": newton_summary.__version__,
             "torch": str(torch.__version__),  # a class of its own, which checkpoints do not take
             "python": platform.python_version(),
         }
+        if self.lambda_int is not None:
+            self.history.facts["lambda_int"] = f"{self.lambda_int:g}"
         if optimizer is not None:
             self.history.facts["trained with"] = type(optimizer).__name__
 
