@@ -318,6 +318,9 @@ def test_inverse_of_float32_is_float32():
 def test_matrices_without_inverse():
     with pytest.raises(ValueError, match=r"no inverse.*coarser partition"):
         with_matrix(torch.ones(2, 2)).inverse()
+    alike = torch.tensor([[3.0, 1.0, 1.0], [1.0, 2.0, 2.0], [1.0, 2.0, 2.0]])  # 1 and 2
+    with pytest.raises(ValueError, match=r"no inverse: '1', '2' can move against each other"):
+        with_matrix(alike).inverse()
     scales = torch.tensor([1e-6, 1.0, 1e6]).double()
     with pytest.raises(ValueError, match="no inverse"):
         with_matrix(scales[:, None] * scales[None, :]).inverse()

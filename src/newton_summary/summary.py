@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from newton_summary.notebook import html_heatmap, html_table, paragraph, side_by_side
-from newton_summary.partition import Partition, shorten, text_table
+from newton_summary.partition import Partition, _shortened, shorten, text_table
 
 
 class Block(NamedTuple):
@@ -192,11 +192,15 @@ class Summary:
         H = H[live][:, live]
         scale = _equilibrate(H)
         scaled = H / scale[:, None] / scale[None, :]
-        singular_values = torch.linalg.svdvals(scaled)
+        _, singular_values, rows = torch.linalg.svd(scaled)
         if singular_values[-1] <= len(H) * torch.finfo(torch.float64).eps * singular_values[0]:
+            shares = rows[-1].abs()  # of the groups in the direction that Hbar maps to zero
+            live_names = [self.names[s] for s in live.nonzero().flatten().tolist()]
+            alike = [n for n, share in zip(live_names, shares) if share > 0.1 * shares.max()]
             raise ValueError(
-                f"Hbar has no inverse: its smallest singular value is {singular_values[-1]:.1e} "
-                f"times the scale of the groups. Merge groups that act alike (a coarser partition)."
+                f"Hbar has no inverse: {_shortened(alike)} can move against each other without "
+                f"bending the loss (singular value {singular_values[-1]:.1e}). Merge them, with a "
+                f"coarser partition."
             )
         inverse: Tensor = torch.linalg.inv(scaled) / scale[:, None] / scale[None, :]
         whole = torch.full((len(self), len(self)), float("nan"), dtype=torch.float64)
