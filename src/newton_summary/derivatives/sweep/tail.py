@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
 
 # Bytes of the logits' derivatives that are taken at a time.
-AT_A_TIME = {"cpu": 2**26}
+AT_A_TIME = {"cpu": 2**23}  # which stay in its cache
 AT_A_TIME_ELSEWHERE = 2**29
 COPIES = 4  # of these, while the rules compute
 FEWEST_ROWS = 8  # with fewer, reading the weights takes longer than the products
