@@ -291,6 +291,13 @@ def test_charts_show_every_line(page, history):
     assert "a small network" in facts and "newton-summary inspect net.py:build" in facts
 
 
+def test_a_step_that_promises_too_much_is_doubted(show):
+    one = torch.ones(1, dtype=torch.float64)
+    page = show(ns.Summary(gbar=one, Hbar=one[None], loss=0.4))
+    words = page.locator("#rates .about").text_content()
+    assert "more than the whole loss of 0.4" in words and "suggest_lambda_int" in words
+
+
 def test_runs_side_by_side(show, history):
     other = small_history("<other>", epochs=2, lr=0.1)
     adam = ns.History("adam", curves={"train_loss": [(0, 1.0), (1, 0.5)]})

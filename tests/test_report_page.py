@@ -180,6 +180,15 @@ def test_sources(tmp_path):
     assert '<h1 class="short">A &lt;title&gt;</h1>' in page
 
 
+def test_a_step_beyond_the_whole_loss_is_doubted(tmp_path):
+    """Newton's step along a slope of 1 and a curvature of 1 promises a decrease of 1/2."""
+    for loss, doubted in ((0.6, False), (0.4, True), (math.nan, False)):
+        one = torch.ones(1, dtype=torch.float64)
+        summary = ns.Summary(gbar=one, Hbar=one[None], loss=loss)
+        (run,) = carried(ns.report(summary, tmp_path / "page.html"))["runs"]
+        assert ("whole loss of 0.4" in run["measured"][0]["doubt"]) is doubted
+
+
 def test_gain_beyond_the_whole_loss_is_not_told(tmp_path):
     """By its quadratic model this summary promises a decrease of 1/2 with both kinds of rates."""
     for loss, told in ((0.6, True), (0.4, False), (math.nan, True)):

@@ -102,13 +102,7 @@ class LearningRates(ShownAsTable):
     @property
     def doubt(self) -> str:
         """What to do about a step that promises more than the whole loss; empty if it does not."""
-        if not -self.model_change > self.loss > 0:
-            return ""
-        return (
-            f"The step promises more than the whole loss of {self.loss:.4g}: the model does not "
-            f"hold that far. A larger lambda_int gives shorter steps; suggest_lambda_int(model, "
-            f"loss_fn, data, summary) finds one."
-        )
+        return doubt_of(self.model_change, self.loss)
 
     def _rows(self) -> list[list[str]]:
         rates = self.eta.detach().double().cpu().tolist()
@@ -185,6 +179,17 @@ def learning_rates(
         eta_stderr=_jackknife(summary, lambda_int, diagonal),
         escaping=escaping,
         loss=float(getattr(summary, "loss", math.nan)),
+    )
+
+
+def doubt_of(change: float, loss: float) -> str:
+    """Say what to do where a step is predicted to change the loss by more than there is of it."""
+    if not -change > loss > 0:
+        return ""
+    return (
+        f"The step promises more than the whole loss of {loss:.4g}: the model does not hold that "
+        f"far. A larger lambda_int gives shorter steps; suggest_lambda_int(model, loss_fn, data, "
+        f"summary) finds one."
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from newton_summary.analysis import inverse_kept, joint_gain, strongest_pairs, suggest_merges
 from newton_summary.history import History, Measured
-from newton_summary.learning_rates import STATUS
+from newton_summary.learning_rates import STATUS, doubt_of
 from newton_summary.summary import Summary
 
 
@@ -60,6 +60,7 @@ def _measurement(measured: Measured) -> dict[str, Any]:
         "approximate": summary.approximate,
         "status": measured.status,
         "status_text": STATUS.get(measured.status, ""),
+        "doubt": _doubt(measured),
         "gbar": _array(summary.gbar),
         "gbar_stderr": _array(summary.gbar_stderr),
         "Hbar": _matrix(summary.Hbar),
@@ -72,6 +73,13 @@ def _measurement(measured: Measured) -> dict[str, Any]:
         "trials": [[_number(value) for value in trial] for trial in measured.trials],
         "analysis": _analysis(summary),
     }
+
+
+def _doubt(measured: Measured) -> str:
+    if measured.summary.Hbar is None:
+        return ""
+    exact = measured.summary.to(torch.float64)
+    return doubt_of(float(exact.predicted_change(measured.eta)), float(exact.loss))
 
 
 def _inverse(summary: Summary) -> tuple[Tensor | None, str | None]:

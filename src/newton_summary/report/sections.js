@@ -111,6 +111,7 @@ function drawRateCharts(momentOnly) {
     const note = joined(
       zeros ? `${zeros} rate${zeros > 1 ? "s are" : " is"} zero and not drawn` : "",
       lost ? `${lost} rate${lost > 1 ? "s are" : " is"} not finite: ${measured.status_text}` : "",
+      measured.doubt,
     );
     return { key: `${index} now`, title: joined(runTitle(run), momentText(measured)), note, run, measured };
   });
