@@ -536,6 +536,7 @@ def fail(rank, count):
         "interrupt": lambda: ns.summarize(net, breaking("interrupt", rank), batch),
     }
     found = {name: error_of(call) for name, call in failures.items()}
+    found["waiting"] = interrupted_while_waiting(rank, lambda: ns.summarize(net, loss_fn, batch))
     found["differences"] = differences(rank)
     found["subgroups"] = subgroups(rank)
     with warnings.catch_warnings(record=True) as caught:
@@ -544,6 +545,22 @@ def fail(rank, count):
     found["nan in a refresh"] = optimizer.failed_refreshes, str(caught[-1].message)
     found["and then"] = ns.summarize(make_net(), loss_fn, batch).loss
     return found
+
+
+def interrupted_while_waiting(rank, call):
+    """An interrupt that rank 1 hears of when its last message has come through."""
+    real, size = dist.all_reduce, 8 * 81  # of a summary of eight groups
+
+    def interrupted(tensor, *args, **kwargs):
+        work = real(tensor, *args, **kwargs)
+        if tensor.nbytes == size:
+            raise KeyboardInterrupt
+        return work
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(dist, "all_reduce", interrupted)
+        return error_of(call)
 
 
 def differences(rank):

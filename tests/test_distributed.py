@@ -310,6 +310,9 @@ def test_an_interrupt_stays_one_and_stops_the_others(two):
         )
         assert first["interrupt"][:2] == ("RankError", "Rank 1 of 2: KeyboardInterrupt")
         assert second["interrupt"][0] == "KeyboardInterrupt"
+    # One that comes while a message is under way keeps nobody waiting for another message.
+    first, second = (rank["failed"]["waiting"] for rank in two)
+    assert first is None and second[0] == "KeyboardInterrupt"
 
 
 def test_a_meeting_before_every_gathering(two):

@@ -58,8 +58,8 @@ def sharded_gradient(probe: Probe, shards: Shards) -> Params:
         check_finite(loss)
 
         def receive(name: str, grad: Tensor, size: int = size) -> None:
-            shards.meet(f"the sum of the gradients of {name}")
-            sums[name] += scattered_sum(size * grad.to(sums[name].dtype), shards[name])
+            with shards.meeting(f"the sum of the gradients of {name}"):
+                sums[name] += scattered_sum(size * grad.to(sums[name].dtype), shards[name])
 
         shards.received = receive
         torch.autograd.grad(loss, shards.anchor)

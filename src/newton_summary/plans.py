@@ -53,6 +53,8 @@ class Plan:
         were drawn differently differ in their sums by as much as their norm.
         """
         tensors = list(self.values.values())
+        if not tensors:
+            return torch.zeros(3, 0, dtype=torch.float64)
         sums = _stacked([x.sum(dtype=torch.float64) for x in tensors])
         return torch.stack([sums, -sums, norms(tensors)]).nan_to_num(0.0, 1e300, -1e300)
 

@@ -67,12 +67,14 @@ class Ranks:
         self._numbers = dist.get_process_group_ranks(group or dist.group.WORLD)  # among all ranks
         self._expected: list[int] = []  # lengths of the messages to come
         self._over: RankError | None = None  # why the ranks have parted
+        self._sending = False  # or a message was begun and did not end: then nothing can be told
 
     @contextmanager
     def joint(self) -> Iterator[None]:
         """Work together: what fails here on one rank is raised on all of them.
 
-        An interrupt is one of the things that fail; where it came it stays what it is.
+        An interrupt is one of the things that fail; where it came it stays what it is. It can only
+        be told between two messages: else the others hear of it when the process ends.
         """
         self._expected = [OBJECTS] if self.agreed is None else list(self.agreed)
         try:
@@ -103,11 +105,12 @@ class Ranks:
             RankError: If the plans differ; the message tells in what.
         """
         if self.agreed is None:
+            extremes = plan.extremes().to(self.device)
             told = self.gather(plan.digest)
             if len(set(told)) > 1:
                 plans = self._exchange(plan.facts)
                 self.stop(find_difference(plans, self._numbers))
-            self._compare_values(plan)
+            self._compare_values(plan, extremes)
             self.agreed = list(lengths)
         self._expected = list(self.agreed)
 
@@ -129,7 +132,7 @@ class Ranks:
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Replace every tensor by its sum over ranks; they travel side by side."""
-        with self._readable_errors():
+        with self._message():
             works = [dist.all_reduce(x, group=self.group, async_op=True) for x in tensors]
             for work in works:
                 work.wait()
@@ -155,7 +158,7 @@ class Ranks:
         """
         code = zlib.crc32(place.encode())
         flags = torch.tensor([failed, code, -code], device=self._flag_device())
-        self._reduce(flags, dist.ReduceOp.MAX)
+        self._reduce(flags, largest=True)
         any_failed, largest, smallest = flags.tolist()
         if failed:
             return
@@ -170,6 +173,13 @@ class Ranks:
                 f"a sharded model."
             )
 
+    @contextmanager
+    def meeting(self, place: str) -> Iterator[None]:
+        """Meet, and exchange something in here by other means than those of this class."""
+        self.meet(place)
+        with self._message():
+            yield
+
     def stop(self, why: str) -> NoReturn:
         """Raise what all ranks have found out, from what they all know."""
         raise self._end(RankError(why))
@@ -179,7 +189,7 @@ class Ranks:
     def _tell(self, error: BaseException) -> None:
         """Let the others know of an error; raise unless they failed alike, or wait for nothing."""
         expected, self._expected = self._expected, []
-        if not expected:
+        if not expected or self._sending:
             return
         if expected[0] != OBJECTS and self.sharded:
             self.meet("a failure", failed=True)
@@ -190,12 +200,10 @@ class Ranks:
 
     def _exchange(self, value: Any, error: BaseException | None = None) -> list[Any]:
         """Return what every rank gives; raise if some failed, unless all did and alike."""
-        if self._over is not None:
-            raise self._over
         failure = None if error is None else (_in_words(error), isinstance(error, NotFiniteError))
         told: list[Any] = [None] * self.count
         here = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-        with self._readable_errors(), here:
+        with self._message(), here:
             dist.all_gather_object(told, (failure, value), group=self.group)
         failed = {i: what for i, (what, _) in enumerate(told) if what is not None}
         texts = {text for text, _ in failed.values()}
@@ -207,12 +215,11 @@ class Ranks:
             raise self._end(kind(text)) from error
         return [value for _, value in told]
 
-    def _compare_values(self, plan: Plan) -> None:
+    def _compare_values(self, plan: Plan, extremes: Tensor) -> None:
         """Raise on all ranks if the parameters of one are others than those of another."""
         if not plan.values:
             return
-        extremes = plan.extremes().to(self.device)
-        self._reduce(extremes, dist.ReduceOp.MAX)
+        self._reduce(extremes, largest=True)
         what = spread_too_far(plan, extremes.cpu())
         if what is not None:
             self.stop(
@@ -238,16 +245,22 @@ class Ranks:
         kinds = {str(torch.device(kind)) for kind in getattr(group, "_device_types", ())}
         return torch.device("cpu") if "cpu" in kinds else self.device
 
-    def _reduce(self, message: Tensor, how: Any = dist.ReduceOp.SUM) -> None:
-        if self._over is not None:  # and somebody has gone on all the same
-            raise self._over
-        with self._readable_errors():
+    def _reduce(self, message: Tensor, largest: bool = False) -> None:
+        """Replace numbers by their sums over ranks, or by the largest."""
+        with self._message():
+            how = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
             dist.all_reduce(message, how, group=self.group)
 
     @contextmanager
-    def _readable_errors(self) -> Iterator[None]:
+    def _message(self) -> Iterator[None]:
+        """Exchange something with the other ranks in here."""
+        if self._over is not None:  # and somebody has gone on all the same
+            raise self._over
+        self._sending = True
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:  # of any backend, when a rank has gone or the time is over
             reason = re.sub(r"^\[[^]]*\] *", "", str(error).strip()).split(". ")[0]
             text = (
@@ -257,6 +270,7 @@ class Ranks:
                 f"ranks wrote. ({reason})"
             )
             raise self._end(RankError(text)) from error
+        self._sending = False
 
 
 def find_ranks(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+Meeting = Callable[[str], AbstractContextManager[Any]]
 KEPT = 4  # whole parameters at a time: those of one layer, and of their directions
 
 
@@ -98,14 +99,14 @@ def refuse_sharded(params: Mapping[str, Tensor], what: str) -> None:
 
 
 def find_shards(
-    params: Mapping[str, Tensor], model: nn.Module, meet: Callable[[str], None] | None = None
+    params: Mapping[str, Tensor], model: nn.Module, meeting: Meeting | None = None
 ) -> Shards | None:
     """Return the parameters as shards; None if they are ordinary ones.
 
     Args:
         params: The parameters, by name.
         model: Their model.
-        meet: As for :class:`Shards`.
+        meeting: As for :class:`Shards`.
 
     Raises:
         ValueError: If they are divided in another way than by ``fully_shard`` over one dimension.
@@ -132,7 +133,7 @@ def find_shards(
                 f"The shard of parameter {name!r} lies on {local_part(p).device} and is computed "
                 f"with on {mesh.device_type}: offloaded parameters cannot be measured."
             )
-    return Shards(params, meet)
+    return Shards(params, meeting)
 
 
 class Shards(dict[str, Tensor]):
@@ -140,8 +141,8 @@ class Shards(dict[str, Tensor]):
 
     Args:
         params: The parameters.
-        meet: Is told of what is about to be gathered, or added up, from all ranks, and waits for
-            them; None where there is one rank.
+        meeting: Gives a context for what is gathered, or added up, from all ranks: it is told what
+            that is, and waits for them. None where there is one rank.
 
     Attributes:
         anchor: A leaf of autograd's graph that stands for all of them.
@@ -149,9 +150,9 @@ class Shards(dict[str, Tensor]):
         received: Is given the gradient of the whole parameter, for its name, in a backward pass.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], meet: Callable[[str], None] | None = None):
+    def __init__(self, params: Mapping[str, Tensor], meeting: Meeting | None = None):
         super().__init__(params)
-        self.meet = meet or (lambda place: None)
+        self.meeting: Meeting = meeting or nullcontext
         self.names = {id(p): name for name, p in params.items()}
         device = next(local_part(p).device for p in params.values())
         self.anchor = torch.zeros((), device=device, requires_grad=True)
@@ -170,8 +171,8 @@ class Shards(dict[str, Tensor]):
                 _, old = self._kept.popitem(last=False)
                 self._memory.pop(old.untyped_storage().data_ptr(), None)
             name = self.names.get(key, "another tensor")
-            self.meet(f"the gathering of {name}, {tuple(tensor.shape)}")
-            with torch.no_grad(), torch._C.DisableTorchFunction():
+            place = f"the gathering of {name}, {tuple(tensor.shape)}"
+            with torch.no_grad(), torch._C.DisableTorchFunction(), self.meeting(place):
                 self._kept[key] = whole(tensor)
             self._memory[self._kept[key].untyped_storage().data_ptr()] = tensor
         self._kept.move_to_end(key)

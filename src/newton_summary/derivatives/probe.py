@@ -104,8 +104,8 @@ class Probe:
         self.num_parts: int | None = None  # known after the first pass over the data
         self._params_checked = False
         self.ranks = ranks
-        meet = None if ranks is None else ranks.meet
-        self.shards = find_shards(partition.params, self.model, meet)
+        meeting = None if ranks is None else ranks.meeting
+        self.shards = find_shards(partition.params, self.model, meeting)
         self.recorded = False  # whether a recorder sees to it that the parameters do not change
 
     # --- leaving no trace -------------------------------------------------------------------------
