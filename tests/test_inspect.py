@@ -141,6 +141,38 @@ def test_the_strength_is_found_if_none_is_given(call):
     assert "1 of 5 is negative" in out
 
 
+EDGES = """\
+import torch
+from torch import nn
+
+def loss_fn(model, batch):
+    return model(batch).square().mean()
+
+def build():  # at the minimum
+    model = nn.Linear(2, 1).double()
+    nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
+    return model, loss_fn, torch.ones(4, 2).double()
+
+def hill():  # along which the curvature is negative
+    model = nn.Linear(2, 1, bias=False).double()
+    return model, lambda model, batch: 1 - loss_fn(model, batch), torch.ones(4, 2).double()
+
+def single():
+    model, loss_fn, data = hill()
+    return model, lambda model, batch: 1 - loss_fn(model, batch), data
+"""
+
+
+def test_what_is_said_where_there_is_little_to_say(call):
+    Path("edges.py").write_text(EDGES)
+    _, out, _ = call("inspect", "edges.py")
+    assert "with lambda_int 1; the loss falls with none of 1 to 1e+08" in out
+    _, out, _ = call("inspect", "edges.py:hill", "--order", "2")
+    assert "No learning rates, saddle" in out and "--order 3 measures the cubic term" in out
+    _, out, _ = call("inspect", "edges.py:single")
+    assert "forwards  weight" in out and "fastest" not in out
+
+
 def test_the_seed_decides(call):
     losses = []
     for seed in ("0", "0", "1"):

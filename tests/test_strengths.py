@@ -73,6 +73,17 @@ def test_no_strength_and_the_last_one_are_told():
     assert last.lambda_int == 100 and "the largest one tried" in str(last)
 
 
+def test_where_nothing_changes_the_first_one_is_as_good_as_any():
+    model, batch = problem()
+    summary = summarize(model, loss_fn, batch)
+    still = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    zeros = Summary(*(0 * x for x in (summary.gbar, summary.Hbar, summary.D3)), summary.loss)
+    found = suggest_lambda_int(
+        *(model, loss_fn, batch, zeros), direction=still, partition=summary.partition
+    )
+    assert found.lambda_int == 1 and "falls with none of these" in str(found)
+
+
 def test_rates_that_are_no_use_are_not_tried():
     """Of a saddle without cubic term there is no step; the others are as without it."""
     model, batch = problem()

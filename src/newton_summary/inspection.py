@@ -91,6 +91,8 @@ class Inspection:
             lines += self._rates_in_words()
         else:
             lines.append(f"No learning rates, {self.rates.status}: {self.rates.detail}")
+            if self.summary.order == 2:
+                lines.append("--order 3 measures the cubic term, and --lambda-int is its strength.")
         if self.pairs:
             rows = [["Strongest pairs", "", "interaction"]]
             rows += [[f"  {p.first}", p.second, f"{p.interaction:+.3f}"] for p in self.pairs]
@@ -100,8 +102,11 @@ class Inspection:
     def _rates_in_words(self) -> list[str]:
         eta, errors = self.rates.eta.tolist(), self.rates.eta_stderr
         forwards = sorted((s for s in range(len(eta)) if eta[s] > 0), key=eta.__getitem__)
+        ends = {"fastest": forwards[-1:], "slowest": forwards[:1]}
+        if len(forwards) == 1:
+            ends = {"forwards": forwards}
         rows = []
-        for word, chosen in (("fastest", forwards[-1:]), ("slowest", forwards[:1])):
+        for word, chosen in ends.items():
             for s in chosen:
                 error = "" if errors is None else f" ± {float(errors[s]):.1g}"
                 rows.append([f"  {word}", self.summary.names[s], f"{eta[s]:.4g}{error}"])
@@ -128,12 +133,10 @@ class Inspection:
         if self.strengths is None:
             return said
         values = [one.rates.lambda_int for one in self.strengths.tried]
-        which = (
-            "the one with which the loss falls most"
-            if self.strengths.best.real < 0
-            else "the largest"
-        )
-        return f"{said}, of {min(values):g} to {max(values):g} {which}"
+        tried = f"{min(values):g} to {max(values):g}"
+        if self.strengths.best.real < 0:
+            return f"{said}, of {tried} the one with which the loss falls most"
+        return f"{said}; the loss falls with none of {tried}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the rates and pairs as plain values; None stands for what is not finite."""

@@ -46,11 +46,8 @@ class Strengths(ShownAsTable):
 
     @property
     def best(self) -> TriedStrength:
-        """The one with which the loss falls most; the strongest if it falls with none."""
-        falling = [one for one in self.tried if one.real < 0]
-        if falling:
-            return min(falling, key=lambda one: one.real)
-        return max(self.tried, key=lambda one: one.rates.lambda_int)
+        """The one with which the loss falls most, or rises least; the first of equal ones."""
+        return min(self.tried, key=lambda one: math.inf if math.isnan(one.real) else one.real)
 
     @property
     def rates(self) -> LearningRates:
