@@ -305,14 +305,9 @@ def inspect(args: list[str]) -> int:
         raise UserError("Which model? Write newton-summary inspect FILE.py:build, one at a time.")
     if importlib.util.find_spec("plotly") is None:
         raise UserError("The report needs plotly: pip install 'newton-summary[report]'.")
-    from newton_summary.inspection import (
-        Settings,
-        inspect_model,
-        load_build,
-        progress_bar,
-        split_target,
-    )
+    from newton_summary.inspection import Settings, inspect_model, progress_bar
     from newton_summary.report import report as write_report
+    from newton_summary.user_file import load_build, split_target
 
     console = _console(options)
     file, function = split_target(targets[0])
