@@ -309,6 +309,22 @@ def views_written_to(model: Net, x: Tensor) -> Tensor:
 
 
 @recorded
+def layer_of_sequences_written_to(model: Net, x: Tensor) -> Tensor:
+    """With three dimensions and a bias, torch gives out a view of what it computed."""
+    h = model.b(torch.tanh(model.a(x[None])))
+    h.mul_(model.scale).relu_()
+    return model.c(h).square().mean()
+
+
+@recorded
+def output_written_to_through_a_view(model: Net, x: Tensor) -> Tensor:
+    """The slope of the loss is read off at the view."""
+    y = model(x).view(-1)
+    y.exp_()
+    return y.mean()
+
+
+@recorded
 def written_after_use(model: Net, x: Tensor) -> Tensor:
     h = model.a(x) * 1
     row = h[0]
@@ -398,6 +414,19 @@ def states_of_a_cell(model: Net, x: Tensor) -> Tensor:
         torch.tanh(model.a(x)), [zeros, zeros + 0.3], gates, gates.sin()
     )
     return (h.exp() * c).square().mean() + (c.cos() * model.scale).mean()
+
+
+@recorded
+def last_state_written_to(model: Net, x: Tensor) -> Tensor:
+    """The outputs of a GRU contain its last state, which is the second result."""
+    gates = torch.cat([model.b.weight] * 3)
+    zeros = x.new_zeros(1, 5, 4)
+    inside = torch.tanh(model.a(x))[None]
+    outputs, last = torch.ops.aten.gru.input(
+        inside, zeros, [gates, gates.sin()], False, 1, 0.0, False, False, False
+    )
+    last.add_(model.scale)
+    return outputs.exp().mean() + last.square().mean()
 
 
 @recorded

@@ -331,7 +331,10 @@ class Recorder(TorchFunctionMode):
                 f"The loss changes parameter {parameter!r} in place. A loss "
                 f"only reads the parameters."
             )
-        owner_value = None if owner is tensor else self._value_of(owner)
+        owner_value = None
+        if owner is not tensor:
+            owner_value = self._value_of(owner)
+            self._move_edges(owner)
         sharing = self.sharing.pop(id(owner), [])
         if sharing:
             copy = owner.detach().clone()
@@ -341,6 +344,18 @@ class Recorder(TorchFunctionMode):
                     some.tensor = view_like(some.tensor, owner, copy)
                     some.version = some.tensor._version
         return owner_value
+
+    def _move_edges(self, owner: Tensor) -> None:
+        """Look for the adjoints of views at the tensor that owns the memory.
+
+        Autograd goes back from a view that was written to straight to the owner, and not by way of
+        the view as it was before. A layer may give out a view of what nobody else sees.
+        """
+        for value in self.sharing.get(id(owner), []):
+            is_view = value.tensor is not owner and value.tensor.dtype == owner.dtype
+            if is_view and value.edge is not None:
+                value.edge = torch.autograd.graph.get_gradient_edge(owner)
+                value.part = positions_in(owner, value.tensor)
 
     def _write_to_owner(self, old: Value, view: Tensor) -> None:
         """After a view was written to, note what this makes of the tensor that owns the memory."""
@@ -403,7 +418,7 @@ def apart(result: Any) -> Any:
     """
     if not isinstance(result, tuple | list) or sum(is_tracked(r) for r in result) < 2:
         return result
-    return type(result)([r.view_as(r) if is_tracked(r) else r for r in result])
+    return type(result)([r.clone() if is_tracked(r) else r for r in result])  # no views: edges move
 
 
 def is_tracked(result: Any) -> bool:
