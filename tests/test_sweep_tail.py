@@ -75,6 +75,11 @@ def focal(model, batch):
     return -((1 - mine.exp()) ** 2 * mine).mean()
 
 
+def over_texts(model, batch):
+    logs = torch.log_softmax(model(batch[:, :-1]), 0)
+    return by_hand(lambda _: logs, batch)
+
+
 @pytest.fixture
 def passes(monkeypatch):
     """Pieces of a few rows each; the tails that were passed."""
@@ -114,13 +119,32 @@ def test_rows_in_pieces_add_up(passes, options, loss_fn, order):
 
 
 @pytest.mark.parametrize(
-    "loss_fn", [words_second, with_penalty, with_penalty_on_logits, focal], ids=lambda f: f.__name__
+    "loss_fn",
+    [words_second, with_penalty, with_penalty_on_logits, focal, over_texts],
+    ids=lambda f: f.__name__,
 )
 def test_what_needs_the_logits_whole_gets_them(passes, loss_fn):
     model = make_model(bias=True)
     expected = ns.summarize(model, loss_fn, tokens(), backend="nested")
     assert_same(ns.summarize(model, loss_fn, tokens(), backend="sweep"), expected)
     assert not passes
+
+
+def test_what_goes_into_the_logits_is_used_once_more_before_they_are(passes):
+    def loss_fn(model, batch):
+        inside = []
+        hook = model.norm.register_forward_hook(lambda _, args, out: inside.append(out))
+        logits = model(batch[:, :-1])
+        hook.remove()
+        penalty = inside[0].square().mean()
+        penalty = penalty + torch.log_softmax(penalty, 0)  # of one number: always 0
+        spectrum = torch.fft.fft(model.head.bias).abs().square().mean()  # complex: there is no cut
+        return by_hand(lambda _: logits, batch) + penalty + spectrum
+
+    model = make_model(bias=True)
+    expected = ns.summarize(model, loss_fn, tokens(), backend="nested")
+    assert_same(ns.summarize(model, loss_fn, tokens(), backend="sweep"), expected)
+    assert passes
 
 
 def test_with_groups_in_chunks_and_entries_as_groups(passes):

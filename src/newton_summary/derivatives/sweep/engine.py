@@ -111,27 +111,23 @@ class Sweep:
             consume: Whether to let go of the tape on the way; it cannot be swept again then.
         """
         cut, tail = self.tape.cut, self.tape.tail
-        late: list[tuple[Op, list[int]]] = []  # operations that wait for the end of the tail
         for i, (op, finished) in enumerate(zip(self.tape.ops, last_uses, strict=True)):
             if cut is not None and i == cut.index:
                 self.read_slopes(cut)
-            passed = [(op, finished)]
             if tail is not None and i in tail.ops:
-                late += passed
-                if i != tail.ops[-1]:
-                    continue
-                pass_in_pieces(self, tail)
-                passed = late
+                if (
+                    i == tail.ops[0]
+                ):  # where what it needs is there; a later operation may forget it
+                    pass_in_pieces(self, tail)
             elif op.passed and any(slot in self.tangents for slot in op.inputs):
                 self.pass_op(op)
-            for op, finished in passed:
-                for slot in finished:
-                    self.tangents.pop(slot, None)
-                if consume:
-                    for value in op.outputs:
-                        if value is not None and value.slot is not None:
-                            self.adjoints.pop(value.slot, None)
-                    op.args, op.kwargs, op.outputs, op.saved = (), {}, [], None
+            for slot in finished:
+                self.tangents.pop(slot, None)
+            if consume:
+                for value in op.outputs:
+                    if value is not None and value.slot is not None:
+                        self.adjoints.pop(value.slot, None)
+                op.args, op.kwargs, op.outputs, op.saved = (), {}, [], None
         if cut is not None and cut.index == len(self.tape.ops):
             self.read_slopes(cut)
 

@@ -62,18 +62,23 @@ def find_tail(tape: Tape, S: int, order: int, stack_limit: int | None = None) ->
         most = AT_A_TIME.get(logits.device.type, AT_A_TIME_ELSEWHERE)
         if stack_limit is not None:
             most = min(most, stack_limit // COPIES)
-        row = S * (2 if order == 3 else 1) * logits.shape[-1] * logits.element_size()
-        rows, at_a_time = logits.shape[:-1].numel(), max(FEWEST_ROWS, most // row)
+        size = tape.ops[end].out.tensor.element_size()
+        row = S * (2 if order == 3 else 1) * logits.shape[-1] * size
+        rows, at_a_time = logits.shape[:-1].numel(), max(FEWEST_ROWS, most // max(row, 1))
         if at_a_time < rows:
             return Tail(chain, rows, at_a_time)
     return None
 
 
 def _ends_a_tail(op: Op) -> bool:
-    if op.name not in LOG_SOFTMAX or not op.passed or op.wanted:
+    return _is_log_softmax_of_rows(op) and op.passed and not op.wanted
+
+
+def _is_log_softmax_of_rows(op: Op) -> bool:
+    if op.name not in LOG_SOFTMAX:
         return False
     dim = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim")
-    return isinstance(dim, int) and dim % op.out.tensor.dim() == op.out.tensor.dim() - 1
+    return dim in (-1, op.out.tensor.dim() - 1)
 
 
 def _keeps_rows(op: Op) -> bool:
@@ -83,7 +88,8 @@ def _keeps_rows(op: Op) -> bool:
         return False
     x, y = values[0].tensor, op.out.tensor
     by_entry = op.name in ENTRY_BY_ENTRY and x.shape == y.shape
-    return x.shape[-1:] == y.shape[-1:] and (by_entry or op.name in (*SAME_ORDER, *LOG_SOFTMAX))
+    by_row = op.name in SAME_ORDER or _is_log_softmax_of_rows(op)
+    return x.shape[-1:] == y.shape[-1:] and (by_entry or by_row)
 
 
 def _is_layer(op: Op) -> bool:
@@ -99,7 +105,7 @@ def pass_in_pieces(sweep: Sweep, tail: Tail) -> None:
     cut = sweep.tape.cut
     x = ops[0].args[0]
     t = sweep.tangent(x)
-    rows = None if t is None else t.rows.reshape(len(t.rows), tail.rows, -1)
+    rows = None if t is None else t.rows.flatten(1, -2)
     for part in pieces(tail):
         piece = copy(sweep)  # with the same lists of contributions
         piece.tangents = {s: sweep.tangents[s] for s in ops[0].inputs if s in sweep.tangents}
@@ -124,7 +130,7 @@ def pieces(tail: Tail) -> Iterator[slice]:
 
 def of_rows(tensor: Any, part: slice) -> Any:
     """Return some rows of a tensor that has them along all its dimensions but the last."""
-    return tensor.reshape(-1, tensor.shape[-1])[part]
+    return tensor.flatten(0, -2)[part]
 
 
 def _carry_over(piece: Sweep, op: Op) -> None:
@@ -141,11 +147,7 @@ def cut_op(op: Op, part: slice) -> Op:
         return Value(of_rows(value.now, part), value.slot)
 
     x, *others = op.args
-    args = (cut(x), *(_last_dim(op, other) for other in others))
-    kwargs = {key: _last_dim(op, other) for key, other in op.kwargs.items()}
-    return replace(op, args=args, kwargs=kwargs, outputs=[cut(op.out)])
-
-
-def _last_dim(op: Op, argument: Any) -> Any:
-    """Return an argument of an operation; the dimension of a log-softmax is the last of two now."""
-    return -1 if op.name in LOG_SOFTMAX and isinstance(argument, int) else argument
+    kwargs = op.kwargs
+    if op.name in LOG_SOFTMAX:
+        others, kwargs = [-1], {}  # the last of two dimensions now
+    return replace(op, args=(cut(x), *others), kwargs=kwargs, outputs=[cut(op.out)])
