@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import newton_summary as ns
-from newton_summary.derivatives.sweep.memory import group_chunks
+from newton_summary.derivatives.sweep import memory
+from newton_summary.derivatives.sweep.memory import default_limit, group_chunks
 
 
 def make_net(*extra):
@@ -84,6 +85,30 @@ def test_what_is_known_in_evaluation_is_not_taken_for_training():
         net.train(mode)
         expected = ns.summarize(net, Counted(), make_batch(), backend="nested")
         assert_same(ns.summarize(net, loss_fn, make_batch(), stack_limit=2**14), expected)
+
+
+def test_the_limit_is_a_part_of_what_is_free(monkeypatch):
+    cpu, gpu, much = torch.device("cpu"), torch.device("cuda"), 2**50
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2**40)
+    assert default_limit(cpu, much, may_split=False) == 2**39
+    assert default_limit(gpu, much, may_split=False) == 2**39
+    assert default_limit(gpu, much, may_split=True) == 2**38
+    assert default_limit(cpu, much, may_split=True) == memory.SPLIT_BEYOND_ON_CPU
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2**20)
+    assert default_limit(cpu, much, may_split=True) == 2**19
+    monkeypatch.setattr(memory, "free_memory", None)  # is not asked for if little is needed
+    for device in (cpu, gpu):
+        for may_split in (False, True):
+            assert default_limit(device, 1000, may_split) > 1000
+
+
+def test_parts_of_a_batch_are_even():
+    """Room for ten of 24 samples makes three parts, none of which is small."""
+    net, loss_fn = make_net(), Counted()
+    for _ in range(2):  # the second time, how to split is known
+        loss_fn.sizes.clear()
+        ns.summarize(net, loss_fn, make_batch(), stack_limit=11 * 2**14)
+    assert loss_fn.sizes[-3:] == [8, 8, 8]
 
 
 @pytest.mark.parametrize("S", [1, 2, 3, 7, 20])

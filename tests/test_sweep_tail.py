@@ -80,6 +80,38 @@ def over_texts(model, batch):
     return by_hand(lambda _: logs, batch)
 
 
+def with_noise(model, batch):
+    noise = torch.rand(TEXTS, LENGTH, WORDS, generator=torch.Generator().manual_seed(2)).double()
+    return by_hand(lambda batch: model(batch) * noise, batch)
+
+
+def two_to_the_logits(model, batch):
+    return by_hand(lambda batch: torch.pow(2, model(batch)), batch)
+
+
+def words_in_halves(model, batch):
+    logs = model(batch[:, :-1]).unflatten(-1, (2, -1)).log_softmax(-1).flatten(-2)
+    return -logs.gather(2, batch[:, 1:, None]).mean()
+
+
+def one_of_three_places(model, batch):
+    scores = F.linear(model(batch[:, :-1]).reshape(-1, 3, WORDS), model.words.weight[:, 0])
+    return -scores.log_softmax(-1)[:, 1].mean()
+
+
+WHOLE = [
+    words_second,
+    with_penalty,
+    with_penalty_on_logits,
+    focal,
+    over_texts,
+    with_noise,
+    two_to_the_logits,
+    words_in_halves,
+    one_of_three_places,
+]
+
+
 @pytest.fixture
 def passes(monkeypatch):
     """Pieces of a few rows each; the tails that were passed."""
@@ -118,11 +150,7 @@ def test_rows_in_pieces_add_up(passes, options, loss_fn, order):
     assert [(found.rows, found.at_a_time) for found in passes] == [(TEXTS * LENGTH, 8)]
 
 
-@pytest.mark.parametrize(
-    "loss_fn",
-    [words_second, with_penalty, with_penalty_on_logits, focal, over_texts],
-    ids=lambda f: f.__name__,
-)
+@pytest.mark.parametrize("loss_fn", WHOLE, ids=lambda f: f.__name__)
 def test_what_needs_the_logits_whole_gets_them(passes, loss_fn):
     model = make_model(bias=True)
     expected = ns.summarize(model, loss_fn, tokens(), backend="nested")
@@ -138,10 +166,12 @@ def test_what_goes_into_the_logits_is_used_once_more_before_they_are(passes):
         hook.remove()
         penalty = inside[0].square().mean()
         penalty = penalty + torch.log_softmax(penalty, 0)  # of one number: always 0
+        penalty = penalty - torch.log_softmax(model.prior, 0)[0]  # of no layer
         spectrum = torch.fft.fft(model.head.bias).abs().square().mean()  # complex: there is no cut
         return by_hand(lambda _: logits, batch) + penalty + spectrum
 
     model = make_model(bias=True)
+    model.prior = nn.Parameter(torch.linspace(0, 1, WORDS, dtype=torch.float64))
     expected = ns.summarize(model, loss_fn, tokens(), backend="nested")
     assert_same(ns.summarize(model, loss_fn, tokens(), backend="sweep"), expected)
     assert passes
@@ -215,9 +245,11 @@ def test_less_memory_is_asked_for(passes):
         sizes.append(len(batch))
         return flattened(model, batch)
 
-    ns.summarize(model, loss_fn, tokens(), backend="sweep", stack_limit=2**18)
+    for at_a_time in (2**10, 2**30):  # by themselves, or because of the limit
+        tail.AT_A_TIME["cpu"] = at_a_time
+        ns.summarize(model, loss_fn, tokens(), backend="sweep", stack_limit=2**18)
     assert set(sizes) == {TEXTS}
-    tail.AT_A_TIME["cpu"] = 2**30
+    assert len(passes) == 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "find_tail", lambda *args: None)
         ns.summarize(model, loss_fn, tokens(), backend="sweep", stack_limit=2**18)

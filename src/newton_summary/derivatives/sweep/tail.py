@@ -14,6 +14,7 @@ from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from newton_summary.derivatives.sweep.memory import WORKING_COPIES
 from newton_summary.derivatives.sweep.rules.elementwise import CURVED
 from newton_summary.derivatives.sweep.rules.linear import SAME_ORDER
 from newton_summary.derivatives.sweep.tangent import Tangent
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 # Bytes of the logits' derivatives that are taken at a time.
 AT_A_TIME = {"cpu": 2**23}  # which stay in its cache
 AT_A_TIME_ELSEWHERE = 2**29
-COPIES = 4  # of these, while the rules compute
 FEWEST_ROWS = 8  # with fewer, reading the weights takes longer than the products
 LOG_SOFTMAX = ("log_softmax", "special_log_softmax")
 ENTRY_BY_ENTRY = frozenset(CURVED) | {"mul", "multiply", "div", "divide", "true_divide", "neg"}
@@ -61,7 +61,8 @@ def find_tail(tape: Tape, S: int, order: int, stack_limit: int | None = None) ->
         logits = layer.out.tensor
         most = AT_A_TIME.get(logits.device.type, AT_A_TIME_ELSEWHERE)
         if stack_limit is not None:
-            most = min(most, stack_limit // COPIES)
+            copies = len(chain) + WORKING_COPIES
+            most = min(most, stack_limit // (2 * copies))  # half is for the rest of the network
         size = tape.ops[end].out.tensor.element_size()
         row = S * (2 if order == 3 else 1) * logits.shape[-1] * size
         rows, at_a_time = logits.shape[:-1].numel(), max(FEWEST_ROWS, most // max(row, 1))
@@ -71,7 +72,7 @@ def find_tail(tape: Tape, S: int, order: int, stack_limit: int | None = None) ->
 
 
 def _ends_a_tail(op: Op) -> bool:
-    return _is_log_softmax_of_rows(op) and op.passed and not op.wanted
+    return _is_log_softmax_of_rows(op) and not op.wanted
 
 
 def _is_log_softmax_of_rows(op: Op) -> bool:
@@ -84,19 +85,15 @@ def _is_log_softmax_of_rows(op: Op) -> bool:
 def _keeps_rows(op: Op) -> bool:
     """Whether an operation takes one value, and each row of it to the same row of the result."""
     values = find_values((op.args, op.kwargs))
-    if len(values) != 1 or op.args[:1] != (values[0],) or op.complex or not op.passed:
+    if len(values) != 1 or op.args[:1] != (values[0],) or op.complex:
         return False
     x, y = values[0].tensor, op.out.tensor
-    by_entry = op.name in ENTRY_BY_ENTRY and x.shape == y.shape
-    by_row = op.name in SAME_ORDER or _is_log_softmax_of_rows(op)
-    return x.shape[-1:] == y.shape[-1:] and (by_entry or by_row)
+    known = op.name in ENTRY_BY_ENTRY or op.name in SAME_ORDER or _is_log_softmax_of_rows(op)
+    return known and x.shape[-1:] == y.shape[-1:]
 
 
 def _is_layer(op: Op) -> bool:
-    if op.name != "linear" or not op.passed or len(op.args) < 2:
-        return False
-    x, weight = op.args[:2]
-    return bool(weight.tensor.dim() == 2 and x.tensor.dim() > 1)
+    return op.name == "linear" and op.args[1].tensor.dim() == 2
 
 
 def pass_in_pieces(sweep: Sweep, tail: Tail) -> None:
