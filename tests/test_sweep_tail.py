@@ -101,7 +101,6 @@ def one_of_three_places(model, batch):
 
 WHOLE = [
     words_second,
-    with_penalty,
     with_penalty_on_logits,
     focal,
     over_texts,
@@ -139,7 +138,7 @@ def assert_same(actual, expected):
 )
 @pytest.mark.parametrize(
     "loss_fn",
-    [flattened, by_hand, with_ignored_words, smoothed],
+    [flattened, by_hand, with_ignored_words, smoothed, with_penalty],
     ids=lambda f: f.__name__,
 )
 def test_rows_in_pieces_add_up(passes, options, loss_fn, order):
@@ -156,6 +155,39 @@ def test_what_needs_the_logits_whole_gets_them(passes, loss_fn):
     expected = ns.summarize(model, loss_fn, tokens(), backend="nested")
     assert_same(ns.summarize(model, loss_fn, tokens(), backend="sweep"), expected)
     assert not passes
+
+
+def test_several_heads(passes):
+    """One loss for the next word, one for the word after it: no value is all that leads there."""
+
+    def loss_fn(model, batch):
+        inside = model.norm(torch.tanh(model.layer(model.words(batch[:, :-2]))))
+        first, second = model.head(inside), model.second(inside)
+        loss = F.cross_entropy(first.flatten(0, 1), batch[:, 1:-1].flatten())
+        return loss + F.cross_entropy(second.flatten(0, 1), batch[:, 2:].flatten())
+
+    model = make_model(bias=True)
+    model.second = nn.Linear(8, WORDS).double()
+    expected = ns.summarize(model, loss_fn, tokens(), backend="nested")
+    assert_same(ns.summarize(model, loss_fn, tokens(), backend="sweep"), expected)
+    assert len(passes) == 2
+
+
+def test_slopes_of_zero_stay_zero(passes):
+    """The bias of the keys shifts all scores by the same: rounding would make a slope of it."""
+
+    class Attention(LanguageModel):
+        def forward(self, tokens):
+            x = self.words(tokens)
+            attended = F.scaled_dot_product_attention(x, self.layer(x), x)
+            return self.head(self.norm(attended))
+
+    model = Attention(bias=True)
+    summary = ns.summarize(model, with_penalty, tokens(), backend="sweep")
+    assert passes
+    s = summary.partition.names.index("layer.bias")
+    assert float(summary.gbar[s]) == float(summary.D3[s]) == 0
+    assert not summary.Hbar[s].any()
 
 
 def test_what_goes_into_the_logits_is_used_once_more_before_they_are(passes):
@@ -227,13 +259,13 @@ def test_small_stacks_are_passed_at_once():
     seen = []
 
     def watched(*args):
-        seen.append(tail.find_tail(*args))
+        seen.append(tail.find_tails(*args))
         return seen[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "find_tail", watched)
+        patch.setattr(engine, "find_tails", watched)
         ns.summarize(model, flattened, tokens(), backend="sweep")
-    assert seen == [None]
+    assert seen == [[]]
 
 
 def test_less_memory_is_asked_for(passes):
@@ -251,6 +283,6 @@ def test_less_memory_is_asked_for(passes):
     assert set(sizes) == {TEXTS}
     assert len(passes) == 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "find_tail", lambda *args: None)
+        patch.setattr(engine, "find_tails", lambda *args: [])
         ns.summarize(model, loss_fn, tokens(), backend="sweep", stack_limit=2**18)
     assert min(sizes) < TEXTS

@@ -44,7 +44,7 @@ from newton_summary.derivatives.sweep.rules import (
     rule_for,
 )
 from newton_summary.derivatives.sweep.rules.bilinear import gram
-from newton_summary.derivatives.sweep.tail import find_tail, pass_in_pieces
+from newton_summary.derivatives.sweep.tail import find_tails, pass_in_pieces
 from newton_summary.derivatives.sweep.tangent import Groups, Tangent
 from newton_summary.derivatives.sweep.tape import Cut, Op, Tape, Value
 from newton_summary.partition import Params, Partition
@@ -110,15 +110,14 @@ class Sweep:
             last_uses: For every operation, the slots that no later one needs.
             consume: Whether to let go of the tape on the way; it cannot be swept again then.
         """
-        cut, tail = self.tape.cut, self.tape.tail
+        cut = self.tape.cut
+        tails = {i: tail for tail in self.tape.tails for i in tail.ops}
         for i, (op, finished) in enumerate(zip(self.tape.ops, last_uses, strict=True)):
             if cut is not None and i == cut.index:
                 self.read_slopes(cut)
-            if tail is not None and i in tail.ops:
-                if (
-                    i == tail.ops[0]
-                ):  # where what it needs is there; a later operation may forget it
-                    pass_in_pieces(self, tail)
+            if i in tails:
+                if i == tails[i].ops[0]:  # what it needs is there; a later one may forget it
+                    pass_in_pieces(self, tails[i])
             elif op.passed and any(slot in self.tangents for slot in op.inputs):
                 self.pass_op(op)
             for slot in finished:
@@ -350,7 +349,7 @@ def summarize_sweep(
     if order > 1:
         tape.cut = find_cut(tape)
         last_uses = mark_needed(tape)
-        tape.tail = find_tail(tape, len(partition), order, stack_limit)
+        tape.tails = find_tails(tape, len(partition), order, stack_limit)
         needed = stack_bytes(tape, last_uses, partition, order)
         limit = stack_limit
         if limit is None:

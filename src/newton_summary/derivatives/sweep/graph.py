@@ -37,7 +37,7 @@ from newton_summary.derivatives.sweep.engine import (
 )
 from newton_summary.derivatives.sweep.recorder import Recorder
 from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE
-from newton_summary.derivatives.sweep.tail import find_tail
+from newton_summary.derivatives.sweep.tail import find_tails
 from newton_summary.partition import Params, Partition, result_dtype
 from newton_summary.summary import Summary
 
@@ -199,7 +199,7 @@ def _run(
             "the loss is linear in the parameters, or has complex numbers on the way"
         )
     last_uses = mark_needed(tape)
-    tape.tail = find_tail(tape, len(partition), order)
+    tape.tails = find_tails(tape, len(partition), order)
     _, adjoints = backward(tape, params)
     with torch.no_grad():
         sweep = Sweep(tape, adjoints, u, partition, order, range(len(partition)))

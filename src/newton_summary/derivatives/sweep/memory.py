@@ -44,9 +44,9 @@ def stack_bytes(tape: Tape, last_uses: list[list[int]], partition: Partition, or
     bent: set[int] = set()  # slots with second derivatives
     sizes: dict[int, int] = {}
     alive = peak = 0
-    tail = tape.tail
+    tails = {i: tail for tail in tape.tails for i in tail.ops}
     for i, (op, finished) in enumerate(zip(tape.ops, last_uses, strict=True)):
-        in_pieces = tail is not None and i in tail.ops
+        tail = tails.get(i)
         if op.passed:
             union = frozenset().union(*[met[slot] for slot in op.inputs if slot in met])
             second = order == 3 and (is_curved(op) or not bent.isdisjoint(op.inputs))
@@ -55,7 +55,7 @@ def stack_bytes(tape: Tape, last_uses: list[list[int]], partition: Partition, or
                 if value is None or value.slot is None:
                     continue
                 size = len(union) * (2 if second else 1) * value.tensor.nbytes
-                if tail is not None and in_pieces:
+                if tail is not None:
                     size = -(-size * tail.at_a_time // tail.rows)
                 work = max(work, size)
                 if value.slot in tape.needed:

@@ -15,10 +15,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from newton_summary.derivatives.sweep.memory import WORKING_COPIES
+from newton_summary.derivatives.sweep.rules import is_curved
 from newton_summary.derivatives.sweep.rules.elementwise import CURVED
 from newton_summary.derivatives.sweep.rules.linear import SAME_ORDER
 from newton_summary.derivatives.sweep.tangent import Tangent
-from newton_summary.derivatives.sweep.tape import Op, Tail, Tape, Value, find_values
+from newton_summary.derivatives.sweep.tape import Cut, Op, Tail, Tape, Value, find_values
 
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
@@ -31,8 +32,8 @@ LOG_SOFTMAX = ("log_softmax", "special_log_softmax")
 ENTRY_BY_ENTRY = frozenset(CURVED) | {"mul", "multiply", "div", "divide", "true_divide", "neg"}
 
 
-def find_tail(tape: Tape, S: int, order: int, stack_limit: int | None = None) -> Tail | None:
-    """Return the last layer and what follows up to a log-softmax, if its stack would be large.
+def find_tails(tape: Tape, S: int, order: int, stack_limit: int | None = None) -> list[Tail]:
+    """Return every layer with what follows up to a log-softmax, where its stack would be large.
 
     What lies between may scale or cap the logits and change their shape, as long as the row of a
     token stays a row. Nothing else may use them.
@@ -43,9 +44,11 @@ def find_tail(tape: Tape, S: int, order: int, stack_limit: int | None = None) ->
         order: Highest derivative.
         stack_limit: Bytes that all stacks may take, if there is a limit.
     """
-    ends = [i for i, op in enumerate(tape.ops) if _ends_a_tail(op)]
+    tails: list[Tail] = []
+    ends = [i for i, op in enumerate(tape.ops) if _is_log_softmax_of_rows(op)]
     if not ends:
-        return None
+        return tails
+    curving = needed_by_curved(tape)
     makers = {v.slot: i for i, op in enumerate(tape.ops) for v in op.outputs if v is not None}
     users = Counter(slot for op in tape.ops if op.passed for slot in op.inputs)
     for end in ends:
@@ -55,24 +58,31 @@ def find_tail(tape: Tape, S: int, order: int, stack_limit: int | None = None) ->
             if users[slot] > 1 or slot not in makers:
                 break
             chain.insert(0, makers[slot])
-        layer = tape.ops[chain[0]]
-        if not _is_layer(layer):
+        last = tape.ops[end]
+        if not _is_layer(tape.ops[chain[0]]) or last.out.slot in curving:
             continue
-        logits = layer.out.tensor
+        logits = last.out.tensor
         most = AT_A_TIME.get(logits.device.type, AT_A_TIME_ELSEWHERE)
         if stack_limit is not None:
             copies = len(chain) + WORKING_COPIES
             most = min(most, stack_limit // (2 * copies))  # half is for the rest of the network
-        size = tape.ops[end].out.tensor.element_size()
-        row = S * (2 if order == 3 else 1) * logits.shape[-1] * size
-        rows, at_a_time = logits.shape[:-1].numel(), max(FEWEST_ROWS, most // max(row, 1))
+        rows = logits.shape[:-1].numel()
+        row = S * (2 if order == 3 else 1) * logits.shape[-1] * logits.element_size()
+        at_a_time = max(FEWEST_ROWS, most // max(row, 1))
         if at_a_time < rows:
-            return Tail(chain, rows, at_a_time)
-    return None
+            tails.append(Tail(chain, rows, at_a_time, has_slopes=last.wanted))
+            last.wanted = False
+            tape.needed.discard(last.out.slot)
+    return tails
 
 
-def _ends_a_tail(op: Op) -> bool:
-    return _is_log_softmax_of_rows(op) and not op.wanted
+def needed_by_curved(tape: Tape) -> set[int]:
+    """Return the slots whose derivatives a curved operation needs; at a cut, slopes do too."""
+    needed: set[int] = set()
+    for op in reversed(tape.ops):
+        if is_curved(op) or any(v is not None and v.slot in needed for v in op.outputs):
+            needed.update(op.inputs)
+    return needed
 
 
 def _is_log_softmax_of_rows(op: Op) -> bool:
@@ -117,6 +127,11 @@ def pass_in_pieces(sweep: Sweep, tail: Tail) -> None:
                 piece.pass_op(cut_op(op, part))
             if cut is not None and op.out.slot == cut.slot and cut.adjoint is not None:
                 piece.read_slopes(replace(cut, adjoint=of_rows(cut.adjoint, part)))
+        delta = piece.adjoint(ops[-1].out)
+        if tail.has_slopes and delta is not None:
+            p = of_rows(ops[-1].out.now, part).exp()
+            before = delta - p * delta.sum(-1, keepdim=True)  # the adjoint of what goes in
+            piece.read_slopes(Cut(tail.ops[-1], ops[-1].args[0], before))
 
 
 def pieces(tail: Tail) -> Iterator[slice]:

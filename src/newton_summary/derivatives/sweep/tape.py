@@ -139,6 +139,7 @@ class Tail:
     ops: list[int]  # their places on the tape, the first of them a layer
     rows: int  # in all
     at_a_time: int
+    has_slopes: bool = False  # whether what they add to gbar is read off here, and not at the cut
 
 
 @dataclass
@@ -150,7 +151,7 @@ class Tape:
     leaves: dict[int, str]  # slot -> parameter name
     needed: set[int] = field(default_factory=set)  # slots whose derivatives a later operation uses
     cut: Cut | None = None  # where gbar is read off; else it comes from the gradient
-    tail: Tail | None = None  # what is passed in pieces
+    tails: list[Tail] = field(default_factory=list)  # what is passed in pieces
 
 
 def find_tensors(tree: Any) -> list[Tensor]:
