@@ -209,7 +209,7 @@ def test_what_goes_into_the_logits_is_used_once_more_before_they_are(passes):
     assert passes
 
 
-def test_with_groups_in_chunks_and_entries_as_groups(passes):
+def test_with_groups_in_chunks(passes):
     model = make_model(bias=True)
     expected = ns.summarize(model, flattened, tokens()[:1], backend="nested")
     actual = ns.summarize(
@@ -217,9 +217,17 @@ def test_with_groups_in_chunks_and_entries_as_groups(passes):
     )
     assert len(passes) > 1
     assert_same(actual, expected)
-    partition = ns.make_partition(model, {"head": r"^head\..*", "rest": ...})
-    expected = ns.summarize(model, flattened, tokens(), partition=partition, backend="nested")
-    assert_same(ns.summarize(model, flattened, tokens(), partition=partition), expected)
+
+
+def test_parts_of_tensors_as_groups(passes):
+    model = make_model(bias=True)
+    params = dict(model.named_parameters())
+    labels = {name: torch.arange(p.numel()).reshape(p.shape) % 3 for name, p in params.items()}
+    partition = ns.Partition(["a", "b", "c"], params, labels)
+    how = {"partition": partition}
+    expected = ns.summarize(model, flattened, tokens(), backend="nested", **how)
+    assert_same(ns.summarize(model, flattened, tokens(), backend="sweep", **how), expected)
+    assert passes
 
 
 def test_only_the_head_moves(passes):
