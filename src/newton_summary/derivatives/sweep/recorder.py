@@ -333,7 +333,7 @@ class Recorder(TorchFunctionMode):
             )
         owner_value = None
         if owner is not tensor:
-            owner_value = self._value_of(owner)
+            owner_value = self._owner_value(owner)
             self._move_edges(owner)
         sharing = self.sharing.pop(id(owner), [])
         if sharing:
@@ -345,11 +345,28 @@ class Recorder(TorchFunctionMode):
                     some.version = some.tensor._version
         return owner_value
 
+    def _owner_value(self, owner: Tensor) -> Value:
+        """Return the value of the tensor that owns the memory of a view.
+
+        A layer may have given out nothing but a view of all of it, in another shape.
+        """
+        if id(owner) not in self.values and owner.is_contiguous():
+            for view in self.sharing.get(id(owner), []):
+                whole = view.tensor.numel() == owner.numel() and view.tensor.is_contiguous()
+                if whole and view.slot is not None:
+                    new = self._new_value(owner, torch.autograd.graph.get_gradient_edge(owner))
+                    args = (view, owner.shape)
+                    self.ops.append(
+                        Op("reshape", torch.reshape, args, {}, [new], None, [view.slot])
+                    )
+                    return new
+        return self._value_of(owner)
+
     def _move_edges(self, owner: Tensor) -> None:
         """Look for the adjoints of views at the tensor that owns the memory.
 
         Autograd goes back from a view that was written to straight to the owner, and not by way of
-        the view as it was before. A layer may give out a view of what nobody else sees.
+        the view as it was before.
         """
         for value in self.sharing.get(id(owner), []):
             is_view = value.tensor is not owner and value.tensor.dtype == owner.dtype
