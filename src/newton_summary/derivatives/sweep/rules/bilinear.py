@@ -64,7 +64,7 @@ def pieces_of(shape: torch.Size, most: int = 1024, shortest: int = 256) -> int:
     Short ones are not cut. Lengths that are multiples of eight come first: a GPU reads them faster.
 
     >>> [pieces_of(torch.Size(s)) for s in ((1000, 64, 8, 8), (250, 3, 7), (9, 50257))]
-    [1000, 1, 261]
+    [1024, 1, 261]
     """
     n = shape.numel()
     if n < 64 * shortest:
