@@ -1,17 +1,19 @@
 """NewtonSummary from its defaults on several small networks, against Adam at 1e-3.
 
     OMP_NUM_THREADS=1 python benchmarks/networks.py --seeds 2
+    OMP_NUM_THREADS=1 python benchmarks/networks.py --networks LSTM --lr 2 0.1  # falls linearly
 
 The 5,000 MNIST images inside the package, batches of 100, curvature on 1,000 random images, 12
-epochs, constant rates. "torch" are weights as torch draws them, "paper" from N(0, gain^2 / fan_in).
-Prints the loss of the whole training set (in evaluation mode) and the test accuracy.
+epochs, constant rates, unless ``--lr`` is given for ours. "torch" are weights as torch draws them,
+"paper" from N(0, gain^2 / fan_in). Prints the loss of the whole training set (in evaluation mode)
+and the test accuracy.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from newton_summary.data import load_mnist_subset
 from newton_summary.experiments import models
 
 TRAIN, TEST = load_mnist_subset("train"), load_mnist_subset("test")
+BATCH = 100
 
 
 def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -86,21 +89,31 @@ class RandomBatches:
             yield TRAIN[0][chosen], TRAIN[1][chosen]
 
 
-def train(network: str, ours: bool, seed: int, epochs: int) -> tuple[float, float, float]:
-    """Return the training loss at the end, the test accuracy and the seconds."""
+def train(
+    network: str, ours: bool, seed: int, epochs: int, lr: Sequence[float] = ()
+) -> tuple[float, float, float]:
+    """Return the training loss at the end, the test accuracy and the seconds.
+
+    ``lr`` of NewtonSummary is the default if it is empty; it falls from the first to the last.
+    """
     torch.manual_seed(seed)
     model = NETWORKS[network]()
     optimizer: Any = torch.optim.Adam(model.parameters(), lr=1e-3)
     if ours:
         curvature = (loss_fn, RandomBatches(seed))
-        optimizer = ns.NewtonSummary(ns.make_partition(model), curvature=curvature)
+        options = {"lr": lr[0]} if lr else {}
+        optimizer = ns.NewtonSummary(ns.make_partition(model), curvature=curvature, **options)
+    end = lr[-1] / lr[0] if ours and lr else 1.0
+    steps = epochs * -(-len(TRAIN[0]) // BATCH)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, end, total_iters=steps)
     order = torch.Generator().manual_seed(seed)
     start = time.perf_counter()
     for _ in range(epochs):
-        for chosen in torch.randperm(len(TRAIN[0]), generator=order).split(100):
+        for chosen in torch.randperm(len(TRAIN[0]), generator=order).split(BATCH):
             optimizer.zero_grad()
             loss_fn(model, (TRAIN[0][chosen], TRAIN[1][chosen])).backward()
             optimizer.step()
+            schedule.step()
     seconds = time.perf_counter() - start
     model.eval()
     with torch.no_grad():
@@ -114,12 +127,14 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--networks", nargs="*", default=[""], help="parts of their names")
+    parser.add_argument("--lr", nargs="*", type=float, default=[], help="ours: start, and end")
     args = parser.parse_args()
     print("| network | seed | Adam, 1e-3 | NewtonSummary | ratio | test accuracy | time |")
     print("|---|---|---|---|---|---|---|", flush=True)
-    for network in NETWORKS:
+    for network in (n for n in NETWORKS if any(part in n for part in args.networks)):
         for seed in range(args.seeds):
-            adam, ours = (train(network, ours, seed, args.epochs) for ours in (False, True))
+            adam, ours = (train(network, x, seed, args.epochs, args.lr) for x in (False, True))
             print(
                 f"| {network} | {seed} | {adam[0]:.1e} | {ours[0]:.1e} | {ours[0] / adam[0]:.2f} "
                 f"| {adam[1]:.3f} / {ours[1]:.3f} | {adam[2]:.0f} s / {ours[2]:.0f} s |",
