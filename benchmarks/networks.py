@@ -65,6 +65,22 @@ class Rows(nn.Module):
         return self.head(self.rows(images[:, 0])[0][:, -1])
 
 
+class Patches(nn.Module):
+    """A transformer of two blocks over the sixteen patches of an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(64, 64)
+        self.place = nn.Parameter(0.02 * torch.randn(16, 64))
+        layer = nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 2, nn.LayerNorm(64), enable_nested_tensor=False)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = images.unfold(2, 8, 8).unfold(3, 8, 8).reshape(len(images), 16, 64)
+        return self.head(self.blocks(self.embed(patches) + self.place).mean(1))
+
+
 NETWORKS = {
     "MLP, tanh, torch": lambda: dense(nn.Tanh),
     "MLP, tanh, paper": models.mlp,
@@ -74,6 +90,7 @@ NETWORKS = {
     "LeNet, ReLU, torch": relu_lenet,
     "two convolutions with batch norm, torch": batch_norm,
     "LSTM over rows, torch": Rows,
+    "transformer over patches, torch": Patches,
 }
 
 

@@ -177,7 +177,6 @@ def test_unused_and_frozen_parameters(partition):
     opt = make_optimizer(
         model,
         lr=0.1,
-        ramp=0,
         partition=partition,
         summary_period=2,
         curvature=(with_unused, CURVATURE),
@@ -457,6 +456,20 @@ def test_ridge_adds_a_fraction_of_the_diagonal():
     torch.testing.assert_close(actual.eta, ns.learning_rates(lifted).eta)
 
 
+def test_groups_that_act_alike_move_together_by_default():
+    """Without a ridge a difference of a tenth in gbar sends one of them backwards, and far."""
+    summary = summary_of([1.0, 0.9], [[1.0, 0.99], [0.99, 1.0]], [0.0, 0.0])
+    curvature = (lambda model, batch: None, iter([]))  # batches of which nobody knows how many
+    default = ns.NewtonSummary(ns.make_partition(make_net()), curvature=curvature)._refresh.rules
+    newton = ns.learning_rates(summary, 0.0).eta
+    assert newton.tolist() == pytest.approx([109 / 19.9, -90 / 19.9])
+    rates = default.solve(summary)
+    torch.testing.assert_close(
+        rates.eta, torch.linalg.solve(summary.Hbar + 0.2 * torch.eye(2).double(), summary.gbar)
+    )
+    assert rates.eta.min() > 0 and rates.eta.max() < 1
+
+
 def test_dropped_groups_leave_the_optimum_of_the_others():
     """The others then solve their own system, and moving back a dropped one does not help."""
     g, H = [1.0, 0.2, 0.5], [[2.0, 1.5, 0.1], [1.5, 2.0, 0.1], [0.1, 0.1, 1.0]]
@@ -692,8 +705,7 @@ def test_curvature_of_another_model_is_an_error():
 
 ADDITIONS = {  # as they may be, and as the paper has them
     "averaging": ("normalized", "window"),
-    "ramp": (10, 0),
-    "max_step": (0.2, math.inf),
+    "max_step": (0.02, math.inf),
     "shorten": (True, False),
     "keep_last_good": (True, False),
 }
@@ -710,9 +722,9 @@ def test_paper_mode_refuses_the_additions(name):
 def test_paper_mode_has_none_of_the_additions():
     opt = ns.NewtonSummary.paper(ns.make_partition(make_net()), lr=0.3, lambda_int=1.0)
     rules = opt._refresh.rules
-    assert rules == RateRules(keep_last_good=False, shorten=False)
+    assert rules == RateRules(ridge=0.0, keep_last_good=False, shorten=False)
     assert opt._refresh.min_decrease is None and not opt._refresh.average.lengths
-    assert opt.max_step == math.inf and opt.ramp == 0
+    assert opt.max_step == math.inf
     assert (opt.summary_period, opt.warmup, opt.defaults["momentum"]) == (10, 3, 0.9)
 
 

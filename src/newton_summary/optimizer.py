@@ -37,8 +37,9 @@ from newton_summary.summary import Summary
 
 Closure = Callable[[], Tensor]
 
-MAX_STEP = 0.2  # of the norm of a group's weights, where summaries are noisy
-RAMP = 10  # refreshes until the whole rates are used, where summaries are noisy
+# Where summaries are noisy, because curvature batches differ:
+MAX_STEP = 0.02  # of the norm of a group's weights
+RIDGE = 0.2  # of each diagonal entry of Hbar
 
 
 class NewtonSummary(Optimizer):
@@ -95,10 +96,6 @@ class NewtonSummary(Optimizer):
         averaging: ``"normalized"`` averages derivatives by step length over all refreshes, with
             exponential weights, and keeps each group's step length from one refresh to the next;
             ``"window"`` averages the last few summaries and keeps the rates, as the paper does.
-        ramp: Use 1/ramp of the rates until the second refresh, 2/ramp until the third, and so on
-            up to all of them: the first averages hold few summaries of a loss that changes fast.
-            Costs some speed in the first ``ramp * summary_period`` steps. 0 for none. If not given,
-            10 where ``curvature`` has more than one batch (on any rank), and else 0.
         summary_decay: Weight of the past in ``averaging="normalized"``.
         absolute_D3: With ``averaging="normalized"``, average abs(D3): noise then makes the cubic
             term larger, where with signs it makes it smaller.
@@ -107,17 +104,19 @@ class NewtonSummary(Optimizer):
             to zero, as the paper does; ``"drop"`` also solves again for the others without them.
         eta_average: Make ``eta_momentum`` an average, mu_eta eta~ + (1 - mu_eta) (eta)_+.
         ridge: Add this fraction of its own absolute value to each diagonal entry of Hbar. Steps
-            become shorter, by 1 / (1 + ridge) where groups do not interact.
+            become shorter, by 1 / (1 + ridge) where groups do not interact. Where all act alike, as
+            layers do, and little but noise tells which should move, it lets all of them move. If
+            not given, 0.2 where ``curvature`` has more than one batch (on any rank), and else 0.
         max_eta: No rate is larger (no step length, with ``averaging="normalized"``). Depends on
             the units of the parameters, so invariance under rescaling is lost.
         max_growth: From one refresh to the next no rate grows by more than this factor. Slows the
             beginning down if the first rates are too small.
         max_step: No step moves the weights of a group (tensors of two or more dimensions) by more
-            than this fraction of their norm: else all rates are shortened by one factor. A group
-            without weights moves no further than one with weights of middling norm may. Where
-            derivatives at a point say little about what is far from it, as at the start of ReLU
-            networks, this keeps the first steps from leaving for good. ``inf`` for no limit. If not
-            given, 0.2 where ``curvature`` has more than one batch, and else no limit.
+            than this fraction of their norm: else the rate of this group is shortened. A group
+            without weights moves no further than one with weights of middling norm may, and small
+            weights count as a tenth of these. Keeps layers with little curvature from growing
+            until all others have too much of it. ``inf`` for no limit. If not given, 0.02 where
+            ``curvature`` has more than one batch (on any rank), and else no limit.
         min_decrease: Accept rates only if a step along them lowers the loss of the curvature batch
             by this fraction of the predicted decrease; else halve them, at most five times. Costs
             one to six evaluations of the loss a refresh, and shortens steps where there is noise.
@@ -130,7 +129,7 @@ class NewtonSummary(Optimizer):
         distributed: Whether summaries are averaged over ranks, see :func:`summarize`. Gradients
             have to be the same on all ranks, as DistributedDataParallel leaves them; then so are
             the rates. A refresh exchanges one message, other steps none; when the optimizer is
-            made, ranks make sure that they do the same, and agree on ``ramp``.
+            made, ranks make sure that they do the same, and agree on ``max_step``.
         cuda_graph: On a GPU, capture the measurement as a CUDA graph after the first refreshes, and
             replay it: several times faster for small models, whose kernels are shorter than their
             launches. The loss must then do the same at each call (no branch on values, steps or
@@ -148,7 +147,7 @@ class NewtonSummary(Optimizer):
     def __init__(
         self,
         partition: Partition,
-        lr: float | Tensor = 0.5,
+        lr: float | Tensor = 0.7,
         lambda_int: float = 1.0,
         momentum: float = 0.9,
         eta_momentum: float = 0.0,
@@ -159,13 +158,12 @@ class NewtonSummary(Optimizer):
         curvature: tuple[LossFn, Any] | None = None,
         *,
         averaging: str = "normalized",
-        ramp: int | None = None,
         summary_decay: float = 0.9,
         absolute_D3: bool = True,
         diagonal: bool = False,
         negative: str = "cut",
         eta_average: bool = False,
-        ridge: float = 0.0,
+        ridge: float | None = None,
         max_eta: float | None = None,
         max_growth: float | None = None,
         max_step: float | None = None,
@@ -194,8 +192,6 @@ class NewtonSummary(Optimizer):
         check_whole("summary_period", summary_period, least=1)
         check_whole("summary_window", summary_window, least=1)
         check_whole("warmup", warmup, least=0)
-        if ramp is not None:
-            check_whole("ramp", ramp, least=0)
         if direction is not None:
             check_direction(direction, partition)
         self.model = model
@@ -215,7 +211,6 @@ class NewtonSummary(Optimizer):
             several = curvature is not None and _has_several_batches(curvature[1])
             if ranks is not None:
                 several = bool(ranks.total(torch.tensor([float(several)])) > 0)
-        self.ramp = ramp if ramp is not None else RAMP if several else 0
         self.max_step = max_step if max_step is not None else MAX_STEP if several else math.inf
         self._refresh = Refresh(
             model,
@@ -227,7 +222,7 @@ class NewtonSummary(Optimizer):
                 negative=negative,
                 eta_momentum=eta_momentum,
                 eta_average=eta_average,
-                ridge=ridge,
+                ridge=ridge if ridge is not None else RIDGE if several else 0.0,
                 max_eta=max_eta,
                 max_growth=max_growth,
                 keep_last_good=keep_last_good,
@@ -294,7 +289,7 @@ class NewtonSummary(Optimizer):
             **options: Others of the class, but for those that are additions to Algorithm 2.
         """
         additions = {
-            **{"averaging": "window", "ramp": 0, "max_step": math.inf},
+            **{"averaging": "window", "max_step": math.inf},
             **{"shorten": False, "keep_last_good": False},
         }
         for name, value in additions.items():
@@ -315,7 +310,7 @@ class NewtonSummary(Optimizer):
             warmup=warmup,
             curvature=curvature,
             diagonal=diagonal,
-            **{**options, **additions},
+            **{"ridge": 0.0, **options, **additions},
         )
 
     # --- a step -----------------------------------------------------------------------------------
@@ -381,16 +376,9 @@ class NewtonSummary(Optimizer):
             )
         return as_loss_fn(closure, self.partition), None
 
-    @property
-    def _ramp_factor(self) -> float:
-        """How much of the rates is used until the next refresh."""
-        periods = max(1, self._next_refresh // self.summary_period)
-        return 1.0 if periods >= self.ramp else periods / self.ramp
-
     def _scaled(self, motion: Motion, solution: Tensor) -> Factors:
         """Return lr * solution of every group, (S,), as the motion likes it."""
-        factor = self._ramp_factor
-        lrs = [group["lr"] * factor for group in self.param_groups]
+        lrs = [group["lr"] for group in self.param_groups]
         on_device = any(isinstance(lr, Tensor) for lr in lrs)
         known = self._factors
         if known is None or on_device or known[0] is not solution or known[1] != lrs:
@@ -438,7 +426,7 @@ class NewtonSummary(Optimizer):
         With ``averaging="normalized"`` they are those of the step at the refresh: after it each
         group keeps its step length, so its rate follows the norm of its direction.
         """
-        return self._refresh.eta * self._ramp_factor
+        return self._refresh.eta
 
     @property
     def refreshes(self) -> int:

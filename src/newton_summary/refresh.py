@@ -205,20 +205,20 @@ class Refresh:
             self.solution, self.eta = solution, solution * per_solution
 
     def _bounded(self, solution: Tensor, norms: Tensor, motion: Motion, scale: Scale) -> Tensor:
-        """Return the solution with steps of all weights below a part of their norm.
+        """Return the solution with the step of each group below a part of its weights' norm.
 
-        They are shortened by one factor. After that, a group without weights, or whose weights are
-        zero as yet, moves by no more than a group with weights of middling norm may.
+        A group without weights, or whose weights are zero as yet, moves by no more than a group
+        with weights of middling norm may. Small weights count as a tenth of that at least: else
+        what has started near zero would stay there.
         """
         steps = as_vector(motion.rates(scale(solution))).cpu().double() * norms
         weights = motion.weight_norms().cpu().double()
         with_weights = weights > 0
         if not bool(with_weights.any()):
             return solution
-        limits = self.max_step * torch.where(with_weights, weights, weights[with_weights].median())
-        factors = torch.where(steps > limits, limits / steps, 1.0)
-        factor = factors[with_weights].min()
-        return solution * torch.where(with_weights, factor, torch.minimum(factor, factors))
+        middling = weights[with_weights].median()
+        sizes = torch.where(with_weights, weights.clamp_min(middling / 10), middling)
+        return solution * (self.max_step * sizes / steps).clamp_max(1)
 
     def _shorten(
         self, solution: Tensor, motion: Motion, loss_fn: LossFn, batch: Any, scale: Scale

@@ -37,7 +37,7 @@ PARTITIONS = (
 """Of the partition study (App. J), coarsest first."""
 
 
-DEFAULTS = NewtonSummaryConfig(lr=0.5, averaging="normalized")
+DEFAULTS = NewtonSummaryConfig(lr=0.7, averaging="normalized")
 """NewtonSummary as the package makes it when nothing is said."""
 
 
