@@ -345,18 +345,23 @@ def test_normalized_averages_are_those_of_the_definition():
         torch.testing.assert_close(value, expected.double(), rtol=1e-5, atol=1e-6)
 
 
-def test_normalized_mode_keeps_step_lengths_between_refreshes():
+def test_normalized_mode_keeps_step_lengths_between_refreshes_or_rates_if_they_are_shorter():
     model = make_net()
     part = ns.make_partition(model)
     opt = ns.NewtonSummary(part, lr=0.2, summary_period=4, curvature=(loss_fn, CURVATURE))
-    lengths = []
+    lengths, norms = [], []
     for t in range(4):
         before = {n: p.detach().clone() for n, p in part.params.items()}
         quiet(lambda t=t: train(model, opt, 1, start=t))
         lengths.append([float((part.params[n].detach() - before[n]).norm()) for n in part.names])
+        buffers = [opt.state[part.params[n]]["momentum_buffer"] for n in part.names]
+        norms.append([float(u.norm()) for u in buffers])
     assert max(lengths[0]) > 0
-    for later in lengths[1:]:
-        assert later == pytest.approx(lengths[0], rel=1e-9)
+    shares = [[min(1.0, now / then) for now, then in zip(row, norms[0])] for row in norms]
+    assert any(min(row) < 0.5 for row in shares) and any(row.count(1.0) > 1 for row in shares[1:])
+    for row, share in zip(lengths, shares):
+        expected = [length * x for length, x in zip(lengths[0], share)]
+        assert row == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("mode", MODES)

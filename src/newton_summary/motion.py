@@ -172,6 +172,7 @@ class Motion:
         self.dtype = result_dtype(partition.params)
         self._all_groups = list(range(len(partition)))
         self.norms = torch.zeros(len(partition), dtype=self.dtype, device=self.device)
+        self._least_norms: Tensor | None = None
         self.finite: Tensor | bool = True  # whether the last direction was
         self.made: Tensor | int = 0  # how many of those asked for were
         self.asked = skipped
@@ -279,6 +280,13 @@ class Motion:
             values = values.pin_memory()
         return values.to(self.device, non_blocking=True)
 
+    def hold(self, norms: Tensor) -> None:
+        """Make rates no larger than for directions of these norms, (S,), whatever the lengths.
+
+        A direction that is shorter than at the refresh has less to say, and then moves by less.
+        """
+        self._least_norms = self.put(norms).clamp_min(_least(self.dtype))
+
     def rates(self, factors: Factors) -> Factors:
         """Return what ``u`` is multiplied with, (S,), from rates or from step lengths.
 
@@ -287,7 +295,9 @@ class Motion:
         if not self.with_norms:
             return factors
         lengths = factors if isinstance(factors, Tensor) else self.put(as_vector(factors))
-        return lengths / self.norms.clamp_min(_least(self.dtype))
+        if self._least_norms is None:
+            return lengths / self.norms.clamp_min(_least(self.dtype))
+        return lengths / torch.maximum(self.norms, self._least_norms)
 
     def move(self, factors: Factors) -> None:
         """Subtract U I_{P:S} rates from the parameters; nothing if u was not finite."""
@@ -327,6 +337,7 @@ class HostMotion(Motion):
             for p, view, s in zip(bucket.params, bucket.views, bucket.group_numbers)
         ]
         self._norms = [0.0] * len(self.partition)
+        self._least = [_least(self.dtype)] * len(self.partition)
 
     @staticmethod
     def suits(partition: Partition) -> bool:
@@ -351,13 +362,16 @@ class HostMotion(Motion):
         """Plain numbers are what everything here is made of."""
         return True
 
+    def hold(self, norms: Tensor) -> None:
+        """Make rates no larger than for directions of these norms, (S,), whatever the lengths."""
+        self._least = [max(n, _least(self.dtype)) for n in norms.tolist()]
+
     def rates(self, factors: Factors) -> list[float]:
         """Return what ``u`` is multiplied with, (S,), from rates or from step lengths."""
         values: list[float] = factors.tolist() if isinstance(factors, Tensor) else factors
         if not self.with_norms:
             return values
-        least = _least(self.dtype)
-        return [x / max(n, least) for x, n in zip(values, self._norms)]
+        return [x / max(n, least) for x, n, least in zip(values, self._norms, self._least)]
 
     def move(self, factors: Factors) -> None:
         """Subtract U I_{P:S} rates from the parameters; nothing if u was not finite."""

@@ -94,7 +94,8 @@ class NewtonSummary(Optimizer):
             that the loader gives. One batch is used for each summary. The loader starts over when
             it ends, and draws from random numbers of its own.
         averaging: ``"normalized"`` averages derivatives by step length over all refreshes, with
-            exponential weights, and keeps each group's step length from one refresh to the next;
+            exponential weights, and keeps each group's step length from one refresh to the next,
+            or its rate where that is shorter, as it is while gradients are small;
             ``"window"`` averages the last few summaries and keeps the rates, as the paper does.
         summary_decay: Weight of the past in ``averaging="normalized"``.
         absolute_D3: With ``averaging="normalized"``, average abs(D3): noise then makes the cubic
@@ -405,6 +406,8 @@ class NewtonSummary(Optimizer):
             self._motion = make_motion(
                 self.partition, self.direction, self.state, lengths, self.skipped_steps
             )
+            if self._refresh.norms is not None:
+                self._motion.hold(self._refresh.norms)
         return self._motion
 
     # --- telling ----------------------------------------------------------------------------------
@@ -424,7 +427,7 @@ class NewtonSummary(Optimizer):
         """The rates in use since the last refresh, (S,); ``param_groups`` has the same numbers.
 
         With ``averaging="normalized"`` they are those of the step at the refresh: after it each
-        group keeps its step length, so its rate follows the norm of its direction.
+        group keeps its step length, so its rate falls where the norm of its direction grows.
         """
         return self._refresh.eta
 

@@ -79,6 +79,7 @@ class Refresh:
         self.last_summary: Summary | None = None
         self.last_rates: LearningRates | None = None
         self.done = self.failed = 0
+        self.norms: Tensor | None = None  # (S,) of the direction then, where solutions are lengths
         self._peak: Tensor | None = None  # (S,) the last solution above zero of each group
         self._told: set[str] = set()
 
@@ -183,6 +184,9 @@ class Refresh:
         norms: Tensor | None = None
         if self.average.lengths or self.max_step < math.inf:
             norms = motion.measured_norms().cpu().double()
+        if norms is not None and self.average.lengths:
+            self.norms = norms
+            motion.hold(norms)
         if usable:
             solution = self.rules.follow(rates, self.solution, self._peak)
             if norms is not None and self.max_step < math.inf:
@@ -264,6 +268,8 @@ class Refresh:
         if self.solution is not None and self._peak is not None:
             self.solution = torch.cat([self.solution, none_yet])
             self._peak = torch.cat([self._peak, none_yet])
+        if self.norms is not None:
+            self.norms = torch.cat([self.norms, none_yet])
         self.partition = partition
         self._graphs = None
         self.average.clear()
@@ -281,6 +287,7 @@ class Refresh:
             "told": sorted(self._told),
             "solution": self.solution,
             "eta": self.eta,
+            "norms": self.norms,
             "peak": self._peak,
             "average": self.average.state_dict(),
             "last_rates": None
@@ -296,6 +303,7 @@ class Refresh:
         state = copy.deepcopy(dict(state))
         self.done, self.failed, self._told = state["done"], state["failed"], set(state["told"])
         self.solution, self.eta, self._peak = state["solution"], state["eta"], state["peak"]
+        self.norms = state["norms"]
         self.average.load_state_dict(state["average"], self.partition)
         rates, summary = state["last_rates"], state["last_summary"]
         self.last_rates = None if rates is None else LearningRates(**rates)
