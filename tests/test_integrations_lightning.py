@@ -410,11 +410,11 @@ def test_newton_summary_trains_as_in_a_plain_loop(tmp_path):
             optimizer.step()
             losses.append(float(loss.detach()))
         for group in optimizer.param_groups:
-            group["lr"] = 0.5 * 0.9 ** (epoch + 1)
+            group["lr"] = 0.7 * 0.9 ** (epoch + 1)
     assert losses[-1] < losses[0]
     for p, q in zip(module.net.parameters(), net.parameters(), strict=True):
         assert p.equal(q)
-    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.5 * 0.9**3)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.7 * 0.9**3)
 
 
 def test_newton_summary_resumes_to_the_bit(tmp_path):

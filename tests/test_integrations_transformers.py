@@ -224,7 +224,7 @@ def test_newton_summary_trains_as_in_a_plain_loop(tmp_path):
         plain(**batch).loss.backward()
         optimizer.step()
         for group in optimizer.param_groups:
-            group["lr"] = 0.5 * ((5 - step) / 6)
+            group["lr"] = 0.7 * ((5 - step) / 6)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert p.equal(q)
     assert losses(trainer)[-1] < losses(trainer)[0]
