@@ -15,26 +15,17 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from networks import TRAIN, dense, loss_fn, scores
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import newton_summary as ns
-from newton_summary.data import load_mnist_subset
-
-TRAIN = load_mnist_subset("train")
-TEST = load_mnist_subset("test")
-
-
-def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    images, labels = batch
-    return nn.functional.cross_entropy(model(images), labels)
 
 
 def train(kind: str, seed: int, epochs: int) -> tuple[float, float, float]:
     """Return the training loss at the end, the test accuracy and the seconds."""
     torch.manual_seed(seed)
-    layers = [nn.Flatten(), nn.Linear(1024, 200), nn.Tanh(), nn.Linear(200, 100), nn.Tanh()]
-    model = nn.Sequential(*layers, nn.Linear(100, 10))
+    model = dense(nn.Tanh)
     dataset = TensorDataset(*TRAIN)
     if kind == "adam":
         optimizer: Any = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -48,9 +39,7 @@ def train(kind: str, seed: int, epochs: int) -> tuple[float, float, float]:
             loss_fn(model, batch).backward()
             optimizer.step()
     seconds = time.perf_counter() - start
-    with torch.no_grad():
-        accuracy = float((model(TEST[0]).argmax(1) == TEST[1]).float().mean())
-        return float(loss_fn(model, TRAIN)), accuracy, seconds
+    return *scores(model), seconds
 
 
 def main() -> None:

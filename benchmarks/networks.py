@@ -132,10 +132,15 @@ def train(
             optimizer.step()
             schedule.step()
     seconds = time.perf_counter() - start
+    return *scores(model), seconds
+
+
+def scores(model: nn.Module) -> tuple[float, float]:
+    """Return the loss of the whole training set and the test accuracy."""
     model.eval()
     with torch.no_grad():
         accuracy = float((model(TEST[0]).argmax(1) == TEST[1]).float().mean())
-        return float(loss_fn(model, TRAIN)), accuracy, seconds
+        return float(loss_fn(model, TRAIN)), accuracy
 
 
 def main() -> None:
