@@ -38,8 +38,8 @@ from engine import CASES
 from torch.nn.parallel import DistributedDataParallel
 
 import newton_summary as ns
-from newton_summary.distributed import message_length
 from newton_summary.experiments import models
+from newton_summary.parallel.mean import message_length
 
 SAMPLES = 400  # in a batch of all processes together
 PROCESSES = (1, 2, 4)

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import newton_summary as ns
-from newton_summary import sharded
-from newton_summary.derivatives.sweep import sharded_sweep
+from newton_summary.derivatives.sweep import sharded as sharded_sweep
+from newton_summary.parallel import fsdp as sharded
 from problems import PROBLEMS
 
 STEPS = 50

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from newton_summary.derivatives.probe import Probe
 from newton_summary.partition import Partition
+from newton_summary.probe.probe import Probe
 from newton_summary.summary import Summary
 
 # f'(0) h ~ sum_k c_k (f(k h) - f(-k h)),  f''(0) h^2 ~ sum_k c_k (f(k h) - 2 f(0) + f(-k h))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import newton_summary as ns
-from newton_summary.advice import VERDICTS, _verdict
+from newton_summary.measuring.advice import VERDICTS, _verdict
 from test_optimizer import DIRECTIONS, Quadratic, flat, loss_fn, make_batches, make_net
 
 DATA = make_batches(6, seed=4)

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from newton_summary import derivative_tensor, summarize, taylor_terms
 from newton_summary.derivatives import BACKENDS
-from newton_summary.derivatives.batches import count_samples, take_samples
-from newton_summary.derivatives.probe import CoupledSamplesError
+from newton_summary.errors import CoupledSamplesError
+from newton_summary.probe.batches import count_samples, take_samples
 from problems import PROBLEMS, cross_entropy
 
 N = 7

@@ -11,8 +11,8 @@ import pytest
 
 import newton_summary
 from experiment_cases import use_random_images
-from newton_summary import cli
-from newton_summary.experiments import sweep, training
+from newton_summary.cli import main as cli
+from newton_summary.experiments import grid, training
 from newton_summary.experiments.recipes import RECIPES
 from newton_summary.experiments.rundir import Run
 
@@ -78,7 +78,7 @@ def test_torch_is_not_needed_for_help():
         "import sys, types\n"
         "package = types.ModuleType('newton_summary'); package.__path__ = [sys.argv[1]]\n"
         "sys.modules['newton_summary'] = package\n"
-        "from newton_summary import cli\n"
+        "from newton_summary.cli import main as cli\n"
         "cli.main(['run', 'rosenbrock', '--help'])\n"
         "assert 'torch' not in sys.modules, 'torch was imported'"
     )
@@ -223,7 +223,7 @@ def test_flags_and_data_root(call, monkeypatch, tmp_path):
     assert config.data.root == tmp_path and config.model.ntk and not config.data.download
 
 
-# --- sweep ---------------------------------------------------------------------------------------
+# --- sweep --------------------------------------------------------------------------------------
 
 
 def test_sweep_runs_the_grid_once_and_tells_the_best(call):
@@ -271,6 +271,6 @@ def test_names_of_runs_are_short_and_their_own():
 
     config = RECIPES["lenet_embedded"]()
     optimizer = replace(config.optimizer, backend="x" * 200)
-    long = [sweep.run_name(replace(config, optimizer=optimizer, seed=seed)) for seed in (0, 1)]
-    assert sweep.run_name(config) == "seed=0"
+    long = [grid.run_name(replace(config, optimizer=optimizer, seed=seed)) for seed in (0, 1)]
+    assert grid.run_name(config) == "seed=0"
     assert long[0] != long[1] and all(len(name) <= 120 for name in long)

@@ -13,7 +13,7 @@ from newton_summary import derivative_tensor, make_partition, summarize, taylor_
 from newton_summary.derivatives import BACKENDS
 from newton_summary.derivatives.dense import full_derivatives
 from newton_summary.derivatives.nested import count_backward_passes
-from newton_summary.derivatives.probe import CannotDifferentiate
+from newton_summary.errors import CannotDifferentiate
 from problems import (
     PROBLEMS,
     contract_by_hand,

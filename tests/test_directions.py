@@ -7,8 +7,8 @@ import torch
 from torch import nn, optim
 
 from newton_summary import make_partition, summarize
-from newton_summary.derivatives.probe import Probe
-from newton_summary.directions import find_direction
+from newton_summary.probe.directions import find_direction
+from newton_summary.probe.probe import Probe
 from problems import PROBLEMS, finite_differences, worst_error
 
 

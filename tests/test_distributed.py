@@ -16,7 +16,7 @@ from distributed_cases import (
     numbers,
     train,
 )
-from newton_summary.distributed import message_length
+from newton_summary.parallel.mean import message_length
 from ranks import run_once
 
 FIELDS = ("loss", "gbar", "Hbar", "D3")

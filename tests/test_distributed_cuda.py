@@ -20,8 +20,9 @@ from distributed_cases import (
     share_a_device,
     train,
 )
-from newton_summary import cli, sharded
-from newton_summary.ranks import Ranks
+from newton_summary.cli import main as cli
+from newton_summary.parallel import fsdp as sharded
+from newton_summary.parallel.ranks import Ranks
 from ranks import run_ranks
 from test_distributed_run import NEWTON, assert_same_metrics, rows, torchrun
 
@@ -64,7 +65,7 @@ def test_messages_travel_by_nccl(monkeypatch):
     """Also with a single rank, if it is not taken for one that works alone."""
     expected = ns.summarize(make_net(), loss_fn, draw(1), distributed=False)
 
-    monkeypatch.setattr("newton_summary.measure.find_ranks", one_rank)
+    monkeypatch.setattr("newton_summary.measuring.measurement.find_ranks", one_rank)
     batches = [on_gpu(cut(draw(1), rank, 2)) for rank in range(2)]
     assert_close(ns.summarize(make_net().cuda(), loss_fn, batches), expected)
     with_errors = ns.summarize(make_net().cuda(), loss_fn, batches, stderr=True)
@@ -106,7 +107,7 @@ def test_sharded_parameters(monkeypatch):
     net = sharded_net(make_net().cuda())
     assert all(sharded.is_sharded(p) for p in net.parameters())
     assert_close(ns.summarize(net, loss_fn, on_gpu(draw(1))), expected)
-    monkeypatch.setattr("newton_summary.measure.find_ranks", one_rank)
+    monkeypatch.setattr("newton_summary.measuring.measurement.find_ranks", one_rank)
     assert_close(ns.summarize(net, loss_fn, on_gpu(draw(1))), expected)
     with pytest.raises(KeyError):  # which failed on all ranks alike
         ns.summarize(net, broken, on_gpu(draw(1)))

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 from experiment_cases import tiny
-from newton_summary import cli
+from newton_summary.cli import main as cli
+from newton_summary.errors import UserError
 from newton_summary.experiments import datasets
-from newton_summary.experiments import sweep as sweep_module
+from newton_summary.experiments import grid as sweep_module
 from newton_summary.experiments.config import AdamConfig, KFACConfig, LBFGSConfig, SGDConfig
-from newton_summary.experiments.errors import UserError
+from newton_summary.experiments.data_parallel import Team
 from newton_summary.experiments.tasks import Task
-from newton_summary.experiments.team import Team
 from newton_summary.experiments.training import _check_divisible, train
 from ranks import run_once
 

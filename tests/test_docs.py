@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from newton_summary.cli import main
+from newton_summary.cli.main import main
 from newton_summary.experiments.recipes import RECIPES
 
 ROOT = Path(__file__).parents[1]

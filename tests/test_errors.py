@@ -18,7 +18,7 @@ from newton_summary import (
     verify,
 )
 from newton_summary.derivatives import BACKENDS
-from newton_summary.derivatives.probe import CannotDifferentiate
+from newton_summary.errors import CannotDifferentiate
 from problems import PROBLEMS
 
 BACKENDS_AND_AUTO = ["auto", *BACKENDS]

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from newton_summary.errors import UserError
 from newton_summary.experiments import files
 from newton_summary.experiments.datasets import DATASETS, Batches, Split, load_dataset
-from newton_summary.experiments.errors import UserError
 
 
 def idx(array):

@@ -1,4 +1,4 @@
-"""Tables and figures are made from run directories, and hold what the runs hold."""
+"""Tables and paper_figures are made from run directories, and hold what the runs hold."""
 
 import csv
 import json
@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 from experiment_cases import shrink, tiny, use_random_images
-from newton_summary import cli
-from newton_summary.experiments import figures, tables
+from newton_summary.cli import main as cli
+from newton_summary.errors import UserError
+from newton_summary.experiments import paper_figures, tables
 from newton_summary.experiments.config import (
     AdamConfig,
     MeasureConfig,
     NewtonSummaryConfig,
     SGDConfig,
 )
-from newton_summary.experiments.errors import UserError
+from newton_summary.experiments.paper_report import make_report
 from newton_summary.experiments.recipes import RECIPES
-from newton_summary.experiments.report import make_report
 from newton_summary.experiments.results import Spread, as_dict, method_labels, outcome
 from newton_summary.experiments.rundir import Run, find_runs
 from newton_summary.experiments.training import train
@@ -137,55 +137,57 @@ def test_tables_as_text(runs):
 
 
 def test_curves_show_every_seed_and_the_mean(runs):
-    (axis,) = figures.training_curves(runs[:2]).axes
+    (axis,) = paper_figures.training_curves(runs[:2]).axes
     assert len(axis.lines) == 3  # two seeds and their mean
     mean = axis.lines[-1].get_ydata()
     expected = (runs[0].rows[2]["train_loss"] + runs[1].rows[2]["train_loss"]) / 2
     assert mean[2] == pytest.approx(expected) and axis.get_yscale() == "log"
-    assert len(figures.test_curves(runs[:4]).axes) == 2
+    assert len(paper_figures.test_curves(runs[:4]).axes) == 2
 
 
 def test_main_optimizers_keep_their_colours_and_none_is_used_twice(runs):
-    panels = figures.training_curves(runs).axes
+    panels = paper_figures.training_curves(runs).axes
     for axis in panels:
         means = [line for line in axis.lines if not line.get_label().startswith("_")]
         looks = {line.get_label(): line.get_color() for line in means}
         assert len(set(looks.values())) == len(looks)
         assert all(
-            figures.FIXED[label] == c for label, c in looks.items() if label in figures.FIXED
+            paper_figures.FIXED[label] == c
+            for label, c in looks.items()
+            if label in paper_figures.FIXED
         )
 
 
 def test_diagonal_is_dotted(runs):
-    figure = figures.diagonal_curves(runs)
+    figure = paper_figures.diagonal_curves(runs)
     (axis,) = figure.axes
     styles = {line.get_label(): line.get_linestyle() for line in axis.lines}
     assert styles["NewtonSummary (diagonal)"] == ":" and styles["NewtonSummary"] == "-"
-    assert figures.diagonal_curves(runs[:4]) is None
+    assert paper_figures.diagonal_curves(runs[:4]) is None
 
 
 def test_hessian_figure_has_the_blocks_at_two_times(runs):
     sgd = next(run for run in runs if run.config.measure.every)
-    figure = figures.hessian_figure(sgd)
+    figure = paper_figures.hessian_figure(sgd)
     images = [axis for axis in figure.axes if axis.images]
     assert len(images) == 12
     first = sgd.summaries()[0]
     assert first.epoch == 0
     block = first.summary.blocks()["weight-weight"].values.numpy()
     assert images[0].images[0].get_array().tolist() == block.tolist()
-    assert figures.hessian_figure(runs[0]) is None
+    assert paper_figures.hessian_figure(runs[0]) is None
 
 
 def test_eta_figure_has_a_line_for_each_group(runs):
     sgd = next(run for run in runs if run.config.measure.every)
-    (axis,) = figures.eta_figure(sgd).axes
+    (axis,) = paper_figures.eta_figure(sgd).axes
     assert [line.get_linestyle() for line in axis.lines] == ["-", ":"] * 3
     measured = sgd.summaries()
     rates = [float(m.eta[0]) for m in measured]
     drawn = axis.lines[0].get_ydata()
     for rate, value in zip(rates, drawn):
         assert value == rate if rate > 0 else math.isnan(value)
-    assert figures.eta_figure(runs[0]) is None
+    assert paper_figures.eta_figure(runs[0]) is None
 
 
 def test_report_writes_everything_and_the_page_shows_it(runs, tmp_path):
@@ -232,7 +234,7 @@ def test_only_runs_in_the_papers_mode_are_studies(runs, tmp_path):
             Run(tmp_path / str(i), config, runs[2].rows)
             for i, config in enumerate((canonical, other))
         ]
-        assert (figures.partition_curves(pair) is not None) is shown
+        assert (paper_figures.partition_curves(pair) is not None) is shown
         assert (tables.partition_table(pair) is not None) is shown
 
 
@@ -255,7 +257,7 @@ def test_runs_without_an_epoch_are_no_report(runs, tmp_path):
 
 
 def test_demo_trains_measures_and_draws(tmp_path, capsys, monkeypatch):
-    from newton_summary.experiments import demonstration
+    from newton_summary.experiments import demo as demonstration
 
     monkeypatch.setattr(
         demonstration,

@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiment_cases import shrink, tiny, use_random_images
+from newton_summary.errors import UserError
 from newton_summary.experiments import rundir, training
 from newton_summary.experiments.config import (
     AdamConfig,
@@ -29,7 +30,6 @@ from newton_summary.experiments.config import (
     to_dict,
 )
 from newton_summary.experiments.datasets import load_dataset
-from newton_summary.experiments.errors import UserError
 from newton_summary.experiments.recipes import PARTITIONS, RECIPES, get_recipe
 from newton_summary.experiments.rundir import Run, find_runs
 from newton_summary.experiments.tasks import make_task

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from newton_summary import History, Summary, Trial, figures, learning_rates, make_partition
-from newton_summary.analysis import strongest_pairs
-from newton_summary.drawing import short_name
+from newton_summary.analysis.interactions import strongest_pairs
+from newton_summary.figures.drawing import short_name
 
 
 def summary_of(size=6, seed=0):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import newton_summary as ns
-from newton_summary import cli
+from newton_summary.cli import main as cli
 
 pytest.importorskip("plotly")
 
@@ -278,7 +278,7 @@ def test_a_mistake_of_the_package_is_not_hidden(call, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("ours")
 
-    module = pytest.importorskip("newton_summary.inspection")
+    module = pytest.importorskip("newton_summary.inspection.inspection")
     broken.__code__ = broken.__code__.replace(co_filename=module.__file__)
     monkeypatch.setattr(module, "summarize", broken)
     with pytest.raises(RuntimeError, match="ours"):

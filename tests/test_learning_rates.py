@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from newton_summary.learning_rates import STATUS, USABLE, learning_rates
 from newton_summary.partition import make_partition
+from newton_summary.solver import STATUS, USABLE, learning_rates
 from newton_summary.summary import Summary
 
 

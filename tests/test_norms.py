@@ -9,7 +9,7 @@ from torch import nn
 
 from newton_summary import NewtonSummary, Summary, make_partition, summarize
 from newton_summary.derivatives.norms import ELEMENTARY, ElementaryNorms
-from newton_summary.derivatives.probe import CannotDifferentiate
+from newton_summary.errors import CannotDifferentiate
 from problems import PROBLEMS, cross_entropy, finite_differences, worst_error
 
 

@@ -16,7 +16,7 @@ from newton_summary import (
     summarize,
     verify,
 )
-from newton_summary.notebook import html_heatmap, html_table, paragraph
+from newton_summary.display.html import html_heatmap, html_table, paragraph
 
 SVG = "{http://www.w3.org/2000/svg}"
 

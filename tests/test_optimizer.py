@@ -14,10 +14,10 @@ from torch import nn
 
 import newton_summary as ns
 from newton_summary import NewtonSummary, make_partition
-from newton_summary import motion as motion_module
-from newton_summary.averaging import NormalizedAverage
 from newton_summary.data import load_mnist_subset
-from newton_summary.rate_rules import RateRules
+from newton_summary.optimizer import update as motion_module
+from newton_summary.optimizer.averaging import NormalizedAverage
+from newton_summary.optimizer.rates import RateRules
 from newton_summary.summary import Summary
 
 SIZE = 24  # samples in a batch

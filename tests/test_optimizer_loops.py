@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import newton_summary as ns
-from newton_summary.rate_rules import RateRules
+from newton_summary.optimizer.rates import RateRules
 from newton_summary.summary import Summary
 from test_optimizer import (
     CURVATURE,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import newton_summary as ns
-from newton_summary.curvature_data import CurvatureData
+from newton_summary.optimizer.curvature_data import CurvatureData
 from test_optimizer import (
     CURVATURE,
     DIRECTIONS,

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from newton_summary import Partition, make_partition
-from newton_summary.partition import PARTITIONS, Layer, find_layers, role
+from newton_summary.partition import PARTITIONS, find_layers, role
+from newton_summary.partition.schemes import Layer
 
 # --- models --------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import newton_summary as ns
-from newton_summary.report import page as page_module
+from newton_summary.page import document as page_module
 from report_cases import NAMES, random_summary, small_history
 
 pytest.importorskip("plotly")
@@ -154,7 +154,7 @@ def test_no_text_closes_a_script_or_fills_a_place(tmp_path):
 
 def test_the_page_names_no_other_address():
     """Of its own; plotly's source has some, which it uses only for maps."""
-    files = resources.files("newton_summary.report")
+    files = resources.files("newton_summary.page")
     for name in ("page.html", "page.css", *page_module.SCRIPTS):
         assert "http:" not in files.joinpath(name).read_text().replace("http-equiv", "")
         assert "https:" not in files.joinpath(name).read_text()
@@ -300,7 +300,7 @@ def lab(colour, blindness):
 
 @pytest.mark.parametrize("blindness", BLINDNESS)
 def test_signs_are_told_apart_by_every_eye(blindness):
-    css = resources.files("newton_summary.report").joinpath("page.css").read_text()
+    css = resources.files("newton_summary.page").joinpath("page.css").read_text()
     scales = [scale.split() for scale in re.findall(r"--diverging: (.*?);", css)]
     assert len(scales) == 2  # light and dark
     for scale in scales:

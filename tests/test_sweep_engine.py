@@ -17,8 +17,9 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from torch.utils.checkpoint import checkpoint
 
 from newton_summary import Partition, Summary, learning_rates, make_partition, summarize
-from newton_summary.derivatives.probe import CannotDifferentiate, Probe
 from newton_summary.derivatives.sweep import summarize_sweep
+from newton_summary.errors import CannotDifferentiate
+from newton_summary.probe.probe import Probe
 from oracle import finite_differences
 
 Loss = Callable[[nn.Module, Tensor], Tensor]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from newton_summary import NewtonSummary, make_partition
-from newton_summary.derivatives.sweep import graph
-from newton_summary.derivatives.sweep.graph import CannotCapture, SweepGraphs
+from newton_summary.derivatives.sweep import cuda_graph
+from newton_summary.derivatives.sweep.cuda_graph import CannotCapture, SweepGraphs
 
 
 class Net(nn.Module):
@@ -37,7 +37,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(args)
         return SimpleNamespace(replay=lambda batch: None)
 
-    monkeypatch.setattr(graph, "SweepGraph", capture)
+    monkeypatch.setattr(cuda_graph, "SweepGraph", capture)
     monkeypatch.setattr(SweepGraphs, "_check", lambda self: None)
     return found
 
@@ -107,7 +107,7 @@ def test_a_loss_without_a_place_to_read_its_slope_off(convert: Any) -> None:
     graphs, u = graphs_of(model)
     params = graphs.partition.params
     with pytest.raises(CannotCapture, match="linear in the parameters, or has complex numbers"):
-        graph._run(lambda: convert(model(x)).real.sum(), params, u, graphs.partition, 3)
+        cuda_graph._run(lambda: convert(model(x)).real.sum(), params, u, graphs.partition, 3)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.overrides import get_overridable_functions
 
 from newton_summary import Summary, make_partition, summarize
-from newton_summary.derivatives.probe import Probe
-from newton_summary.derivatives.sweep.calls import canonical_name
 from newton_summary.derivatives.sweep.recorder import Recorder
 from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE, RULES, generic, rule_for
 from newton_summary.derivatives.sweep.tape import Op
+from newton_summary.derivatives.sweep.torch_functions import canonical_name
+from newton_summary.probe.probe import Probe
 from oracle import finite_differences
 from sweep_cases import CASES, Around
 

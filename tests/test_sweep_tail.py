@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import newton_summary as ns
-from newton_summary.derivatives.sweep import engine, tail
+from newton_summary.derivatives.sweep import chunked_logits as tail
+from newton_summary.derivatives.sweep import engine
 
 WORDS, LENGTH, TEXTS = 50, 11, 6
 

@@ -1,8 +1,6 @@
 """Exact higher-order information about the training of a network, seen through groups of layers."""
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,30 +8,47 @@ if TYPE_CHECKING:
     from newton_summary import data as data
     from newton_summary import figures as figures
     from newton_summary import integrations as integrations
-    from newton_summary.advice import Advice, suggest_lrs
-    from newton_summary.history import History, Trial
-    from newton_summary.learning_rates import LearningRates, learning_rates
-    from newton_summary.measure import derivative_tensor, summarize, taylor_terms
+    from newton_summary.errors import (
+        CannotDifferentiate,
+        CoupledSamplesError,
+        NewtonSummaryError,
+        NotFiniteError,
+        RankError,
+        RankNotFiniteError,
+    )
+    from newton_summary.history import History, Measured, Trial
+    from newton_summary.measuring.advice import Advice, GroupAdvice, suggest_lrs
+    from newton_summary.measuring.lambda_int import Strengths, TriedStrength, suggest_lambda_int
+    from newton_summary.measuring.measurement import derivative_tensor, summarize, taylor_terms
+    from newton_summary.measuring.trial_steps import step_trials
+    from newton_summary.measuring.verification import Verification, verify
     from newton_summary.optimizer import NewtonSummary
+    from newton_summary.page import report
     from newton_summary.partition import Partition, make_partition
-    from newton_summary.report import report
-    from newton_summary.strengths import Strengths, suggest_lambda_int
+    from newton_summary.solver import LearningRates, learning_rates
     from newton_summary.summary import Summary, SummaryWindow
-    from newton_summary.trials import step_trials
-    from newton_summary.verification import Verification, verify
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Advice",
+    "CannotDifferentiate",
+    "CoupledSamplesError",
+    "GroupAdvice",
     "History",
     "LearningRates",
+    "Measured",
     "NewtonSummary",
+    "NewtonSummaryError",
+    "NotFiniteError",
     "Partition",
+    "RankError",
+    "RankNotFiniteError",
     "Strengths",
     "Summary",
     "SummaryWindow",
     "Trial",
+    "TriedStrength",
     "Verification",
     "__version__",
     "derivative_tensor",
@@ -49,48 +64,40 @@ __all__ = [
 ]
 
 _MODULES = {
-    "advice": ("Advice", "suggest_lrs"),
-    "history": ("History", "Trial"),
-    "learning_rates": ("LearningRates", "learning_rates"),
-    "measure": ("derivative_tensor", "summarize", "taylor_terms"),
+    "errors": (
+        "CannotDifferentiate",
+        "CoupledSamplesError",
+        "NewtonSummaryError",
+        "NotFiniteError",
+        "RankError",
+        "RankNotFiniteError",
+    ),
+    "history": ("History", "Measured", "Trial"),
+    "measuring.advice": ("Advice", "GroupAdvice", "suggest_lrs"),
+    "measuring.lambda_int": ("Strengths", "TriedStrength", "suggest_lambda_int"),
+    "measuring.measurement": ("derivative_tensor", "summarize", "taylor_terms"),
+    "measuring.trial_steps": ("step_trials",),
+    "measuring.verification": ("Verification", "verify"),
     "optimizer": ("NewtonSummary",),
+    "page": ("report",),
     "partition": ("Partition", "make_partition"),
-    "report": ("report",),
-    "strengths": ("Strengths", "suggest_lambda_int"),
+    "solver": ("LearningRates", "learning_rates"),
     "summary": ("Summary", "SummaryWindow"),
-    "trials": ("step_trials",),
-    "verification": ("Verification", "verify"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 _SUBMODULES = ("analysis", "data", "figures", "integrations")
 
 
-class _Package(ModuleType):
-    """Imports a name when it is first used: torch takes a second, and ``--help`` needs none of it.
-
-    ``learning_rates`` and ``report`` are functions and submodules. The import system would put the
-    submodule in the place of the function; here the function stays.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _SUBMODULES:
-            return import_module(f"newton_summary.{name}")
-        if name not in _HOMES:
-            raise AttributeError(f"module 'newton_summary' has no attribute {name!r}")
-        value = getattr(import_module(f"newton_summary.{_HOMES[name]}"), name)
-        super().__setattr__(name, value)
-        return value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        # joblib, dask and others send functions that use the package; a subclass they do not know.
-        return import_module, (self.__name__,)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *__all__, *_SUBMODULES})
+def __getattr__(name: str) -> Any:
+    """Import a name at its first use: torch takes a second, and ``--help`` needs none of it."""
+    if name in _SUBMODULES:
+        return import_module(f"newton_summary.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'newton_summary' has no attribute {name!r}")
+    value = getattr(import_module(f"newton_summary.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
 
 
-sys.modules[__name__].__class__ = _Package
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBMODULES})

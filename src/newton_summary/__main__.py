@@ -2,7 +2,7 @@
 
 import sys
 
-from newton_summary.cli import main
+from newton_summary.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from newton_summary.learning_rates import LearningRates, learning_rates
-from newton_summary.notebook import html_table, paragraph
-from newton_summary.partition import shorten, text_table
+from newton_summary.display.html import html_table, paragraph
+from newton_summary.display.table import shorten, text_table
+from newton_summary.solver import LearningRates, learning_rates
 from newton_summary.summary import Summary, _differing, _read_file
 
 _NUMBERS = range(5)  # columns of the table of a history

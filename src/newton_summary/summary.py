@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from newton_summary.notebook import html_heatmap, html_table, paragraph, side_by_side
-from newton_summary.partition import Partition, _shortened, shorten, text_table
+from newton_summary.display.html import html_heatmap, html_table, paragraph, side_by_side
+from newton_summary.display.names import first_names
+from newton_summary.display.table import shorten, text_table
+from newton_summary.partition import Partition
 
 
 class Block(NamedTuple):
@@ -198,7 +200,7 @@ class Summary:
             live_names = [self.names[s] for s in live.nonzero().flatten().tolist()]
             alike = [n for n, share in zip(live_names, shares) if share > 0.1 * shares.max()]
             raise ValueError(
-                f"Hbar has no inverse: {_shortened(alike)} can move against each other without "
+                f"Hbar has no inverse: {first_names(alike)} can move against each other without "
                 f"bending the loss (singular value {singular_values[-1]:.1e}). Merge them, with a "
                 f"coarser partition."
             )

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import get_overridable_functions
 
-from newton_summary.derivatives.sweep.calls import names
 from newton_summary.derivatives.sweep.rules.elementwise import BENT, CURVED
+from newton_summary.derivatives.sweep.torch_functions import names
 from sweep_cases.table import (
     OnCopy,
     case,

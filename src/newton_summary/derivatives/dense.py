@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from newton_summary.derivatives.nested import evaluate, refuse_wrong_norms
-from newton_summary.derivatives.probe import Closure
 from newton_summary.partition import Params, Partition, result_dtype
+from newton_summary.probe.probe import Closure
 from newton_summary.summary import Summary
 
 MAX_NUMBERS = 2**28  # in the full derivative: 2 GiB in float64, P = 645 at order 3

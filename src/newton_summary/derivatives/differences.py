@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from newton_summary.derivatives.probe import Closure, check_depends, check_finite
-from newton_summary.derivatives.state import unmoved
 from newton_summary.partition import Params, Partition, result_dtype
+from newton_summary.probe.probe import Closure, check_depends, check_finite
+from newton_summary.probe.state import unmoved
 from newton_summary.summary import Summary
 
 

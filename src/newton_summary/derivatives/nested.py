@@ -20,14 +20,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from newton_summary.derivatives.norms import ElementaryNorms, is_wrong
-from newton_summary.derivatives.probe import (
-    CannotDifferentiate,
-    Closure,
-    check_depends,
-    check_finite,
-    graph_nodes,
-)
+from newton_summary.errors import CannotDifferentiate
 from newton_summary.partition import Params, Partition
+from newton_summary.probe.probe import Closure, check_depends, check_finite, graph_nodes
 from newton_summary.summary import Summary
 
 

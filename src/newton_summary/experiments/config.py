@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-from newton_summary.experiments.errors import UserError, nearest
+from newton_summary.display.names import nearest
+from newton_summary.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from newton_summary.data import MNIST_MEAN, MNIST_STD, load_mnist_subset
-from newton_summary.experiments.errors import UserError, nearest
+from newton_summary.display.names import nearest
+from newton_summary.errors import UserError
 from newton_summary.experiments.files import Bytes, read_cifar10, read_mnist
 
 Batch = tuple[Tensor, Tensor]

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from newton_summary.experiments.errors import UserError
+from newton_summary.errors import UserError
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Adam, Optimizer
 
+from newton_summary.errors import UserError
 from newton_summary.experiments.config import (
     AdamConfig,
     KFACConfig,
@@ -17,11 +18,10 @@ from newton_summary.experiments.config import (
     OptimizerConfig,
     SGDConfig,
 )
+from newton_summary.experiments.data_parallel import Team
 from newton_summary.experiments.datasets import Batch, Batches, Split
-from newton_summary.experiments.errors import UserError
 from newton_summary.experiments.kfac import KFAC
 from newton_summary.experiments.tasks import Task, negative_log_likelihood, reconstruction_error
-from newton_summary.experiments.team import Team
 from newton_summary.optimizer import NewtonSummary
 from newton_summary.partition import Partition, make_partition
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from newton_summary.display.names import nearest
+from newton_summary.errors import UserError
 from newton_summary.experiments.config import (
     AdamConfig,
     DataConfig,
@@ -23,7 +25,6 @@ from newton_summary.experiments.config import (
     ScheduleConfig,
     SGDConfig,
 )
-from newton_summary.experiments.errors import UserError, nearest
 
 PARTITIONS = (
     "trivial",

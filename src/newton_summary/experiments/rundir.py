@@ -25,13 +25,13 @@ from typing import IO, Any
 
 import torch
 
+from newton_summary.errors import UserError
 from newton_summary.experiments.config import (
     ExperimentConfig,
     flatten,
     from_dict,
     to_dict,
 )
-from newton_summary.experiments.errors import UserError
 from newton_summary.history import History, Measured
 
 CONFIG, METRICS, SUMMARIES, CHECKPOINT, ENVIRONMENT = (

@@ -10,10 +10,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from newton_summary.display.names import nearest
+from newton_summary.errors import UserError
 from newton_summary.experiments import models
 from newton_summary.experiments.config import ModelConfig
 from newton_summary.experiments.datasets import ADDITION_SYMBOLS, Batch, Dataset
-from newton_summary.experiments.errors import UserError, nearest
 
 Criterion = Callable[[Tensor, Batch], Tensor]
 

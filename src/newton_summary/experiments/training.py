@@ -28,19 +28,18 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from newton_summary.derivatives.probe import CannotDifferentiate, NotFiniteError
-from newton_summary.experiments import launch
+from newton_summary.errors import CannotDifferentiate, NotFiniteError, OtherRankError, UserError
+from newton_summary.experiments import torchrun
 from newton_summary.experiments.config import AdamConfig, ExperimentConfig, check
+from newton_summary.experiments.data_parallel import Team, TeamWriter, assemble
 from newton_summary.experiments.datasets import Batches, Dataset, Split, load_dataset
-from newton_summary.experiments.errors import OtherRankError, UserError
 from newton_summary.experiments.optimizers import Stepper, checked_partition, make_stepper
 from newton_summary.experiments.rundir import Row, Run, RunWriter
 from newton_summary.experiments.tasks import Task, make_task
-from newton_summary.experiments.team import Team, TeamWriter, assemble
 from newton_summary.history import Measured
-from newton_summary.learning_rates import learning_rates
-from newton_summary.measure import summarize
+from newton_summary.measuring.measurement import summarize
 from newton_summary.optimizer import NewtonSummary
+from newton_summary.solver import learning_rates
 
 EVALUATION_BATCH = 1000
 SPEED_WARMUP, SPEED_STEPS = 3, 50  # of Adam, to compare its speed with
@@ -91,7 +90,7 @@ def train(
             return _train(config, path, reporter or Reporter(), compare_speed, device, team)
     except UserError as error:
         if not isinstance(error, OtherRankError):
-            error.rank = launch.rank()
+            error.rank = torchrun.rank()
         raise
 
 
@@ -319,9 +318,9 @@ def find_device(name: str) -> torch.device:
     """Return a device that is there; ``"auto"`` takes a GPU if it can."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and launch.launched() and torch.cuda.is_available():
+    if name == "cuda" and torchrun.launched() and torch.cuda.is_available():
         # Each process has its own.
-        return torch.device("cuda", launch.local_rank() % torch.cuda.device_count())
+        return torch.device("cuda", torchrun.local_rank() % torch.cuda.device_count())
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).tolist()  # which a meta device has not

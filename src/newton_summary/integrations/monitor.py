@@ -14,17 +14,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import newton_summary
-from newton_summary.derivatives.probe import CannotDifferentiate, LossFn
+from newton_summary.display.warn import warn_user
+from newton_summary.errors import CannotDifferentiate
 from newton_summary.history import History, Measured, Trial
 from newton_summary.integrations.loggers import Logger, log_measured
-from newton_summary.learning_rates import LearningRates, learning_rates
-from newton_summary.measure import summarize
+from newton_summary.measuring.lambda_int import suggest_lambda_int
+from newton_summary.measuring.measurement import summarize
+from newton_summary.measuring.trial_steps import step_trials
 from newton_summary.optimizer import NewtonSummary
+from newton_summary.page import report
 from newton_summary.partition import Partition, Spec, unwrap
-from newton_summary.strengths import suggest_lambda_int
+from newton_summary.probe.probe import LossFn
+from newton_summary.solver import LearningRates, learning_rates
 from newton_summary.summary import Summary
-from newton_summary.trials import step_trials
-from newton_summary.warning import warn_user
 
 REPORT = "newton_summary.html"
 
@@ -195,7 +197,7 @@ class Monitor:
             return None
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        newton_summary.report(self.history, path)
+        report(self.history, path)
         return path
 
     def finish(self, directory: str | Path) -> None:

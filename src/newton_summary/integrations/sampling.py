@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from newton_summary.derivatives.state import RandomState
+from newton_summary.probe.state import RandomState
 
 
 def sample_batches(loader: Any, num_batches: int, rank: int = 0, ranks: int = 1) -> UserList[Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from newton_summary.history import History
 from newton_summary.integrations.loggers import log_measured
-from newton_summary.learning_rates import LearningRates
+from newton_summary.solver import LearningRates
 from newton_summary.summary import Summary
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from newton_summary.derivatives.batches import map_batch
 from newton_summary.history import History
 from newton_summary.integrations.loggers import PREFIX, Logger
 from newton_summary.integrations.monitor import Monitor
 from newton_summary.integrations.sampling import sample_batches
 from newton_summary.partition import unwrap
+from newton_summary.probe.batches import map_batch
 
 try:
     from transformers import TrainerCallback

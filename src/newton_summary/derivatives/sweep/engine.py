@@ -23,12 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from newton_summary.derivatives.probe import (
-    CannotDifferentiate,
-    Closure,
-    check_depends,
-    check_finite,
-)
+from newton_summary.derivatives.sweep.chunked_logits import find_tails, pass_in_pieces
 from newton_summary.derivatives.sweep.memory import (
     StackTooLarge,
     default_limit,
@@ -44,10 +39,11 @@ from newton_summary.derivatives.sweep.rules import (
     rule_for,
 )
 from newton_summary.derivatives.sweep.rules.bilinear import gram
-from newton_summary.derivatives.sweep.tail import find_tails, pass_in_pieces
 from newton_summary.derivatives.sweep.tangent import Groups, Tangent
 from newton_summary.derivatives.sweep.tape import Cut, Op, Tape, Value
+from newton_summary.errors import CannotDifferentiate
 from newton_summary.partition import Params, Partition
+from newton_summary.probe.probe import Closure, check_depends, check_finite
 from newton_summary.summary import Summary
 
 KNOWN = frozenset(RULES)

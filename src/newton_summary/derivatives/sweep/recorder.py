@@ -20,12 +20,6 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from newton_summary.derivatives.probe import CannotDifferentiate, Closure
-from newton_summary.derivatives.sweep.calls import (
-    READS_OUT,
-    in_position,
-    look_up,
-)
 from newton_summary.derivatives.sweep.tape import (
     Op,
     ShardedValue,
@@ -36,8 +30,15 @@ from newton_summary.derivatives.sweep.tape import (
     positions_in,
     version_of,
 )
+from newton_summary.derivatives.sweep.torch_functions import (
+    READS_OUT,
+    in_position,
+    look_up,
+)
+from newton_summary.errors import CannotDifferentiate
+from newton_summary.parallel.fsdp import Shards
 from newton_summary.partition import Params
-from newton_summary.sharded import Shards
+from newton_summary.probe.probe import Closure
 
 
 class Recorder(TorchFunctionMode):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from newton_summary.derivatives.probe import CannotDifferentiate
+from newton_summary.errors import CannotDifferentiate
 
 
 class Value:

@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from newton_summary.derivatives.sweep.calls import names
 from newton_summary.derivatives.sweep.rules import fused
 from newton_summary.derivatives.sweep.rules.bilinear import gram, sums
 from newton_summary.derivatives.sweep.tangent import Tangent, lift, matching
 from newton_summary.derivatives.sweep.tape import Op, Value, plain
+from newton_summary.derivatives.sweep.torch_functions import names
 
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
-from newton_summary.derivatives.probe import CannotDifferentiate
-from newton_summary.derivatives.sweep.calls import names
 from newton_summary.derivatives.sweep.rules.bilinear import gram
 from newton_summary.derivatives.sweep.rules.linear import fill
 from newton_summary.derivatives.sweep.tangent import Tangent, spread, union
 from newton_summary.derivatives.sweep.tape import Op, find_values
+from newton_summary.derivatives.sweep.torch_functions import names
+from newton_summary.errors import CannotDifferentiate
 
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from newton_summary.derivatives.norms import accumulation_dtype
-from newton_summary.derivatives.probe import CannotDifferentiate
-from newton_summary.derivatives.sweep.calls import names
 from newton_summary.derivatives.sweep.tangent import Tangent, add_tangents, align, lift
 from newton_summary.derivatives.sweep.tape import Op, Value, find_values, plain
+from newton_summary.derivatives.sweep.torch_functions import names
+from newton_summary.errors import CannotDifferentiate
 
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep

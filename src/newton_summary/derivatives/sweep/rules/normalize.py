@@ -15,7 +15,7 @@ from torch import Tensor
 
 from newton_summary.derivatives.sweep.rules import fused
 from newton_summary.derivatives.sweep.rules.bilinear import dots, gram, pick
-from newton_summary.derivatives.sweep.rules.cells import Cells, Sums
+from newton_summary.derivatives.sweep.rules.fused_norms import Cells, Sums
 from newton_summary.derivatives.sweep.tangent import (
     Groups,
     Tangent,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from newton_summary.derivatives.sweep.calls import names
 from newton_summary.derivatives.sweep.tape import Op, Value, positions_in
+from newton_summary.derivatives.sweep.torch_functions import names
 
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep

@@ -1,0 +1,254 @@
+"""From a summary to that of a coarser partition: exact sums, and which groups could be merged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from newton_summary.display.names import nearest
+from newton_summary.display.table import ShownAsTable, shorten
+from newton_summary.partition import Partition, make_partition
+from newton_summary.solver import learning_rates
+from newton_summary.summary import Summary
+
+
+def coarsen(summary: Summary, groups: Mapping[str, Iterable[str]]) -> Summary:
+    """Return what a measurement with merged groups would have given, without measuring again.
+
+    Groups that move together along the same direction have one step size, so phi is restricted to
+    equal entries of eta: the entries of ``gbar`` and ``Hbar`` add up, exactly. The third derivative
+    of a merged group would need entries of D^(3) off the diagonal, which were not measured:
+    ``D3`` is None.
+
+    Args:
+        summary: The measurement.
+        groups: From the name of a new group to the names of the old ones that it takes. Groups
+            that are not named stay as they are. A new group stands where its first one stood.
+
+    Returns:
+        The summary of the coarser partition, with standard errors if the batches' own are there.
+    """
+    assigned = _assignment(summary, groups)
+    names = list(assigned)
+    number = {old: s for s, name in enumerate(names) for old in assigned[name]}
+    labels = torch.tensor([number[old] for old in summary.names])
+
+    def sums(values: Tensor, dimension: int) -> Tensor:
+        shape = list(values.shape)
+        shape[dimension] = len(names)
+        return values.new_zeros(shape).index_add(dimension, labels.to(values.device), values)
+
+    coarse = replace(
+        summary,
+        gbar=sums(summary.gbar, 0),
+        Hbar=None if summary.Hbar is None else sums(sums(summary.Hbar, 0), 1),
+        D3=None,
+        partition=_merged_partition(summary.partition, names, labels.tolist()),
+        gbar_stderr=None,
+        Hbar_stderr=None,
+        parts=(),
+    )
+    if summary.parts:
+        coarse = coarse.with_stderr([coarsen(part, groups) for part in summary.parts])
+    return coarse
+
+
+def _assignment(
+    summary: Summary, groups: Mapping[str, Iterable[str]]
+) -> dict[str, tuple[str, ...]]:
+    """Return the old groups of every new one, in the order of the first of them."""
+    if not isinstance(summary, Summary):
+        raise TypeError(f"coarsen needs a Summary, and not {type(summary).__name__}.")
+    if not isinstance(groups, Mapping):
+        raise TypeError(
+            f"The groups are of type {type(groups).__name__}: write a mapping from the name of a "
+            f"new group to the names of old ones, such as {{'both': {list(summary.names[:2])}}}."
+        )
+    taken: dict[str, str] = {}
+    for name, members in groups.items():
+        if isinstance(members, str):
+            raise TypeError(f"Group {name!r} is {members!r}: write a list of names of groups.")
+        for old in members:
+            if old not in summary.names:
+                raise ValueError(
+                    f"Group {name!r} names {old!r}, which is no group of the summary."
+                    f"{nearest(old, summary.names)}"
+                )
+            if old in taken:
+                raise ValueError(
+                    f"Group {old!r} is named twice, in {taken[old]!r} and in {name!r}."
+                )
+            taken[old] = name
+    merged: dict[str, list[str]] = {}
+    for old in summary.names:
+        name = taken.get(old, old)
+        if old not in taken and name in groups:
+            raise ValueError(f"There is a group {name!r} already. Give the merged one a new name.")
+        merged.setdefault(name, []).append(old)
+    empty = [name for name in groups if name not in merged]
+    if empty:
+        raise ValueError(f"Group {empty[0]!r} is empty. Leave it out.")
+    return {name: tuple(olds) for name, olds in merged.items()}
+
+
+def _merged_partition(
+    partition: Partition | None, names: list[str], new: list[int]
+) -> Partition | None:
+    if partition is None:
+        return None
+    labels: dict[str, int | Tensor] = {}
+    for name, label in partition.labels.items():
+        if isinstance(label, int):
+            labels[name] = new[label]
+            continue
+        moved = torch.tensor(new, device=label.device)[label]
+        one = bool((moved == moved.flatten()[0]).all())
+        labels[name] = int(moved.flatten()[0]) if one else moved
+    return Partition(names, partition.params, labels, partition.model)
+
+
+# --- which groups could be merged -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Merges(ShownAsTable):
+    """A coarser partition that should lose little, and why.
+
+    ``groups`` is what :func:`coarsen` takes; :meth:`partition` makes the groups of a model.
+    """
+
+    _numbers = (1, 3)
+
+    groups: dict[str, tuple[str, ...]]  # every new group, from its name to its old groups
+    rates: dict[str, float]  # of every old group alone, gbar_s / Hbar_ss; nan if it has none
+    spread: float  # largest ratio of rates in a group that was allowed
+    kept: float  # share of the decrease by Newton's step that is left; nan if Hbar is not positive
+    summary: Summary  # what it was made from
+
+    def __len__(self) -> int:
+        """Return the number of new groups."""
+        return len(self.groups)
+
+    @property
+    def spec(self) -> dict[str, list[Any]]:
+        """What :func:`make_partition` takes, with the parameters in every new group."""
+        fine = self.summary.partition
+        if fine is None:
+            raise ValueError(
+                "The summary has no partition, so it is not known which parameters its groups hold."
+            )
+        spec: dict[str, list[Any]] = {}
+        for name, olds in self.groups.items():
+            spec[name] = []
+            for old in olds:
+                s = fine.index(old)
+                for member in fine.members[s]:
+                    label = fine.labels[member.name]
+                    part = label if isinstance(label, int) else (member.name, label.cpu() == s)
+                    spec[name].append(member.name if isinstance(part, int) else part)
+        return spec
+
+    def partition(self, model: nn.Module) -> Partition:
+        """Return the coarser partition of the model."""
+        return make_partition(model, self.spec)
+
+    def coarse(self) -> Summary:
+        """Return the summary of the coarser partition."""
+        return coarsen(self.summary, self.groups)
+
+    def _rows(self) -> list[list[str]]:
+        rows = [["new group", "groups", "rates alone", "ratio", "why"]]
+        for name, olds in self.groups.items():
+            rates = [self.rates[old] for old in olds]
+            low, high = min(rates), max(rates)
+            if len(olds) > 1:
+                why = f"{', '.join(olds[:4])}" + (" ..." if len(olds) > 4 else "")
+                cells = [f"{low:.2e} to {high:.2e}", f"{high / low:.2f}", f"alike: {why}"]
+            elif math.isnan(low):
+                cells = ["-", "-", "slope or curvature is not positive: left alone"]
+            else:
+                cells = [f"{low:.2e}", "1", "no other is near enough"]
+            rows.append([name, str(len(olds)), *cells])
+        return shorten(rows)
+
+    def _said(self) -> str:
+        said = (
+            f"{len(self.rates)} groups could be {len(self)}: those of one role whose rates differ "
+            f"by at most a factor {self.spread:g} (paper, remark after Theorem 1)."
+        )
+        if not math.isnan(self.kept):
+            said += f"\nNewton's step with them keeps {100 * self.kept:.1f} % of the decrease."
+        return said
+
+
+def suggest_merges(summary: Summary, spread: float = 3.0) -> Merges:
+    """Suggest which groups could share one learning rate.
+
+    The remark after Theorem 1 advises to put eigenvalues of the Hessian of the same order of
+    magnitude into one group: the loss shrinks by (gamma - 1)^2 / (gamma + 1)^2 a step at worst,
+    with gamma the largest ratio of eigenvalues in a group. What a summary tells of them is the
+    curvature along the direction; with the gradient as direction, Hbar_ss / gbar_s is a mean of the
+    eigenvalues of group s, and its inverse is the rate that the group would have alone. Groups are
+    merged, the nearest rates first, as long as the ratio of rates in a group is at most ``spread``.
+    With 3, the bound is 1/4 if each of the old groups has one eigenvalue alone.
+
+    Weights and biases stay apart. So does a group whose slope or curvature is not positive.
+
+    Args:
+        summary: Of order 2 or 3.
+        spread: Largest ratio of rates in a merged group, 1 or more.
+    """
+    if not isinstance(summary, Summary):
+        raise TypeError(f"This is of type {type(summary).__name__}: give a Summary, with gbar.")
+    if not 1 <= spread < math.inf:
+        raise ValueError(f"spread={spread}: write a ratio of rates, 1 or more.")
+    g = summary.gbar.detach().double().cpu()
+    h = summary.hessian().detach().double().cpu().diagonal()
+    alone = torch.where((g > 0) & (h > 0), g / h, math.nan)
+    alone = alone.where(torch.isfinite(alone) & (alone > 0), torch.tensor(math.nan).to(alone))
+    rates = dict(zip(summary.names, alone.tolist(), strict=True))
+    partition = summary.partition
+    roles = ("",) * len(summary) if partition is None else partition.roles
+    groups = {}
+    for kind in dict.fromkeys(roles):
+        known = [n for n, r in zip(summary.names, roles) if r == kind and not math.isnan(rates[n])]
+        for members in _clusters(sorted(known, key=rates.__getitem__), rates, spread):
+            inside = [name for name in summary.names if name in members]
+            name = _joint_name(inside)
+            while name in groups or (len(inside) > 1 and name in summary.names):
+                name += "+"  # a group has that name already
+            groups[name] = tuple(inside)
+    assigned = _assignment(summary, groups)
+    fine, coarse = _newton_decrease(summary), _newton_decrease(coarsen(summary, assigned))
+    kept = coarse / fine if fine > 0 else math.nan
+    return Merges(assigned, rates, float(spread), kept, summary)
+
+
+def _clusters(ordered: list[str], rates: Mapping[str, float], spread: float) -> list[list[str]]:
+    """Merge neighbours on the line of rates, the nearest first (complete linkage)."""
+    clusters = [[name] for name in ordered]
+    while len(clusters) > 1:
+        ratios = [rates[after[-1]] / rates[before[0]] for before, after in pairwise(clusters)]
+        best = min(range(len(ratios)), key=ratios.__getitem__)
+        if not ratios[best] <= spread:
+            break
+        clusters[best : best + 2] = [clusters[best] + clusters[best + 1]]
+    return clusters
+
+
+def _joint_name(names: list[str]) -> str:
+    if len(names) <= 2:
+        return "+".join(names)
+    return f"{names[0]}+{len(names) - 1} more"
+
+
+def _newton_decrease(summary: Summary) -> float:
+    """Return 1/2 gbar.Hbar^-1 gbar, nan where Hbar is not positive definite."""
+    rates = learning_rates(summary.to(torch.float64), lambda_int=0)
+    return -rates.model_change if rates.status in ("newton", "flat") else math.nan

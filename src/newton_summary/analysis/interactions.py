@@ -1,0 +1,390 @@
+"""How the groups of a model interact, read off a summary (paper, Section 6.1 and App. H).
+
+Nothing here depends on the scale of the direction: where entries of different groups are compared,
+``Hbar`` or its inverse is first scaled to a unit diagonal. Everything is computed in float64. A
+function that needs ``Hbar`` alone also takes it as an (S, S) tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from newton_summary.display.table import ShownAsTable, shorten
+from newton_summary.history import History
+from newton_summary.solver import LearningRates, learning_rates
+from newton_summary.summary import Summary
+
+
+def normalized(summary: Summary | Tensor) -> Tensor:
+    """Return ``Hbar`` scaled to a unit diagonal, ``H_st / sqrt(|H_ss H_tt|)``, shape (S, S).
+
+    It does not change if the direction of a group is scaled. The diagonal is the sign of H_ss.
+    Where ``Hbar`` is positive definite the other entries lie between -1 and 1. A group with
+    H_ss = 0 has no scale of its own, nor has one whose H_ss is not finite: its row and column are
+    nan.
+
+    Args:
+        summary: A summary, or any symmetric (S, S) matrix, such as the inverse.
+    """
+    return _unit_diagonal(_double(summary).hessian())
+
+
+def layer_numbers(summary: Summary | Tensor) -> tuple[int, ...]:
+    """Return the number of each group's layer, counted in the order of the partition, (S,).
+
+    Groups that hold parameters of the same module, such as a weight and its bias, are of one layer.
+    A norm is a layer of its own. Without a partition every group counts as a layer.
+    """
+    partition = _as_summary(summary).partition
+    if partition is None:
+        return tuple(range(len(summary)))
+    number_of: dict[str, int] = {}  # by owner
+    numbers: list[int] = []
+    for group in partition.members:
+        owners = {_owner(member.name) for member in group}
+        met = sorted({number_of[owner] for owner in owners if owner in number_of})
+        number = met[0] if met else len(numbers)
+        for owner, old in number_of.items():  # this group joins layers that were apart so far
+            number_of[owner] = number if old in met else old
+        numbers = [number if old in met else old for old in numbers]
+        number_of.update(dict.fromkeys(owners, number))
+        numbers.append(number)
+    order = {number: i for i, number in enumerate(dict.fromkeys(numbers))}
+    return tuple(order[number] for number in numbers)
+
+
+# --- how much of the inverse is near its diagonal -------------------------------------------------
+
+
+class Kept(NamedTuple):
+    """What three approximations keep of a matrix, from 0 to 1."""
+
+    diagonal: float
+    block_diagonal: float  # weight and bias of one layer
+    tridiagonal: float  # neighbouring layers too
+
+
+@dataclass(frozen=True)
+class InverseKept(ShownAsTable):
+    """How much of the inverse of ``Hbar``, and of ``Hbar``, lies near the diagonal.
+
+    The share of the sum of squares of the entries, once the matrix is scaled to a unit diagonal. 1
+    means that nothing is left out; what ``tridiagonal`` lacks is interaction over long range.
+    """
+
+    _numbers = (2, 3)
+
+    inverse: Kept
+    hessian: Kept
+    num_layers: int
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        kinds = (
+            ("diagonal", "each group alone"),
+            ("block-diagonal", "groups of one layer"),
+            ("tridiagonal", "groups of neighbouring layers"),
+        )
+        rows: list[tuple[str, ...]] = [("approximation", "keeps", "of the inverse", "of Hbar")]
+        for (name, keeps), inverse, hessian in zip(kinds, self.inverse, self.hessian, strict=True):
+            rows.append((name, keeps, _percent(inverse), _percent(hessian)))
+        return rows
+
+    def _said(self) -> str:
+        return (
+            f"Share of the squares, each matrix scaled to a unit diagonal; {self.num_layers} "
+            f"{'layer' if self.num_layers == 1 else 'layers'}."
+        )
+
+
+def inverse_kept(summary: Summary | Tensor) -> InverseKept:
+    """Tell how much of the inverse a diagonal, block-diagonal and tridiagonal one keep.
+
+    Section 6.1 asks whether the entries that these approximations of the Hessian, or of its
+    inverse, leave out are negligible; App. H sees the inverse become tridiagonal during training.
+    With P the inverse scaled to a unit diagonal, the answer is sum_kept P_st^2 / sum P_st^2. A
+    block-diagonal ``Hbar`` keeps 1 in the last two. Of two groups that act almost as one, the
+    diagonal keeps 1/2. It is nan where the inverse has a zero on its diagonal. Groups whose row of
+    ``Hbar`` is zero do not count.
+
+    Raises:
+        ValueError: If ``Hbar`` has no inverse.
+    """
+    summary = _double(summary)
+    layers = torch.tensor(layer_numbers(summary))
+    apart = (layers[:, None] - layers[None, :]).abs()
+    masks = (torch.eye(len(summary), dtype=torch.bool), apart == 0, apart <= 1)
+
+    inverse = summary.inverse(without_dead=True)
+    live = ~summary.dead
+
+    def kept(matrix: Tensor) -> Kept:
+        squares = _unit_diagonal(matrix[live][:, live]).square()
+        shares = (squares[mask[live][:, live]].sum() / squares.sum() for mask in masks)
+        return Kept(*map(float, shares))
+
+    count = len(set(layers[live].tolist()))
+    return InverseKept(kept(inverse), kept(summary.hessian()), count)
+
+
+# --- what moving together is worth ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class JointGain(ShownAsTable):
+    """What the loss should change by with rates from the whole of ``Hbar``, and from its diagonal.
+
+    ``joint`` and ``diagonal`` are changes of the loss to second order, with the whole of ``Hbar``
+    for both. ``joint_model`` and ``diagonal_model`` have the cubic term added: the joint rates are
+    where this is lowest, so it is never above the other.
+    """
+
+    _numbers = (1, 2)
+
+    joint: float
+    diagonal: float
+    joint_model: float
+    diagonal_model: float
+    joint_rates: LearningRates
+    diagonal_rates: LearningRates
+    loss: float  # where it starts from; nan if not known
+
+    @property
+    def ratio(self) -> float:
+        """How many times the decrease of the diagonal step the joint one promises; nan if none."""
+        return self.joint / self.diagonal if self.diagonal < 0 else math.nan
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [
+            ("rates from", "change of the loss", "with the cubic term", "status")
+        ]
+        for name, change, model, rates in (
+            ("all of Hbar", self.joint, self.joint_model, self.joint_rates),
+            ("its diagonal", self.diagonal, self.diagonal_model, self.diagonal_rates),
+        ):
+            rows.append((name, f"{change:+.4g}", f"{model:+.4g}", rates.status))
+        return rows
+
+    def _said(self) -> str:
+        if math.isfinite(self.ratio):
+            said = f"Moving together promises {self.ratio:.3g} times the decrease."
+        elif self.diagonal >= 0:
+            said = "By the whole model the loss does not fall with the diagonal's rates."
+        else:
+            said = "The two steps cannot be compared."
+        if -self.joint > self.loss > 0:
+            said += (
+                f"\nIt is more than the whole loss of {self.loss:.4g}: the second order does not "
+                f"hold that far. Take a part of the step."
+            )
+        return said
+
+
+def joint_gain(summary: Summary, lambda_int: float = 1.0) -> JointGain:
+    """Compare the step from all of ``Hbar`` with the one from its diagonal (App. K).
+
+    Args:
+        summary: Of order 3, or of order 2 with ``lambda_int=0``.
+        lambda_int: Strength of the cubic term in both.
+    """
+    _need_summary(summary, "joint_gain")
+    summary = _double(summary)
+    both = [learning_rates(summary, lambda_int, diagonal=diagonal) for diagonal in (False, True)]
+
+    def model(rates: LearningRates) -> float:
+        cube = rates.radius**3 if lambda_int > 0 else 0.0  # without D3 the radius is nan
+        return rates.model_change + lambda_int / 6 * cube
+
+    joint, diagonal = both
+    return JointGain(
+        joint.model_change,
+        diagonal.model_change,
+        model(joint),
+        model(diagonal),
+        joint,
+        diagonal,
+        float(summary.loss),
+    )
+
+
+# --- pairs ----------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    """Two groups and how they interact."""
+
+    first: str
+    second: str
+    interaction: float  # H_st / sqrt(|H_ss H_tt|)
+    value: float  # H_st
+    distance: int  # layers apart; 0 for a weight and its bias
+
+
+@dataclass(frozen=True)
+class StrongestPairs(ShownAsTable):
+    """Pairs of groups, the strongest interaction first."""
+
+    _numbers = (2, 3, 4)
+
+    pairs: tuple[Pair, ...]
+    undefined: int  # how many pairs have no interaction: H_ss = 0, or entries that are not finite
+
+    def __len__(self) -> int:
+        """Return the number of pairs."""
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> Pair:
+        """Return one pair; 0 is the strongest."""
+        return self.pairs[index]
+
+    def __iter__(self) -> Iterator[Pair]:
+        """Go through the pairs."""
+        return iter(self.pairs)
+
+    def _rows(self) -> list[list[str]]:
+        rows = [["group", "group", "interaction", "Hbar_st", "layers apart"]]
+        for first, second, interaction, value, distance in self.pairs:
+            rows.append([first, second, f"{interaction:+.3f}", f"{value:+.3e}", str(distance)])
+        return shorten(rows)
+
+    def _said(self) -> str:
+        if not self.undefined:
+            return ""
+        return (
+            f"Not defined for {self.undefined} pairs: a group has no curvature of its own, "
+            f"or an entry is not finite."
+        )
+
+
+def strongest_pairs(summary: Summary | Tensor, count: int = 10) -> StrongestPairs:
+    """Return the pairs of groups that interact most, with their distance in depth.
+
+    Args:
+        summary: A summary, or Hbar.
+        count: How many pairs at most.
+    """
+    if not isinstance(count, int) or count < 0:
+        raise ValueError(f"count={count!r}: write a number of pairs, 0 or more.")
+    summary = _double(summary)
+    values, scaled = summary.hessian(), normalized(summary)
+    layers, names = layer_numbers(summary), summary.names
+    first, second = torch.triu_indices(len(summary), len(summary), offset=1)
+    strength = scaled[first, second].abs()
+    defined = torch.isfinite(strength)
+    ranked = strength.where(defined, torch.tensor(-1.0).to(strength)).argsort(
+        descending=True, stable=True
+    )
+    pairs: list[Pair] = []
+    for s, t in zip(first[ranked].tolist(), second[ranked].tolist(), strict=True):
+        interaction = float(scaled[s, t])
+        if len(pairs) == count or not math.isfinite(interaction):
+            break
+        distance = abs(layers[s] - layers[t])
+        pairs.append(Pair(names[s], names[t], interaction, float(values[s, t]), distance))
+    return StrongestPairs(tuple(pairs), int((~defined).sum()))
+
+
+# --- over a training ------------------------------------------------------------------------------
+
+
+class Smoothed(NamedTuple):
+    """Means over windows of epochs."""
+
+    epochs: Tensor  # (K,)  middle of each window
+    values: Tensor  # (K, ...)
+
+
+def smooth(
+    values: Tensor | Sequence[Sequence[float]], epochs: Sequence[float], window: int = 20
+) -> Smoothed:
+    """Average values over windows of epochs, as the paper does for its figures of ``eta``.
+
+    There, for k = 10, 30, 50, ... the value is the mean over the epochs k - 10 to k + 9, "to remove
+    the noise" (App. H has twice that). Windows are counted from the first epoch. The last one is
+    left out if the training did not reach its middle. Values that are not finite are left out of a
+    mean; where nothing is left, it is nan.
+
+    Args:
+        values: One row for each epoch, (M, ...), such as ``history.rates``.
+        epochs: When they were measured, (M,), in order.
+        window: Length of a window in epochs.
+    """
+    if isinstance(values, History):
+        raise TypeError(
+            "smooth takes values and their epochs: smooth(history.rates, history.epochs)."
+        )
+    values = torch.as_tensor(values).detach().double().cpu()
+    times = torch.as_tensor(list(epochs), dtype=torch.float64)
+    if len(times) == 0 or len(values) != len(times):
+        raise ValueError(f"There are {len(values)} rows of values and {len(times)} epochs.")
+    if not window > 0:
+        raise ValueError(f"window={window}: write a number of epochs above 0.")
+    number = ((times - times[0]) / window).floor().long()
+    middles, means = [], []
+    for i in sorted(set(number.tolist())):
+        middle = float(times[0]) + (i + 0.5) * window
+        if middle <= float(times.max()):
+            inside = values[number == i]
+            inside = inside.where(torch.isfinite(inside), torch.tensor(math.nan).to(inside))
+            middles.append(middle)
+            means.append(inside.nanmean(0))
+    if not means:
+        raise ValueError(
+            f"Epochs {float(times[0]):g} to {float(times.max()):g} do not reach the middle of a "
+            f"window of {window} epochs. Use a shorter window."
+        )
+    return Smoothed(torch.tensor(middles, dtype=torch.float64), torch.stack(means))
+
+
+# --- helpers --------------------------------------------------------------------------------------
+
+
+def _as_summary(summary: Summary | Tensor) -> Summary:
+    if isinstance(summary, Summary):
+        return summary
+    if not isinstance(summary, Tensor):
+        raise TypeError(
+            f"This is of type {type(summary).__name__}: give a Summary, or Hbar as a tensor."
+        )
+    if summary.ndim != 2 or summary.shape[0] != summary.shape[1]:
+        raise ValueError(f"The tensor has shape {tuple(summary.shape)}: Hbar is of shape (S, S).")
+    return Summary(gbar=summary.new_full(summary.shape[:1], math.nan), Hbar=summary)
+
+
+def _need_summary(summary: Summary, what: str) -> None:
+    if not isinstance(summary, Summary):
+        raise TypeError(
+            f"{what} needs a Summary, with gbar, and not {type(summary).__name__}: make one with "
+            f"summarize, or Summary(gbar=..., Hbar=..., D3=...)."
+        )
+
+
+def _double(summary: Summary | Tensor) -> Summary:
+    summary = _as_summary(summary)
+    summary.hessian()  # or say that there is none
+    return summary.to("cpu", torch.float64)
+
+
+def _unit_diagonal(matrix: Tensor) -> Tensor:
+    scale = matrix.detach().diagonal().abs().sqrt()
+    scale = scale.where((scale > 0) & torch.isfinite(scale), torch.tensor(math.nan).to(scale))
+    return matrix.detach() / scale[:, None] / scale[None, :]
+
+
+def _owner(name: str) -> str:
+    """Return the module that holds a parameter, as far as its name tells."""
+    owner, parametrized, _ = f".{name}".partition(".parametrizations.")
+    if parametrized:
+        return owner[1:]
+    owner, _, own = name.rpartition(".")
+    # Of parameter lists, such as weights.3 and biases.3, those at the same place belong together.
+    return f"{owner.rpartition('.')[0]}[{own}]" if own.isdecimal() else owner
+
+
+def _percent(share: float) -> str:
+    return "-" if math.isnan(share) else f"{100 * share:.1f} %"

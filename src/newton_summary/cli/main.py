@@ -1,0 +1,420 @@
+"""The command ``newton-summary``: list, run, sweep, report, inspect and demo.
+
+torch is imported when it is needed, so that help and mistakes are told at once. Exit codes: 0,
+done; 1, a run of a sweep failed; 2, a mistake that the user can mend, told in one line; 130,
+interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from newton_summary.cli.arguments import (
+    HelpPrinted,
+    leading,
+    named_recipe,
+    parse,
+    parse_fields,
+    split_options,
+    tokens_of,
+)
+from newton_summary.display.names import nearest
+from newton_summary.errors import UserError
+from newton_summary.experiments import torchrun
+from newton_summary.experiments.config import flatten
+from newton_summary.experiments.grid import Result, grid, run_all, run_name, table
+from newton_summary.experiments.recipes import RECIPES
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from newton_summary.experiments.results import Outcome
+
+USAGE = """\
+Usage: newton-summary COMMAND [ARGUMENTS]
+
+  newton-summary list                     the recipes, one line each
+  newton-summary run RECIPE [OPTIONS]     train as a recipe says; go on if it was interrupted
+  newton-summary sweep RECIPE [OPTIONS]   the same on a grid: options take values with commas
+  newton-summary report DIR...            tables, figures and a page from run directories
+  newton-summary inspect FILE.py:build    measure a model of your own; build() returns a model, a
+                                          loss function and data
+  newton-summary demo                     LeNet on images inside the package, in a minute or two
+  newton-summary COMMAND --help           what a command takes; with a recipe, all of its fields
+
+Examples:
+  newton-summary run lenet_embedded --epochs 3
+  newton-summary run vgg_cifar10_adam --data-root /data --device cuda --optimizer.lr 1e-4
+  newton-summary sweep mlp_embedded --optimizer.lr 0.1,0.3 --seed 0,1,2 --jobs 2
+  torchrun --nproc-per-node 2 -m newton_summary run lenet_embedded
+  newton-summary report runs
+  newton-summary inspect my_model.py:build --partition blocks-4 --out my_model.html
+"""
+
+
+@dataclass(frozen=True)
+class Output:
+    """How to tell what happens."""
+
+    quiet: bool = False
+    """Print nothing but errors."""
+    json: bool = False
+    """Print the result as JSON, and nothing else."""
+
+
+@dataclass(frozen=True)
+class ListOptions:
+    """Show the recipes."""
+
+    json: bool = False
+    """Print whole configurations as JSON."""
+
+
+@dataclass(frozen=True)
+class RunOptions(Output):
+    """Train as a recipe says, and write a run directory."""
+
+    run_dir: Path | None = None
+    """Where to write; runs/RECIPE/CHANGES if not given. A run that is there goes on."""
+    compare_speed: bool = True
+    """At the end, time some steps of Adam in the same loop."""
+
+
+@dataclass(frozen=True)
+class SweepOptions(Output):
+    """Train on a grid of options and seeds. What is done is skipped, failures are told."""
+
+    runs_dir: Path | None = None
+    """Directory of the run directories; runs/RECIPE if not given."""
+    jobs: int = 1
+    """Runs at a time, each in a process of its own on this machine."""
+    scheduler: str | None = None
+    """Address of a dask scheduler, such as tcp://10.0.0.1:8786: run on its workers instead."""
+
+
+@dataclass(frozen=True)
+class ReportOptions(Output):
+    """Make tables (Markdown, CSV), figures (PNG, PDF) and a page (HTML) from run directories."""
+
+    out: Path = Path("report")
+    """Where to write them."""
+
+
+@dataclass(frozen=True)
+class InspectOptions(Output):
+    """Measure a model of your own and write a report, one page of HTML.
+
+    FILE.py:build names a file and a function in it that returns three things: the model, a function
+    loss_fn(model, batch) that returns the mean loss of a batch, and the data, one batch or an
+    iterable of batches such as a DataLoader.
+    """
+
+    out: Path = Path("report.html")
+    """The page to write."""
+    partition: str = "canonical"
+    """Groups: canonical (one a tensor), blocks-4, chunks-4, alternate-4, weights-biases, ..."""
+    max_batches: int = 16
+    """Measure on so many batches at most, the first of the data."""
+    order: Literal[2, 3] = 3
+    """2 leaves out the third derivative, which takes about half of the time."""
+    lambda_int: float | None = None
+    """Strength of the cubic term in the learning rates. If not given, the one of 1, 10, ... 1e8
+    whose step lowers the loss most; 0 with --order 2."""
+    backend: str = "auto"
+    """sweep, nested, dense, differences, or auto: the first of these that can."""
+    device: str | None = None
+    """Move model and data there, for example to cuda; if not given, they stay where they are."""
+    seed: int = 0
+    """Seed of torch, set before the file is run."""
+    stderr: bool = True
+    """Tell standard errors over the batches, if there are several."""
+
+
+@dataclass(frozen=True)
+class DemoOptions(Output):
+    """Train LeNet with NewtonSummary and with Adam, measure its layers, draw the figures."""
+
+    out: Path = Path("runs/demo")
+    """Where to write."""
+    epochs: int = 5
+    """Passes over the 4,500 images."""
+
+
+# --- entry ---------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return the exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        with _short_warnings():
+            return _dispatch(args)
+    except UserError as error:
+        # Of several processes the first one speaks, and those with a trouble of their own.
+        if torchrun.rank() == 0 or error.rank is not None:
+            where = f" (rank {error.rank})" if error.rank else ""
+            print(f"newton-summary{where}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("newton-summary: interrupted; the same command goes on.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # of a reader such as head, which has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0
+    if args[0] == "--version":
+        from newton_summary import __version__
+
+        print(__version__)
+        return 0
+    name, rest = args[0], args[1:]
+    if name not in COMMANDS:
+        raise UserError(
+            f"Unknown command {name!r}.{nearest(name, COMMANDS)} There are {', '.join(COMMANDS)}."
+        )
+    if torchrun.launched() and name != "run":
+        raise UserError(f"{name} is for one process: torchrun can start run alone.")
+    if any(importlib.util.find_spec(package) is None for package in ("tyro", "rich")):
+        raise UserError("The command line needs tyro and rich: pip install 'newton-summary[cli]'.")
+    try:
+        return COMMANDS[name](rest)
+    except HelpPrinted:
+        return 0
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+def list_recipes(args: list[str]) -> int:
+    """Print the recipes."""
+    options = parse(ListOptions(), args, "list")
+    if options.json:
+        print(json.dumps({name: flatten(recipe()) for name, recipe in RECIPES.items()}, indent=2))
+        return 0
+    width = max(map(len, RECIPES))
+    for name, recipe in RECIPES.items():
+        print(f"{name:<{width}}  {recipe.about}")
+    return 0
+
+
+def run(args: list[str]) -> int:
+    """Train as a recipe says."""
+    recipe, args = named_recipe(args, RunOptions(), "run")
+    config, options = parse_fields(recipe, RunOptions(), args, f"run {recipe.recipe}")
+    path = options.run_dir or Path("runs") / config.recipe / run_name(config)
+    from newton_summary.experiments.progress import watching
+    from newton_summary.experiments.results import as_dict, outcome
+    from newton_summary.experiments.rundir import CONFIG, Run
+    from newton_summary.experiments.training import speed, train
+
+    console = _console(options)
+    finished = (path / CONFIG).is_file() and Run.load(path).epoch >= config.epochs
+    with watching(console, f"{config.recipe} in {path}") as reporter:
+        done = train(config, path, reporter, compare_speed=options.compare_speed)
+    result = outcome(done)
+    pace = speed(done)
+    if options.json and torchrun.rank() == 0:
+        ratio = None if pace is None else pace.ratio
+        print(json.dumps({"run_dir": str(path), **as_dict(result), "time_over_adam": ratio}))
+    if finished:
+        console.print("nothing was left to do; this is what it came to:", highlight=False)
+    console.print(_in_words(result), highlight=False)
+    if pace is not None:
+        text = f"an epoch of training took {pace.seconds:.2f} s"
+        if pace.ratio is not None:
+            text += f", {pace.ratio:.2f} times Adam's {pace.adam:.2f} s"
+        console.print(text, highlight=False)
+    return 0
+
+
+def sweep(args: list[str]) -> int:
+    """Train on a grid."""
+    recipe, args = named_recipe(args, SweepOptions(), "sweep")
+    if "-h" in args or "--help" in args:
+        parse_fields(recipe, SweepOptions(), args, f"sweep {recipe.recipe}")
+    own, fields = split_options(args, SweepOptions(), recipe)
+    options = parse(SweepOptions(), own, "sweep")
+    if options.jobs < 1:
+        raise UserError(f"--jobs {options.jobs}: write 1 or more.")
+    if options.scheduler is not None and options.jobs > 1:
+        raise UserError("--jobs is for this machine; the workers of --scheduler run one each.")
+    values = {name: text.split(",") for name, text in fields.items()}
+    if len(values.get("epochs", [])) > 1:
+        raise UserError("--epochs takes one value in a sweep: the metrics have the earlier epochs.")
+    configs = []
+    for point in grid(values):
+        tokens = chain.from_iterable(tokens_of(recipe, *item) for item in point.items())
+        configs.append(parse_fields(recipe, Output(), list(tokens), f"sweep {recipe.recipe}")[0])
+    root = options.runs_dir or Path("runs") / recipe.recipe
+    console = _console(options)
+    count = iter(range(1, len(configs) + 1))
+
+    def tell(result: Result) -> None:
+        how = result.error or ("done before" if result.skipped else "done")
+        console.print(
+            f"{next(count)}/{len(configs)}  {result.path.name}: {how}",
+            highlight=False,
+            markup=False,
+        )
+
+    results = run_all(configs, root, options.jobs, tell, options.scheduler)
+    varied = [name for name in values if len(values[name]) > 1]
+    rows = table(results, varied)
+    if options.json:
+        print(json.dumps([_as_json(result) for result in results], indent=2))
+    from newton_summary.display.table import text_table
+
+    console.print(text_table(rows, right=range(len(rows[0]))), highlight=False, markup=False)
+    return 1 if any(result.error for result in results) else 0
+
+
+def report(args: list[str]) -> int:
+    """Make tables and figures."""
+    folders = list(leading(args))
+    options = parse(ReportOptions(), args[len(folders) :], "report DIR...")
+    if not folders:
+        raise UserError("Which runs? Write newton-summary report DIR..., for example runs.")
+    from newton_summary.experiments.paper_report import make_report
+    from newton_summary.experiments.rundir import find_runs
+
+    runs = find_runs([Path(folder) for folder in folders])
+    files = make_report(runs, options.out)
+    _tell_files(files, options)
+    return 0
+
+
+def inspect(args: list[str]) -> int:
+    """Measure a user's model and write the page."""
+    targets = list(leading(args))
+    options = parse(InspectOptions(), args[len(targets) :], "inspect FILE.py:build")
+    if len(targets) != 1:
+        raise UserError("Which model? Write newton-summary inspect FILE.py:build, one at a time.")
+    if importlib.util.find_spec("plotly") is None:
+        raise UserError("The report needs plotly: pip install 'newton-summary[report]'.")
+    from newton_summary.inspection.inspection import Settings, inspect_model, progress_bar
+    from newton_summary.inspection.user_file import load_build, split_target
+    from newton_summary.page import report as write_report
+
+    console = _console(options)
+    file, function = split_target(targets[0])
+    settings = Settings(
+        options.partition,
+        options.backend,
+        options.order,
+        options.lambda_int,
+        options.max_batches,
+        options.device,
+        options.stderr,
+    )
+    with _only_json(options):
+        built = load_build(targets[0], options.seed)
+        with progress_bar(console) as progress:
+            name = f"{type(built.model).__name__} of {file.name}:{function}"
+            found = inspect_model(built, settings, name=name, file=file, progress=progress)
+    try:
+        page = write_report(found.history, options.out)
+    except OSError as error:
+        raise UserError(f"{options.out} cannot be written: {error.strerror}.") from None
+    if options.json:
+        print(json.dumps({"page": str(page), **found.as_dict()}))
+    console.print(f"{found}\n\nThe report is in {page}", highlight=False, markup=False)
+    return 0
+
+
+def demo(args: list[str]) -> int:
+    """Train, measure and draw on the images inside the package."""
+    options = parse(DemoOptions(), args, "demo")
+    from newton_summary.experiments.demo import demonstrate
+
+    files = demonstrate(options.out, options.epochs, _console(options))
+    _tell_files(files, options)
+    return 0
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "list": list_recipes,
+    "run": run,
+    "sweep": sweep,
+    "report": report,
+    "inspect": inspect,
+    "demo": demo,
+}
+
+
+# --- output --------------------------------------------------------------------------------------
+
+
+def _console(options: Output) -> Console:
+    """Return where to print: nowhere if asked to be quiet, or if JSON is wanted."""
+    from rich.console import Console
+
+    silent = options.quiet or options.json or torchrun.rank() > 0
+    return Console(quiet=silent, soft_wrap=True)
+
+
+def _in_words(result: Outcome) -> str:
+    share = "" if result.test_accuracy != result.test_accuracy else f" ({result.test_accuracy:.2%})"
+    return (
+        f"{result.status} after {result.epochs} epochs: train {result.train_loss:.4g}, test "
+        f"{result.test_loss:.4g}{share} at the best validation loss, epoch {result.best_epoch}"
+    )
+
+
+def _as_json(result: Result) -> dict[str, Any]:
+    return {
+        "run_dir": str(result.path),
+        "config": flatten(result.config),
+        "outcome": result.outcome,
+        "error": result.error,
+        "skipped": result.skipped,
+    }
+
+
+@contextlib.contextmanager
+def _only_json(options: Output) -> Iterator[None]:
+    """Keep what the user's code prints out of the JSON."""
+    with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
+        yield
+
+
+def _tell_files(files: Sequence[Path], options: Output) -> None:
+    """Print the page and the pictures; the same tables are beside them as CSV, figures as PDF."""
+    if options.json:
+        print(json.dumps([str(file) for file in files]))
+    elif not options.quiet:
+        for file in files:
+            if file.name == "report.md" or file.suffix in (".html", ".png"):
+                print(file)
+
+
+@contextlib.contextmanager
+def _short_warnings() -> Iterator[None]:
+    """Print warnings without the line of code that they come from."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"newton-summary: {message}\n"
+    try:
+        with warnings.catch_warnings():
+            # What torch says when a thread of its own uses a GPU for the first time.
+            warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
+            yield
+    finally:
+        warnings.formatwarning = before
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""The sweep as a CUDA graph: recorded once on the device, then launched as a whole.
+
+On a small model a sweep is mostly the cost of launching some hundred short kernels from Python.
+A training run measures the same model on batches of the same shape again and again, so the kernels
+can be captured once and replayed, with the new batch copied to where the first one was.
+
+What is captured is what the loss did that one time. The caller promises that it does the same each
+time: no Python that depends on the values, on the step or on random numbers of its own. What can be
+checked is: dropout, and buffers that change (a batch norm in training), are not captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from newton_summary.derivatives.sweep.chunked_logits import find_tails
+from newton_summary.derivatives.sweep.engine import (
+    KNOWN,
+    Layout,
+    Sweep,
+    backward,
+    find_cut,
+    joined,
+    mark_needed,
+    with_totals,
+)
+from newton_summary.derivatives.sweep.recorder import Recorder
+from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE
+from newton_summary.errors import CannotDifferentiate
+from newton_summary.partition import Params, Partition, result_dtype
+from newton_summary.probe.batches import count_samples
+from newton_summary.probe.probe import LossFn, Probe, check_finite
+from newton_summary.summary import Summary
+
+WARM_UP = 2  # runs on the capturing stream, in which libraries make their choices
+MOST_GRAPHS = 4  # each holds the memory of a sweep
+
+
+class CannotCapture(Exception):
+    """This model or this loss cannot be captured; the message says why."""
+
+
+class SweepGraphs:
+    """Graphs of the sweep of one model, one for each shape of batch.
+
+    Args:
+        model: The model.
+        partition: Its groups, of whole tensors.
+        order: 2 or 3.
+    """
+
+    def __init__(self, model: nn.Module, partition: Partition, order: int):
+        self.model, self.partition, self.order = model, partition, order
+        self._graphs: dict[Any, SweepGraph] = {}
+
+    def summarize(self, loss_fn: LossFn, batch: Any, u: Params) -> Summary:
+        """Measure a summary of one batch, as the sweep does.
+
+        Raises:
+            CannotCapture: If that cannot be captured.
+            NotFiniteError: If the loss is not finite.
+        """
+        self._check()
+        key = self._key(loss_fn, batch, u)
+        if key not in self._graphs:
+            if len(self._graphs) >= MOST_GRAPHS:
+                self._graphs.clear()
+            self._graphs[key] = SweepGraph(
+                self.model, loss_fn, batch, u, self.partition, self.order
+            )
+        return self._graphs[key].replay(batch)
+
+    def _check(self) -> None:
+        devices = {p.device for p in self.partition.params.values()}
+        if {d.type for d in devices} != {"cuda"} or len(devices) > 1:
+            raise CannotCapture(f"the parameters are on {', '.join(sorted(map(str, devices)))}")
+        current = torch.cuda.current_device()  # what runs on another one is not captured
+        if devices != {torch.device("cuda", current)}:
+            raise CannotCapture(
+                f"the parameters are on {devices.pop()} and the current device is cuda:{current}"
+            )
+        if not all(isinstance(label, int) for label in self.partition.labels.values()):
+            raise CannotCapture("the partition divides tensors")
+
+    def _key(self, loss_fn: LossFn, batch: Any, u: Params) -> Any:
+        """Return all that must be the same for a graph to be used again."""
+        leaves, structure = pytree.tree_flatten(batch)
+        # Also buffers and frozen parameters: a graph reads them where they were at its capture.
+        tensors = (*self.model.parameters(), *self.model.buffers(), *u.values())
+        key = (
+            loss_fn,
+            structure,
+            tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves),
+            tuple((x.data_ptr(), x.dtype) for x in tensors),
+            tuple(p.requires_grad for p in self.partition.params.values()),
+            tuple(module.training for module in self.model.modules()),
+            torch.is_autocast_enabled("cuda"),
+            torch.get_autocast_dtype("cuda"),
+        )
+        try:
+            hash(key)
+        except TypeError as error:
+            raise CannotCapture(
+                f"loss_fn, or something in the curvature batch, cannot be compared: {error}"
+            ) from error
+        return key
+
+
+class SweepGraph:
+    """The sweep of one batch, and of all others of its shape.
+
+    Args:
+        model: The model.
+        loss_fn: ``loss_fn(model, batch)``.
+        batch: The first batch; it is copied.
+        u: The direction, in tensors that stay where they are.
+        partition: The groups.
+        order: 2 or 3.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        batch: Any,
+        u: Params,
+        partition: Partition,
+        order: int,
+    ):
+        self.partition, self.order = partition, order
+        self.samples = count_samples(batch)
+        leaves, structure = pytree.tree_flatten(batch)
+        if any(isinstance(x, Tensor) and not x.is_cuda for x in leaves):
+            raise CannotCapture("a tensor of the curvature batch is not on the GPU")
+        self._inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+        held = pytree.tree_unflatten(self._inputs, structure)
+        self._graph = torch.cuda.CUDAGraph()
+        with Probe(model, loss_fn, [held], partition) as probe:
+
+            def run() -> tuple[Layout, Tensor]:
+                return _run(lambda: loss_fn(probe.model, held), probe.params, u, partition, order)
+
+            try:
+                _check_repeatable(probe.model, run)
+                stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    for _ in range(WARM_UP):
+                        run()
+                torch.cuda.current_stream().wait_stream(stream)
+                with torch.cuda.graph(self._graph):
+                    self._layout, self._numbers = run()
+            except (CannotDifferentiate, RuntimeError) as error:
+                raise CannotCapture(str(error).splitlines()[0]) from error
+
+    def replay(self, batch: Any) -> Summary:
+        """Measure a summary of a batch of the same shape."""
+        leaves = pytree.tree_leaves(batch)
+        for held, new in zip(self._inputs, leaves, strict=True):
+            if isinstance(held, Tensor):
+                held.copy_(new)
+        self._graph.replay()
+        numbers = self._numbers.cpu()
+        loss = numbers[0]
+        check_finite(loss)
+        totals = self._layout.add_up(numbers[1:].numpy(), len(self.partition))
+        dtype = result_dtype(self.partition.params)
+        first = Summary(
+            torch.from_numpy(totals.gbar).to(dtype),
+            loss=loss.to(dtype),
+            num_samples=self.samples,
+            partition=self.partition,
+            backend="sweep",
+        )
+        return with_totals(first, totals, self.order)
+
+
+def _run(
+    closure: Callable[[], Tensor], params: Params, u: Params, partition: Partition, order: int
+) -> tuple[Layout, Tensor]:
+    """Sweep without waiting for the device.
+
+    Returns:
+        The loss and all contributions end to end, in float64, and what the latter belong to.
+    """
+    tape = Recorder(params, KNOWN, PREPARE, DECOMPOSED).record(closure)
+    tape.cut = find_cut(tape)
+    if tape.cut is None:
+        raise CannotCapture(
+            "the loss is linear in the parameters, or has complex numbers on the way"
+        )
+    last_uses = mark_needed(tape)
+    tape.tails = find_tails(tape, len(partition), order)
+    _, adjoints = backward(tape, params)
+    with torch.no_grad():
+        sweep = Sweep(tape, adjoints, u, partition, order, range(len(partition)))
+        sweep.run(last_uses, consume=True)
+        layout, pieces = sweep.contributions()
+        return layout, joined([tape.loss.detach().reshape(1), *pieces]).double()
+
+
+def _check_repeatable(model: nn.Module, run: Callable[[], Any]) -> None:
+    """Raise if a run draws random numbers or changes a buffer: a replay could not put that back."""
+    random = torch.cuda.get_rng_state(), torch.get_rng_state()
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    run()
+    if not all(
+        torch.equal(*pair)
+        for pair in zip(random, (torch.cuda.get_rng_state(), torch.get_rng_state()))
+    ):
+        raise CannotCapture("the loss draws random numbers, as dropout does")
+    for name, buffer in model.named_buffers():
+        if name not in buffers or not torch.equal(buffer, buffers[name]):
+            raise CannotCapture(f"the loss changes the buffer {name!r}, as a batch norm does")

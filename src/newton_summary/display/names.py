@@ -1,0 +1,26 @@
+"""Names in messages: the ones most like a wrong one, and the first of many."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return " Did you mean ...?" with the names most like a wrong one, or nothing.
+
+    >>> nearest("lenet_cifar", ["lenet_cifar10", "rosenbrock"])
+    " Did you mean 'lenet_cifar10'?"
+    """
+    close = difflib.get_close_matches(str(name), list(known), n=3, cutoff=0.45)
+    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def first_names(names: Sequence[str], most: int = 8) -> str:
+    """Return the first few names, quoted, and how many more there are.
+
+    >>> first_names(["a", "b", "c"], most=2)
+    "'a', 'b' and 1 more"
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more

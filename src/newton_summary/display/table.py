@@ -1,0 +1,59 @@
+"""Results that show themselves, in a terminal and in a notebook: a table and a few words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+from newton_summary.display.html import html_table, paragraph
+
+MAX_ROWS = 60  # of a printed table; longer ones are shortened in the middle
+
+
+class ShownAsTable:
+    """Prints itself as the table of ``_rows``, the header first, and the words of ``_said``."""
+
+    _numbers: ClassVar[Iterable[int]] = ()  # columns that are aligned to the right
+
+    def _rows(self) -> Sequence[Sequence[str]]:
+        raise NotImplementedError
+
+    def _said(self) -> str:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        """Return the table and the words."""
+        table, said = text_table(self._rows(), right=self._numbers), self._said()
+        return f"{table}\n{said}" if said else table
+
+    def _repr_html_(self) -> str:
+        """Return the same for a notebook."""
+        table, said = html_table(self._rows(), right=self._numbers), self._said()
+        return table + paragraph(said) if said else table
+
+
+def shorten(rows: list[Any]) -> list[Any]:
+    """Return the rows of a table, header first, with the middle left out if there are many."""
+    if len(rows) <= MAX_ROWS + 1:
+        return rows
+    gap = ["..." if cell else "" for cell in rows[0]]
+    return [*rows[: MAX_ROWS // 2 + 1], gap, *rows[-MAX_ROWS // 2 + 1 :]]
+
+
+def text_table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
+    """Lay out rows of text in columns; the first row is the header.
+
+    >>> print(text_table([("group", "size"), ("a", "10")], right=[1]))
+    group  size
+    a        10
+    """
+    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+    to_right = set(right)
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if c in to_right else cell.ljust(width)
+            for c, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,78 @@
+"""The demo: LeNet on the images inside the package, trained, measured and drawn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from newton_summary.analysis.interactions import joint_gain, strongest_pairs
+from newton_summary.experiments.config import MeasureConfig
+from newton_summary.experiments.paper_report import make_report
+from newton_summary.experiments.progress import watching
+from newton_summary.experiments.recipes import RECIPES
+from newton_summary.experiments.results import outcome
+from newton_summary.experiments.rundir import Run
+from newton_summary.experiments.training import train
+from newton_summary.solver import learning_rates
+from newton_summary.summary import Summary
+
+RECIPES_SHOWN = ("lenet_embedded", "lenet_embedded_adam")
+
+
+def demonstrate(out: Path, epochs: int, console: Console) -> list[Path]:
+    """Train LeNet with NewtonSummary and with Adam, measure its layers, and draw the figures.
+
+    Args:
+        out: Folder for the run directories and the report.
+        epochs: Passes over the 4,500 training images.
+        console: Where to tell of it.
+
+    Returns:
+        The files of the report.
+    """
+
+    def say(text: object = "") -> None:
+        console.print(str(text), highlight=False, markup=False)
+
+    runs = []
+    for name in RECIPES_SHOWN:
+        config = replace(RECIPES[name](), epochs=epochs, measure=MeasureConfig(every=1))
+        with watching(console, RECIPES[name].about) as reporter:
+            runs.append(train(config, out / name, reporter))
+        say()
+    say(_comparison(*runs))
+    measured = runs[0].summaries()
+    if measured:
+        say()
+        say(_layers(measured[-1].summary))
+    files = make_report(runs, out / "report")
+    say(f"\nThe page, the tables and the figures are in {out / 'report'}:")
+    return files
+
+
+def _comparison(mine: Run, adam: Run) -> str:
+    lines = [f"After {mine.config.epochs} epochs, from the same weights:"]
+    for label, run in (("NewtonSummary", mine), ("Adam, lr 1e-3", adam)):
+        found = outcome(run)
+        lines.append(
+            f"  {label:<14} training loss {found.train_loss:.4f}, test accuracy "
+            f"{found.last_test_accuracy:.1%}, {found.seconds:.1f} s of training"
+        )
+    return "\n".join(lines)
+
+
+def _layers(summary: Summary) -> str:
+    """Say what the last measurement along the gradient of all images tells of the layers."""
+    return "\n\n".join(
+        [
+            f"The layers at the end, along the gradient of {summary.num_samples:,} images. The "
+            f"learning rate that each\nshould have next, all moving together:",
+            str(learning_rates(summary)),
+            "The pairs that act on each other most (1 or -1: as one):",
+            str(strongest_pairs(summary, 5)),
+            "What it is worth to know how layers interact:",
+            str(joint_gain(summary)),
+        ]
+    )

@@ -1,0 +1,301 @@
+"""One function for each figure of a summary or a training, for papers and notebooks.
+
+Each returns a matplotlib figure that shows itself in a notebook and is written with ``savefig``.
+They are drawn without pyplot, so without global state. Colours are told apart by colour-blind
+readers, and what is not finite or negative is marked, not dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from newton_summary.analysis.interactions import _need_summary, normalized, strongest_pairs
+from newton_summary.figures.drawing import (
+    AGAINST,
+    COLOURS,
+    NEGATIVE,
+    PANEL,
+    POSITIVE,
+    TOGETHER,
+    UNKNOWN,
+    Array,
+    Figure,
+    Line2D,
+    MaxNLocator,
+    Patch,
+    Picture,
+    draw_matrix,
+    draw_rates,
+    message_figure,
+    short_name,
+)
+from newton_summary.history import History
+from newton_summary.solver import LearningRates, learning_rates
+from newton_summary.summary import Block, Summary
+
+TITLES = {
+    "Hbar": "Hbar",
+    "normalized": "Hbar, scaled to a unit diagonal",
+    "inverse": "inverse of Hbar",
+}
+
+
+# --- matrices -------------------------------------------------------------------------------------
+
+
+def heatmap(
+    summary: Summary, what: str = "Hbar", scale: str = "raw", block: str | None = None
+) -> Figure:
+    """Draw a matrix of the groups, with their names.
+
+    Args:
+        summary: Of order 2 or 3.
+        what: ``"Hbar"``, ``"normalized"`` (to a unit diagonal) or ``"inverse"``. If there is no
+            inverse, the figure says why.
+        scale: Of the colours: ``"raw"``, or ``"symlog"``, logarithmic on both sides of zero.
+        block: ``"weight-weight"``, ``"weight-bias"`` or ``"bias-bias"``; everything if not given.
+    """
+    if what not in TITLES:
+        raise ValueError(f"what={what!r}: write {', '.join(map(repr, TITLES))}.")
+    _need_summary(summary, "heatmap")
+    title = TITLES[what] + ("" if block is None else f", {block}")
+    summary.hessian()  # or say that there is none
+    try:
+        makers: dict[str, Callable[[], Tensor]] = {
+            "Hbar": summary.hessian,
+            "normalized": partial(normalized, summary),
+            "inverse": partial(summary.inverse, without_dead=True),
+        }
+        matrix = makers[what]()
+    except ValueError as error:
+        return message_figure(title, str(error))
+    shown = _block(summary, matrix, block)
+    if 0 in shown.values.shape:
+        return message_figure(title, f"No group is in the block {block}.")
+    rows, columns = shown.values.shape
+    cell = _cell(max(rows, columns))
+    margin = 0.07 * max(len(short_name(n)) for n in (*shown.rows, *shown.columns)) + 0.3
+    size = (max(cell * columns, 1.6) + margin + 1.2, max(cell * rows, 1.6) + margin + 0.6)
+    figure = Picture(figsize=size, layout="compressed")
+    axis = figure.subplots()
+    axis.set_title(title, loc="left", fontsize=10)
+    draw_matrix(axis, shown, scale, font_size=max(4.0, min(9.0, 60 * cell)))
+    return figure
+
+
+def _block(summary: Summary, matrix: Tensor, name: str | None) -> Block:
+    if name is None:
+        return Block(summary.names, summary.names, matrix)
+    blocks = summary.blocks(matrix)
+    if name not in blocks:
+        raise ValueError(f"block={name!r}: write {', '.join(map(repr, blocks))}.")
+    return blocks[name]
+
+
+def _cell(count: int) -> float:
+    """Return the size of a cell in inches: large enough for a name, small enough for a page."""
+    return 0.5 if count <= 10 else max(0.08, min(0.5, 7 / count))
+
+
+def pairs(summary: Summary, count: int = 15) -> Figure:
+    """Draw the strongest interactions between groups, and how far apart in depth they are."""
+    strongest = strongest_pairs(summary, count)
+    if not len(strongest):
+        return message_figure(
+            "Strongest interactions", "There is no pair of groups with an interaction."
+        )
+    height = 0.24 * len(strongest) + 1.1
+    figure = Picture(figsize=(1.7 * PANEL[0], height), layout="constrained")
+    axis = figure.subplots()
+    for row, pair in enumerate(strongest):
+        colour = AGAINST if pair.interaction > 0 else TOGETHER
+        axis.barh(row, abs(pair.interaction), color=colour, height=0.7)
+        apart = "same layer" if pair.distance == 0 else f"{pair.distance} apart"
+        text = f" {pair.interaction:+.2f}, {apart}"
+        axis.text(abs(pair.interaction), row, text, va="center", fontsize=7)
+    names = [f"{short_name(pair.first, 24)} – {short_name(pair.second, 24)}" for pair in strongest]
+    axis.set_yticks(range(len(names)), names, fontsize=7)
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.margins(x=0.25)
+    axis.set_xlabel("size of the interaction, H_st / sqrt(|H_ss H_tt|)", fontsize=8)
+    axis.set_title("Strongest interactions, and layers apart", loc="left", fontsize=10)
+    handles = [
+        Patch(color=AGAINST, label="in each other's way"),
+        Patch(color=TOGETHER, label="help each other"),
+    ]
+    figure.legend(handles=handles, fontsize=7, frameon=False, loc="outside right upper")
+    return figure
+
+
+# --- learning rates -------------------------------------------------------------------------------
+
+
+def rates(history: History, window: int | None = None) -> Figure:
+    """Draw the learning rates over a training: weights solid, biases dotted (Section 6.1).
+
+    Args:
+        history: With one measurement at least; those along the full gradient, if it has any.
+        window: Average over windows of so many epochs, as the paper does (20). If not given, this
+            is done where there are four windows and more; 0 for never.
+    """
+    _need_histories([history], "rates")
+    if not history.measured:
+        raise ValueError(f"The history {history.name!r} has no measurement to draw rates of.")
+    figure = Picture(figsize=(1.9 * PANEL[0], 1.3 * PANEL[1]), layout="constrained")
+    axis = figure.subplots()
+    axis.set_title(f"Learning rates, {history.name}", loc="left", fontsize=10)
+    draw_rates(axis, history, window)
+    return figure
+
+
+def rate_bars(summary: Summary | LearningRates, lambda_int: float = 1.0) -> Figure:
+    """Draw the learning rate of each group, with its error bar if it was measured.
+
+    Args:
+        summary: A summary, or the rates themselves.
+        lambda_int: Strength of the cubic term, if a summary is given.
+    """
+    found = summary if isinstance(summary, LearningRates) else learning_rates(summary, lambda_int)
+    eta: Array = found.eta.detach().double().cpu().numpy()
+    names = found.names or tuple(str(s) for s in range(len(eta)))
+    error = found.eta_stderr
+    errors = np.zeros_like(eta) if error is None else error.detach().double().cpu().numpy()
+    figure = Picture(
+        figsize=(1.6 * PANEL[0], 0.9 + _row(len(eta)) * len(eta)), layout="constrained"
+    )
+    axis = figure.subplots()
+    rows = np.arange(len(eta))
+    handles = []
+    for chosen, colour, marker, fill, label in (
+        (eta > 0, POSITIVE, "o", POSITIVE, "positive"),
+        (eta < 0, NEGATIVE, "v", "none", "negative: size"),
+    ):
+        look: Any = {"marker": marker, "color": colour, "markerfacecolor": fill, "linestyle": ""}
+        if chosen.any():
+            axis.errorbar(
+                np.abs(eta[chosen]), rows[chosen], xerr=None if error is None else errors[chosen],
+                markersize=4, elinewidth=1, capsize=2, label=label, **look,
+            )  # fmt: skip
+            handles.append(Line2D([], [], label=label, **look))
+    if (eta > 0).any() or (eta < 0).any():
+        sizes = np.abs(eta[np.isfinite(eta) & (eta != 0)])
+        axis.set_xscale("log", nonpositive="clip")
+        axis.set_xlim(sizes.min() / 10, max((np.abs(eta) + errors)[np.isfinite(eta)].max(), 0) * 3)
+    for chosen, marker, label in ((~np.isfinite(eta), "x", "not finite"), (eta == 0, "|", "zero")):
+        if chosen.any():
+            place = axis.get_yaxis_transform()
+            where = np.full(int(chosen.sum()), 0.02)
+            axis.scatter(where, rows[chosen], marker=marker, color=UNKNOWN, transform=place)
+            handles.append(Line2D([], [], marker=marker, color=UNKNOWN, label=label, linestyle=""))
+    axis.set_yticks(rows, [short_name(n) for n in names], fontsize=8 if len(eta) <= 45 else 5)
+    axis.set_ylim(len(eta) - 0.5, -0.5)
+    axis.grid(axis="x", alpha=0.3)
+    axis.set_xlabel("learning rate" + ("" if error is None else " ± standard error over batches"))
+    axis.set_title(f"Learning rates: {found.status}", loc="left", fontsize=10)
+    figure.legend(handles=handles, loc="outside right upper", fontsize=7, frameon=False)
+    return figure
+
+
+# --- a training -----------------------------------------------------------------------------------
+
+
+def curves(histories: History | Sequence[History], metrics: Sequence[str] | None = None) -> Figure:
+    """Draw the curves of one or more trainings, one panel for each metric.
+
+    Args:
+        histories: One or more.
+        metrics: Which curves; all if not given. A loss is drawn on a logarithmic scale.
+    """
+    histories = list(histories) if isinstance(histories, Iterable) else [histories]
+    _need_histories(histories, "curves")
+    known = list(dict.fromkeys(metric for history in histories for metric in history.curves))
+    metrics = known if metrics is None else list(metrics)
+    for metric in metrics:
+        if metric not in known:
+            raise ValueError(f"No history has a curve {metric!r}. There are {known}.")
+    if not metrics:
+        raise ValueError("The histories have no curves. History.add_value adds points.")
+    size = (PANEL[0] * len(metrics), PANEL[1] + 0.18 * len(histories))
+    figure = Picture(figsize=size, layout="constrained")
+    axes = figure.subplots(1, len(metrics), squeeze=False)[0]
+    for axis, metric in zip(axes, metrics, strict=True):
+        drawn: list[float] = []
+        for number, history in enumerate(histories):
+            if metric not in history.curves:
+                continue
+            x, y = np.array(history.curves[metric], dtype=np.float64).T
+            lost = x[~np.isfinite(y)]
+            note = f" (not finite from epoch {lost[0]:g})" if len(lost) else ""
+            style = ("-", "--", "-.")[number // len(COLOURS) % 3]
+            axis.plot(
+                x, np.where(np.isfinite(y), y, np.nan), style, color=COLOURS[number % len(COLOURS)],
+                label=history.name + note, marker="." if len(x) <= 3 else None,
+            )  # fmt: skip
+            drawn += y[np.isfinite(y)].tolist()
+        if "loss" in metric and drawn and min(drawn) > 0:
+            axis.set_yscale("log")
+        axis.set_xlabel("epoch")
+        axis.set_ylabel(metric.replace("_", " "))
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.grid(alpha=0.3)
+    handles, labels = max(
+        (axis.get_legend_handles_labels() for axis in axes), key=lambda x: len(x[0])
+    )
+    figure.legend(handles, labels, loc="outside lower left", fontsize=8, frameon=False)
+    return figure
+
+
+def predicted_change(history: History) -> Figure:
+    """Draw the change of the loss that was predicted for steps against the real one.
+
+    On the line both agree; above it the loss has fallen less than predicted, or has risen.
+    """
+    _need_histories([history], "predicted_change")
+    tried = [(m.epoch, trial) for m in history.measured for trial in m.trials]
+    if not tried:
+        raise ValueError(f"The history {history.name!r} has no trials. step_trials makes them.")
+    figure = Picture(figsize=(1.4 * PANEL[0], 1.3 * PANEL[1]), layout="constrained")
+    axis = figure.subplots()
+    numbers = [v for _, t in tried for v in (t.predicted, t.real) if math.isfinite(v)]
+    largest = max(map(abs, numbers), default=1.0) or 1.0
+    smallest = min((abs(v) for v in numbers if v), default=1.0)
+    near = 10.0 ** math.floor(math.log10(max(smallest, largest * 1e-6)))
+    axis.axline((0, 0), slope=1, color=UNKNOWN, linewidth=1)
+    axis.axhline(0, color="black", linewidth=0.5)
+    for number, fraction in enumerate(sorted({trial.fraction for _, trial in tried})):
+        points = [trial for _, trial in tried if trial.fraction == fraction]
+        x = np.array([trial.predicted for trial in points])
+        y = np.array([trial.real for trial in points])
+        lost = ~np.isfinite(y)
+        look: Any = {"color": COLOURS[number % len(COLOURS)]}
+        marker = "os^Dvp*h"[number % 8]
+        label = f"{fraction:g} of the step" + (f" ({lost.sum()} not finite)" if lost.any() else "")
+        axis.scatter(x[~lost], y[~lost], marker=marker, s=22, label=label, **look)
+        axis.scatter(x[lost], np.full(lost.sum(), largest * 1.5), marker="x", **look)
+    for set_scale in (axis.set_xscale, axis.set_yscale):
+        set_scale("symlog", linthresh=near)
+    axis.set_xlabel("predicted change of the loss")
+    axis.set_ylabel("real change")
+    axis.grid(alpha=0.3)
+    axis.set_title(f"Predicted and real change, {history.name}", loc="left", fontsize=10)
+    axis.legend(fontsize=7, frameon=False)
+    return figure
+
+
+def _need_histories(histories: Sequence[object], what: str) -> None:
+    for history in histories:
+        if not isinstance(history, History):
+            raise TypeError(
+                f"{what} draws a History, and this is of type {type(history).__name__}. "
+                f"History.of(summary) makes one of a single measurement."
+            )
+
+
+def _row(count: int) -> float:
+    return 0.24 if count <= 45 else 0.09

@@ -1,0 +1,1 @@
+"""A model of the user's own, measured for the page: ``newton-summary inspect``."""

@@ -1,0 +1,290 @@
+"""Measure a model from a user's file, for ``newton-summary inspect FILE.py:build``."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from newton_summary.analysis.interactions import Pair, strongest_pairs
+from newton_summary.display.table import text_table
+from newton_summary.errors import UserError
+from newton_summary.history import History
+from newton_summary.inspection.user_file import Built, kind_of, telling
+from newton_summary.measuring.lambda_int import Strengths, suggest_lambda_int
+from newton_summary.measuring.measurement import summarize
+from newton_summary.measuring.trial_steps import step_trials
+from newton_summary.partition import make_partition
+from newton_summary.probe.batches import _as_batches, map_batch
+from newton_summary.solver import LearningRates, learning_rates
+from newton_summary.summary import Summary
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to measure."""
+
+    partition: str
+    backend: str
+    order: int
+    lambda_int: float | None  # None: the best of some if D3 is measured, else 0
+    max_batches: int
+    device: str | None  # None: where the model is
+    stderr: bool
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was found out about a model."""
+
+    history: History
+    summary: Summary
+    rates: LearningRates
+    pairs: tuple[Pair, ...]  # the strongest first
+    strengths: Strengths | None  # what other lambda_int do, if none was asked for
+
+    def __str__(self) -> str:
+        """Return a few lines: what was measured, the slowest and fastest group, strongest pairs."""
+        facts = self.history.facts
+        lines = [
+            facts["model"],
+            f"{facts['partition']}, measured on {facts['data']} in {facts['time']} "
+            f"(backend {self.summary.backend})",
+            "",
+        ]
+        if self.rates.ok:
+            lines += self._rates_in_words()
+        else:
+            lines.append(f"No learning rates, {self.rates.status}: {self.rates.detail}")
+            if self.summary.order == 2:
+                lines.append("--order 3 measures the cubic term, and --lambda-int is its strength.")
+        if self.pairs:
+            rows = [["Strongest pairs", "", "interaction"]]
+            rows += [[f"  {p.first}", p.second, f"{p.interaction:+.3f}"] for p in self.pairs]
+            lines += ["", text_table(rows, right=[2])]
+        return "\n".join(lines)
+
+    def _rates_in_words(self) -> list[str]:
+        eta, errors = self.rates.eta.tolist(), self.rates.eta_stderr
+        forwards = sorted((s for s in range(len(eta)) if eta[s] > 0), key=eta.__getitem__)
+        ends = {"fastest": forwards[-1:], "slowest": forwards[:1]}
+        if len(forwards) == 1:
+            ends = {"forwards": forwards}
+        rows = []
+        for word, chosen in ends.items():
+            for s in chosen:
+                error = "" if errors is None else f" ± {float(errors[s]):.1g}"
+                rows.append([f"  {word}", self.summary.names[s], f"{eta[s]:.4g}{error}"])
+        lines = [f"Learning rates with {self._strength()}", *([text_table(rows)] if rows else [])]
+        backwards = sum(value < 0 for value in eta)
+        if backwards:
+            verb = "is" if backwards == 1 else "are"
+            lines.append(
+                f"  {backwards} of {len(eta)} {verb} negative: their partners move too far"
+            )
+        for trial in self.history.measured[0].trials[-1:]:
+            lines.append(
+                f"  with these the loss of {float(self.summary.loss):.4g} should change by "
+                f"{trial.predicted:+.3g}; it changed by {trial.real:+.3g}"
+            )
+            if trial.predicted < 0 < trial.real:
+                lines.append(
+                    "  that far the model does not hold: a larger --lambda-int gives shorter steps"
+                )
+        return lines
+
+    def _strength(self) -> str:
+        said = f"lambda_int {self.rates.lambda_int:g}"
+        if self.strengths is None:
+            return said
+        values = [one.rates.lambda_int for one in self.strengths.tried]
+        tried = f"{min(values):g} to {max(values):g}"
+        if self.strengths.best.real < 0:
+            return f"{said}, of {tried} the one with which the loss falls most"
+        return f"{said}; the loss falls with none of {tried}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the rates and pairs as plain values; None stands for what is not finite."""
+
+        def finite(value: float) -> float | None:
+            return value if math.isfinite(value) else None
+
+        def by_name(values: Tensor | None) -> dict[str, float | None] | None:
+            if values is None:
+                return None
+            return dict(zip(self.summary.names, map(finite, values.tolist()), strict=True))
+
+        return {
+            "loss": finite(float(self.summary.loss)),
+            "samples": self.summary.num_samples,
+            "backend": self.summary.backend,
+            "status": self.rates.status,
+            "lambda_int": self.rates.lambda_int,
+            "learning_rates": by_name(self.rates.eta),
+            "stderr": by_name(self.rates.eta_stderr),
+            "strongest_pairs": [pair._asdict() for pair in self.pairs],
+            "facts": self.history.facts,
+        }
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+def inspect_model(
+    built: Built,
+    settings: Settings,
+    *,
+    name: str,
+    file: Path,
+    progress: Callable[[int, int | None], None] | bool = False,
+) -> Inspection:
+    """Measure a model and try steps along its learning rates.
+
+    Args:
+        built: Model, loss and data.
+        settings: How to measure.
+        name: Of the report.
+        file: Where the user's code is, for messages.
+        progress: As :func:`summarize` takes it.
+    """
+    model, loss_fn, data = built
+    lambda_int = _strength(settings)
+    with telling(file, "Measuring failed", _hint(data)):
+        batches = take_batches(data, settings.max_batches)
+        if settings.device is not None:
+            device = _device(settings.device)
+            model, batches = model.to(device), [_moved(batch, device) for batch in batches]
+        groups = make_partition(model, settings.partition)
+        start = time.perf_counter()
+        summary = summarize(
+            model,
+            loss_fn,
+            iter(batches),
+            partition=groups,
+            backend=settings.backend,
+            order=settings.order,
+            stderr=settings.stderr and len(batches) > 1,
+            progress=progress,
+        )
+        seconds = time.perf_counter() - start
+        strengths = None
+        if lambda_int is None:
+            strengths = suggest_lambda_int(model, loss_fn, iter(batches), summary)
+            rates = strengths.rates
+        else:
+            rates = learning_rates(summary, lambda_int)
+        trials = step_trials(model, loss_fn, iter(batches), summary, rates) if rates.ok else ()
+    history = History(name)
+    history.add(0, summary, rates, trials=trials)
+    history.facts = _facts(built, settings, summary, len(batches), seconds, rates.lambda_int)
+    return Inspection(history, summary, rates, tuple(strongest_pairs(summary, 5)), strengths)
+
+
+def _strength(settings: Settings) -> float | None:
+    """Return lambda_int, None if it is to be found; a wrong one is told before measuring."""
+    has_D3 = settings.order == 3
+    if settings.lambda_int is None:
+        return None if has_D3 else 0.0
+    if not 0 <= settings.lambda_int < math.inf:
+        raise UserError(f"--lambda-int {settings.lambda_int:g}: write a finite number, 0 or more.")
+    if settings.lambda_int > 0 and not has_D3:
+        raise UserError(
+            f"--lambda-int {settings.lambda_int:g} needs the third derivative D3, which --order "
+            f"{settings.order} leaves out: write --order 3, or --lambda-int 0."
+        )
+    return settings.lambda_int
+
+
+def _hint(data: Any) -> str:
+    """Return how the data was understood, where that may not be what the user thinks."""
+    if isinstance(data, list) and data and all(isinstance(x, Tensor) for x in data):
+        return (
+            " (A list of tensors is taken as one batch. For several batches of one tensor each, "
+            "return iter(data) or a DataLoader.)"
+        )
+    return ""
+
+
+@contextlib.contextmanager
+def progress_bar(console: Console) -> Iterator[Callable[[int, int | None], None]]:
+    """Give a function that shows the batches done, on a terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("measuring", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def take_batches(data: Any, most: int) -> list[Any]:
+    """Return the first batches of the data."""
+    if most < 1:
+        raise UserError(f"--max-batches {most}: write 1 or more.")
+    batches = list(islice(iter(_as_batches(data)), most))
+    if not batches:
+        raise UserError("The data is empty: it gave no batch to measure.")
+    return batches
+
+
+def _device(name: str) -> torch.device:
+    from newton_summary.experiments.training import find_device
+
+    return find_device(name)
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    return map_batch(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def _facts(
+    built: Built,
+    settings: Settings,
+    summary: Summary,
+    batches: int,
+    seconds: float,
+    lambda_int: float,
+) -> dict[str, str]:
+    """Return how it was measured, in words."""
+    from newton_summary import __version__
+
+    model = built.model
+    first = next(iter(model.parameters()))
+    count = sum(p.numel() for p in model.parameters())
+    every = len(built.data) if hasattr(built.data, "__len__") and batches > 1 else batches
+    which = f"{batches} batch{'es' if batches > 1 else ''}"
+    if every > batches:
+        which = f"the first {batches} of {every:,} batches"
+    return {
+        "model": f"{type(model).__name__}, {count:,} parameters, "
+        f"in {'training' if model.training else 'evaluation'} mode",
+        "loss": f"{getattr(built.loss_fn, '__name__', kind_of(built.loss_fn))}, "
+        f"{float(summary.loss):.6g} at the start",
+        "data": f"{summary.num_samples:,} samples in {which}",
+        "partition": f"{settings.partition}, {len(summary)} group{'s' if len(summary) > 1 else ''}",
+        "direction": "gradient of the same data",
+        "order": str(settings.order),
+        "backend": f"{summary.backend} (asked for: {settings.backend})",
+        "lambda_int": f"{lambda_int:g}",
+        "device": f"{first.device}, {str(first.dtype).removeprefix('torch.')}",
+        "time": f"{seconds:.2f} s",
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "versions": f"newton_summary {__version__}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}",
+        "command": shlex.join(["newton-summary", *sys.argv[1:]]),
+    }

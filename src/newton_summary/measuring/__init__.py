@@ -1,0 +1,1 @@
+"""Model, loss and data in; derivatives, trials and advice out."""

@@ -1,0 +1,196 @@
+"""Try steps along the learning rates: what the summary predicts, and what the loss does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from newton_summary.display.warn import warn_user
+from newton_summary.history import Trial
+from newton_summary.measuring.measurement import find_partition
+from newton_summary.parallel.agreement import live_values
+from newton_summary.parallel.mean import mean_loss
+from newton_summary.parallel.ranks import agree, find_ranks, together
+from newton_summary.partition import Partition, Spec, trainable, unwrap
+from newton_summary.probe.directions import Direction, find_direction, needs_gradient
+from newton_summary.probe.probe import LossFn, Probe, check_finite
+from newton_summary.probe.state import unmoved
+from newton_summary.solver import LearningRates, learning_rates
+from newton_summary.summary import Summary
+
+
+def step_trials(
+    model: nn.Module,
+    loss_fn: LossFn,
+    data: Any,
+    summary: Summary,
+    rates: LearningRates | Tensor | None = None,
+    *,
+    fractions: Sequence[float] = (0.25, 0.5, 1.0),
+    partition: Partition | Spec | None = None,
+    direction: Direction = "gradient",
+    microbatch: int | None = None,
+    distributed: str | bool | Any = "auto",
+) -> tuple[Trial, ...]:
+    """Evaluate the loss at ``theta - fraction * U I_{P:S} eta``, and put everything back.
+
+    Call it right after :func:`summarize`, with the same model, loss, data and direction. The model
+    is afterwards as it was, bit for bit, and dropout draws as it did in the measurement. Takes one
+    pass over the data for each fraction and two more.
+
+    Args:
+        model: The model that was measured.
+        loss_fn: As for :func:`summarize`.
+        data: As for :func:`summarize`.
+        summary: The measurement, of order 2 or 3.
+        rates: Learning rates, as an object or a tensor (S,); by default those of the summary.
+        fractions: Which parts of the step to try.
+        partition: The groups of the summary, if it does not know them.
+        direction: As it was given to :func:`summarize`.
+        microbatch: As for :func:`summarize`.
+        distributed: As for :func:`summarize`.
+
+    Returns:
+        For each fraction the change of the loss that the second-order model predicts, and the real
+        one, which is infinite or nan if the step leads there. None at all if the rates are not
+        finite.
+    """
+    eta = _rates(summary, rates)
+    fractions = numbers(fractions, "fractions")
+    wrong = [fraction for fraction in fractions if not math.isfinite(fraction)]
+    if wrong:
+        raise ValueError(f"A fraction of the step is {wrong[0]}: write finite numbers.")
+    groups = find_groups(model, summary, partition)
+    if not bool(torch.isfinite(eta).all()):
+        return ()
+    etas = [fraction * eta for fraction in fractions]
+    changes = try_steps(
+        model,
+        loss_fn,
+        data,
+        summary,
+        etas,
+        groups,
+        direction=direction,
+        microbatch=microbatch,
+        distributed=distributed,
+    )
+    return tuple(Trial(float(f), *change) for f, change in zip(fractions, changes, strict=True))
+
+
+def try_steps(
+    model: nn.Module,
+    loss_fn: LossFn,
+    data: Any,
+    summary: Summary,
+    etas: Sequence[Tensor],
+    groups: Partition,
+    *,
+    direction: Direction = "gradient",
+    microbatch: int | None = None,
+    distributed: str | bool | Any = "auto",
+) -> list[tuple[float, float]]:
+    """Return the predicted and the real change of the loss for each of some steps.
+
+    Args:
+        model: As for :func:`step_trials`, and so are the arguments that are not listed.
+        loss_fn: The loss.
+        data: What was measured.
+        summary: The measurement.
+        etas: Finite learning rates, each (S,), float64 on the CPU.
+        groups: Those of the summary, of the live model (:func:`find_groups`).
+        direction: As it was given to :func:`summarize`.
+        microbatch: As for :func:`summarize`.
+        distributed: As for :func:`summarize`.
+    """
+    exact = summary.to("cpu", torch.float64)
+    changes = []
+    ranks = find_ranks(distributed, groups.params)
+    lengths = [1] * needs_gradient(direction) + [2] * (1 + len(etas))  # of the messages
+    with together(ranks):
+        agree(ranks, lengths, groups, live_values(groups, direction), steps=len(etas))
+    with together(ranks), Probe(model, loss_fn, data, groups, microbatch, ranks) as probe:
+        u = find_direction(direction, probe)
+        start = mean_loss(probe)
+        check_finite(start)
+        _compare(float(start), float(summary.loss))
+        with unmoved(probe.params.values()) as copies:
+            for eta in etas:
+                steps = groups.scale(u, eta)
+                with torch.no_grad():
+                    for (name, p), before in zip(probe.params.items(), copies, strict=True):
+                        p.copy_(before - steps[name])
+                predicted = float(exact.predicted_change(eta))
+                changes.append((predicted, float(mean_loss(probe) - start)))
+    return changes
+
+
+def _rates(summary: Summary, rates: LearningRates | Tensor | None) -> Tensor:
+    need_summary(summary)
+    if rates is None:
+        rates = learning_rates(summary, lambda_int=1.0 if summary.order == 3 else 0.0)
+    try:
+        eta = rates.eta if isinstance(rates, LearningRates) else torch.as_tensor(rates)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"The rates are of type {type(rates).__name__}: give what learning_rates(summary) "
+            f"returns, or a tensor with a number for each group."
+        ) from None
+    if tuple(eta.shape) != (len(summary),):
+        raise ValueError(
+            f"The rates have shape {tuple(eta.shape)}, and the summary {len(summary)} groups."
+        )
+    return eta.detach().to("cpu", torch.float64)
+
+
+def numbers(values: Any, name: str) -> tuple[float, ...]:
+    """Return numbers that a user has given as a sequence."""
+    try:
+        return tuple(float(value) for value in values)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}={values!r}: write a list of numbers.") from None
+
+
+def need_summary(summary: Any) -> None:
+    """Raise unless this is a summary with Hbar."""
+    if not isinstance(summary, Summary):
+        raise TypeError(
+            f"The summary is of type {type(summary).__name__}: measure one first, with "
+            f"summarize(model, loss_fn, data), and give the same model, loss and data here."
+        )
+    summary.hessian()  # or say that there is none
+
+
+def find_groups(
+    model: nn.Module, summary: Summary, partition: Partition | Spec | None
+) -> Partition:
+    """Return the groups of the summary, of the live model."""
+    if partition is None:
+        partition = summary.partition
+    if partition is None:
+        raise ValueError("The summary has no partition: say which groups it is of, partition=...")
+    if isinstance(partition, Partition) and all(p.is_meta for p in partition.params.values()):
+        live = trainable(unwrap(model))  # the summary was read from a file
+        if {n: p.shape for n, p in live.items()} == {
+            n: p.shape for n, p in partition.params.items()
+        }:
+            partition = Partition(partition.names, live, partition.labels, unwrap(model))
+    groups = find_partition(model, partition)
+    if summary.partition is not None and groups.names != summary.names:
+        raise ValueError("The partition has other groups than the summary.")
+    if len(groups) != len(summary):
+        raise ValueError(f"The partition has {len(groups)} groups, the summary {len(summary)}.")
+    return groups
+
+
+def _compare(loss: float, measured: float) -> None:
+    if math.isfinite(measured) and not math.isclose(loss, measured, rel_tol=1e-3, abs_tol=1e-9):
+        warn_user(
+            f"The loss is {loss:.6g}, and it was {measured:.6g} when the summary was measured: "
+            f"predicted and real changes are of different functions. Use the same data, and try "
+            f"steps before the model or the random state changes."
+        )

@@ -1,0 +1,210 @@
+"""Check the sweep on a model of one's own, against central differences of ordinary gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from newton_summary.derivatives.differences import summarize_differences
+from newton_summary.derivatives.sweep import summarize_sweep
+from newton_summary.display.table import ShownAsTable
+from newton_summary.parallel.fsdp import refuse_sharded
+from newton_summary.partition import Partition, Spec, make_partition, trainable, unwrap
+from newton_summary.probe.directions import Direction, find_direction
+from newton_summary.probe.probe import LossFn, Probe
+from newton_summary.summary import Summary
+
+# Steps of the differences: two long ones, and two that hardly ever meet a kink.
+STEP_FACTORS = (1.0, 0.25, 1e-2, 2.5e-3)
+TOLERANCE = 1e-4  # of the largest entry in a group's row of Hbar, and of the largest D3
+
+
+@dataclass(frozen=True)
+class Verification(ShownAsTable):
+    """How far the sweep is from central differences, group by group.
+
+    ``print`` it for a table with a verdict for every group. ``ok`` is true if no group differs; a
+    group that is unclear, because differences themselves depend on their step, does not count
+    against it.
+    """
+
+    _numbers = (1, 2)
+
+    names: tuple[str, ...]
+    Hbar_error: Tensor  # (S,)  largest difference in the group's row, over its largest entry
+    D3_error: Tensor  # (S,)  difference over the largest D3
+    Hbar_doubt: Tensor  # (S,)  the same between differences with two steps: how well they know
+    D3_doubt: Tensor  # (S,)
+    sweep: Summary
+    differences: Summary
+
+    @property
+    def verdicts(self) -> tuple[str, ...]:
+        """``agrees``, ``differs``, or ``unclear`` where the differences depend on their step."""
+        return tuple(
+            _worse(_verdict(*H), _verdict(*D))
+            for H, D in zip(
+                zip(self.Hbar_error.tolist(), self.Hbar_doubt.tolist(), strict=True),
+                zip(self.D3_error.tolist(), self.D3_doubt.tolist(), strict=True),
+                strict=True,
+            )
+        )
+
+    @property
+    def ok(self) -> bool:
+        """Whether no group differs."""
+        return "differs" not in self.verdicts
+
+    def _rows(self) -> list[list[str]]:
+        rows = [["group", "Hbar: off by", "D3: off by", "verdict"]]
+        for name, H, D, verdict in zip(
+            self.names, self.Hbar_error.tolist(), self.D3_error.tolist(), self.verdicts, strict=True
+        ):
+            rows.append([name, f"{H:.1e}", f"{D:.1e}", verdict])
+        return rows
+
+    def _said(self) -> str:
+        counts = {v: self.verdicts.count(v) for v in ("agrees", "differs", "unclear")}
+        said = ", ".join(f"{n} {_SAID[v]}" for v, n in counts.items() if n)
+        return f"The sweep against central differences in {self.sweep.gbar.dtype}: {said}."
+
+
+_SAID = {
+    "agrees": "agree",
+    "differs": "DIFFER",
+    "unclear": "unclear (the loss has kinks, such as ReLU or max-pooling, within the step of the "
+    "differences, or no third derivative to speak of)",
+}
+
+
+def _verdict(error: float, doubt: float) -> str:
+    if error <= TOLERANCE:
+        return "agrees"
+    return "unclear" if doubt > error / 10 else "differs"
+
+
+def _worse(a: str, b: str) -> str:
+    return next(v for v in ("differs", "unclear", "agrees") if v in (a, b))
+
+
+def verify(
+    model: nn.Module,
+    loss_fn: LossFn,
+    data: Any,
+    *,
+    partition: Partition | Spec = "canonical",
+    direction: Direction = "gradient",
+) -> Verification:
+    """Compare the sweep with central differences of gradients on a model of your own.
+
+    Works on a copy of the model in float64, where differences are good to about 1e-6, and shares no
+    code with the sweep but the loss itself: gradients come from torch's own backward pass. Takes
+    about 8S gradients, so a small batch will do.
+
+    Args:
+        model: Any module that can be copied.
+        loss_fn: ``loss_fn(model, batch)`` as for :func:`summarize`. It has to use the model it is
+            given, since that is the copy.
+        data: One batch, or an iterable of batches of which the first is taken.
+        partition: A partition of the model, or what :func:`make_partition` takes.
+        direction: ``"gradient"`` or a mapping, as for :func:`summarize`.
+
+    Returns:
+        The errors and a verdict for every group; print it.
+
+    >>> net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    >>> batch = torch.linspace(-1, 1, 20).reshape(5, 4)
+    >>> verify(net, lambda model, x: model(x).square().mean(), batch).ok
+    True
+    """
+    refuse_sharded(dict(unwrap(model).named_parameters()), "verify")
+    exact = copy.deepcopy(unwrap(model)).double()
+    if isinstance(partition, Partition):
+        groups = Partition(partition.names, trainable(exact), partition.labels, exact)
+    else:
+        groups = make_partition(exact, partition)
+    if not isinstance(direction, str):
+        if not isinstance(direction, Mapping):
+            raise TypeError(
+                f"The direction is of type {type(direction).__name__}: verify works on a copy of "
+                f"the model, so give it 'gradient' or a mapping from parameter name to tensor."
+            )
+        direction = {name: value.double() for name, value in direction.items()}
+    with (
+        _not_called(unwrap(model)),
+        _of_one_dtype(),
+        Probe(exact, loss_fn, _in_double(data), groups) as probe,
+    ):
+        u = find_direction(direction, probe)
+        closure, _ = next(iter(probe.closures()))
+        arguments = (closure, probe.params, u, groups)
+        sweep = summarize_sweep(*arguments)
+        by_step = [summarize_differences(*arguments, 3, factor) for factor in STEP_FACTORS]
+    errors = [_errors(sweep, differences) for differences in by_step]
+    doubts = [_errors(a, b) for a, b in (by_step[:2], by_step[2:])]
+    H_error, D3_error = (torch.stack(some).amin(0) for some in zip(*errors, strict=True))
+    H_doubt, D3_doubt = (torch.stack(some).amin(0) for some in zip(*doubts, strict=True))
+    return Verification(groups.names, H_error, D3_error, H_doubt, D3_doubt, sweep, by_step[0])
+
+
+@contextmanager
+def _not_called(model: nn.Module) -> Iterator[None]:
+    """Raise if the loss calls the model that was copied, and not the copy that it is given."""
+
+    def stop(module: nn.Module, args: Any) -> None:
+        raise ValueError(
+            "loss_fn(model, batch) calls a model that it knows from elsewhere, and not its "
+            "argument, which here is a copy in float64. Write loss_fn so that it uses its argument."
+        )
+
+    handles = [module.register_forward_pre_hook(stop) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _of_one_dtype() -> Iterator[None]:
+    """Say what to do where the loss brings tensors of its own in float32."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not all(dtype in str(error) for dtype in ("Double", "Float")):
+            raise
+        raise ValueError(
+            f"verify works in float64, and loss_fn uses a tensor of its own in float32 ({error}). "
+            f"Convert it inside of loss_fn, for example with .to(output.dtype)."
+        ) from error
+
+
+def _errors(a: Summary, b: Summary) -> tuple[Tensor, Tensor]:
+    """Return the largest difference in each row of Hbar, and the differences of D3, relative."""
+    assert a.D3 is not None and b.D3 is not None
+    gap = (a.hessian() - b.hessian()).abs()
+    scale = b.hessian().abs()
+    tiny = torch.finfo(scale.dtype).tiny
+    # Of the row's largest entry; a row that is all rounding is held against the whole matrix.
+    row_scale = torch.maximum(scale.amax(1), 1e-6 * scale.max()).clamp_min(tiny)
+    D3_gap = (a.D3 - b.D3).abs() / b.D3.abs().max().clamp_min(tiny)
+    return gap.amax(1) / row_scale, D3_gap
+
+
+def _in_double(data: Any) -> Any:
+    """Convert the floating-point tensors of a batch, or of every batch as it comes."""
+
+    def convert(leaf: Any) -> Any:
+        real = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.double() if real else leaf
+
+    if isinstance(data, Tensor | tuple | list | dict) or not hasattr(data, "__iter__"):
+        return pytree.tree_map(convert, data)
+    return [pytree.tree_map(convert, next(iter(data)))]

@@ -1,0 +1,125 @@
+"""What NewtonSummary is given: checks with clear errors, closures as losses, groups added later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from newton_summary.optimizer.curvature_data import CurvatureData
+from newton_summary.partition import Partition
+from newton_summary.probe.loss_function import LossFn, check_loss_fn
+
+Closure = Callable[[], Tensor]
+
+
+def check_number(condition: bool, name: str, value: object, allowed: str) -> None:
+    """Raise an error that says what a value may be, unless the condition holds."""
+    if not condition:
+        raise ValueError(f"{name}={value!r}: write a number that is {allowed}.")
+
+
+def check_whole(name: str, value: object, least: int) -> None:
+    """Raise unless a value is a whole number, and large enough."""
+    fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    check_number(fits, name, value, f"whole and at least {least}")
+
+
+def check_partition(partition: Any) -> nn.Module:
+    """Return the model of a partition, or say what is wrong with it."""
+    if not isinstance(partition, Partition):
+        given = f"is of type {type(partition).__name__}"
+        if isinstance(partition, nn.Module):
+            given = "is the model itself"
+        elif isinstance(partition, Iterable):
+            given += ", perhaps model.parameters() as for other optimizers"
+        raise TypeError(
+            f"The first argument {given}, where NewtonSummary takes the groups of the parameters: "
+            f"write NewtonSummary(make_partition(model), ...)."
+        )
+    if partition.model is None:
+        raise ValueError(
+            "The partition was read from a file and has no model: make one with "
+            "make_partition(model, ...)."
+        )
+    return partition.model
+
+
+def check_direction(direction: Optimizer, partition: Partition) -> None:
+    """Raise unless an optimizer moves parameters of the partition only."""
+    if not isinstance(direction, Optimizer):
+        raise TypeError(f"direction={direction!r}: give a torch optimizer, or None.")
+    known = {id(p) for p in partition.params.values()}
+    for group in direction.param_groups:
+        for p in group["params"]:
+            if id(p) not in known and p.requires_grad:
+                raise ValueError(
+                    f"The optimizer given as direction holds a parameter of shape "
+                    f"{tuple(p.shape)} that is not in the partition: it belongs to another model."
+                )
+
+
+def check_curvature(curvature: Any) -> tuple[LossFn | None, CurvatureData | None]:
+    """Return the loss and its data."""
+    if curvature is None:
+        return None, None
+    if not (isinstance(curvature, tuple) and len(curvature) == 2 and callable(curvature[0])):
+        raise TypeError(
+            "curvature is a pair (loss_fn, loader), with loss_fn(model, batch) -> mean loss."
+        )
+    check_loss_fn(curvature[0])
+    return curvature[0], CurvatureData(curvature[1])
+
+
+def as_loss_fn(closure: Closure, partition: Partition) -> LossFn:
+    """Return the closure as a function of model and batch that checks what comes back."""
+    asked = (
+        "A closure of step() returns the loss of a curvature batch as a tensor, without backward()"
+    )
+
+    def grads() -> list[Tensor | None]:
+        with torch._C.DisableTorchFunction():  # or the sweep thinks that the loss reads them
+            return [p.grad for p in partition.params.values()]
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        before = grads()
+        loss = closure()
+        if any(new is not old for new, old in zip(grads(), before)):
+            raise ValueError(f"The closure called backward() or zero_grad(). {asked}.")
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"The closure returned {type(loss).__name__}. {asked}.")
+        if not loss.requires_grad:
+            raise ValueError(f"The closure returned a loss that is detached. {asked}.")
+        return loss
+
+    return loss_fn
+
+
+def is_divided(partition: Partition) -> bool:
+    """Return whether a tensor lies in more than one group."""
+    return any(isinstance(label, Tensor) for label in partition.labels.values())
+
+
+def holds_all(optimizer: Optimizer, partition: Partition) -> bool:
+    """Return whether an optimizer holds every parameter of the partition."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return all(id(p) in held for p in partition.params.values())
+
+
+def extended(partition: Partition, model: nn.Module, params: list[Tensor], name: str) -> Partition:
+    """Return the partition with one more group."""
+    names = {id(p): n for n, p in model.named_parameters()}
+    for p in params:
+        if id(p) not in names:
+            raise ValueError(
+                f"The new group {name!r} holds a tensor of shape {tuple(p.shape)} that is no "
+                f"parameter of the model. Register it in the model first."
+            )
+        if names[id(p)] in partition.params:
+            raise ValueError(f"Parameter {names[id(p)]!r} is in the partition already.")
+    added = {names[id(p)]: p for p in params}
+    labels = {**partition.labels, **dict.fromkeys(added, len(partition))}
+    return Partition([*partition.names, name], {**partition.params, **added}, labels, model)

@@ -1,0 +1,98 @@
+"""What was measured as one interactive page, which opens offline and keeps every number.
+
+``report`` gathers histories, ``contents`` turns them into plain values, ``page`` puts these into
+one file of HTML together with the drawing library.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+
+from newton_summary.history import History
+from newton_summary.summary import Summary
+
+Source = Summary | History | str | Path
+
+
+def report(what: Source | Sequence[Source], path: str | Path, *, title: str | None = None) -> Path:
+    """Write what was measured as one HTML page: heat maps, learning rates, curves, tables.
+
+    The page opens from a file, without a network. It needs plotly while it is written:
+    ``pip install 'newton-summary[report]'``.
+
+    Args:
+        what: A :class:`Summary`, a :class:`History`, the path of a run directory or of a file that
+            ``History.save`` has written; or several of these, which the page compares.
+        path: File to write, such as ``"report.html"``, or a folder for a file of that name.
+        title: Heading of the page; the names of the runs if not given.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        ImportError: If plotly is not installed.
+        ValueError: If there is nothing to show, or a summary has no Hbar.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"The path is of type {type(path).__name__}: write report(what, path), with the file "
+            f"to write, such as 'report.html'."
+        )
+    from newton_summary.page.document import write_page
+
+    if isinstance(what, Summary | History | str | os.PathLike) or not isinstance(what, Iterable):
+        sources = [what]
+    else:
+        sources = list(what)
+    if not sources:
+        raise ValueError("There is nothing to report: the sequence of runs is empty.")
+    histories = [_history(source) for source in sources]
+    _shorten_names(histories)
+    for history in histories:
+        if not history.measured and not history.curves:
+            raise ValueError(
+                f"{history.name!r} has neither a measurement nor a curve: there is nothing to show."
+            )
+    path = Path(path)
+    is_folder = path.is_dir() or path.suffix == ""
+    return write_page(histories, path / "report.html" if is_folder else path, title)
+
+
+def _shorten_names(histories: list[History]) -> None:
+    """Leave out the folders that the names of all runs begin with."""
+    paths = [Path(history.name).parts for history in histories]
+    folders = zip(*(path[:-1] for path in paths), strict=False)
+    shared = len(list(takewhile(lambda parts: len(set(parts)) == 1, folders)))
+    if len(paths) > 1 and shared:
+        for i, (history, path) in enumerate(zip(histories, paths, strict=True)):
+            histories[i] = replace(history, name=str(Path(*path[shared:])))
+
+
+def _history(source: object) -> History:
+    """Return what a source tells as a history."""
+    if isinstance(source, History):
+        return source
+    if isinstance(source, Summary):
+        if source.order == 1:
+            raise ValueError("The summary has no Hbar to show: measure it with order=2 or order=3.")
+        lambda_int = 1.0 if source.order == 3 else 0.0  # the cubic term needs D3
+        return History.of(source, lambda_int=lambda_int)
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(
+            f"A report is of a summary, a history or a run directory, and this is of type "
+            f"{type(source).__name__}. summarize(model, loss_fn, data) makes a summary."
+        )
+    path = Path(source)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"There is no {path}: name a run directory, or a file that History.save has written."
+        )
+    if path.is_file():
+        return History.load(path)
+    from newton_summary.experiments.rundir import Run
+
+    return Run.load(path).history()

@@ -1,0 +1,187 @@
+"""Histories as plain values that a page can carry: numbers keep their digits."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from newton_summary.analysis import (
+    inverse_kept,
+    joint_gain,
+    strongest_pairs,
+    suggest_merges,
+)
+from newton_summary.history import History, Measured
+from newton_summary.solver import STATUS, doubt_of
+from newton_summary.summary import Summary
+
+
+def contents(histories: Sequence[History]) -> dict[str, Any]:
+    """Return all that the page shows, ready for JSON."""
+    return {"runs": [_run(history) for history in histories]}
+
+
+def _run(history: History) -> dict[str, Any]:
+    return {
+        "name": history.name,
+        "groups": _groups(history.measured[0].summary) if history.measured else [],
+        "measured": [_measurement(measured) for measured in history.measured],
+        "curves": {
+            metric: [[epoch, _number(value)] for epoch, value in points]
+            for metric, points in history.curves.items()
+        },
+        "facts": {str(key): str(value) for key, value in history.facts.items()},
+    }
+
+
+def _groups(summary: Summary) -> list[dict[str, Any]]:
+    partition = summary.partition
+    if partition is None:
+        return [{"name": name, "role": None, "size": None} for name in summary.names]
+    return [
+        {"name": name, "role": role, "size": size}
+        for name, role, size in zip(partition.names, partition.roles, partition.sizes, strict=True)
+    ]
+
+
+def _measurement(measured: Measured) -> dict[str, Any]:
+    summary = measured.summary
+    inverse, no_inverse = _inverse(summary)
+    return {
+        "epoch": measured.epoch,
+        "kind": measured.kind,
+        "loss": _number(float(summary.loss)),
+        "samples": summary.num_samples,
+        "backend": summary.backend,
+        "reason": summary.reason,
+        "approximate": summary.approximate,
+        "status": measured.status,
+        "status_text": STATUS.get(measured.status, ""),
+        "doubt": _doubt(measured),
+        "gbar": _array(summary.gbar),
+        "gbar_stderr": _array(summary.gbar_stderr),
+        "Hbar": _matrix(summary.Hbar),
+        "Hbar_stderr": _matrix(summary.Hbar_stderr),
+        "inverse": _matrix(inverse),
+        "no_inverse": no_inverse,
+        "D3": _array(summary.D3),
+        "eta": _array(measured.eta),
+        "eta_stderr": _array(measured.eta_stderr),
+        "trials": [[_number(value) for value in trial] for trial in measured.trials],
+        "analysis": _analysis(summary),
+    }
+
+
+def _doubt(measured: Measured) -> str:
+    if measured.summary.Hbar is None:
+        return ""
+    exact = measured.summary.to(torch.float64)
+    return doubt_of(float(exact.predicted_change(measured.eta)), float(exact.loss))
+
+
+def _inverse(summary: Summary) -> tuple[Tensor | None, str | None]:
+    """Return the inverse of Hbar, or None and why there is none."""
+    try:
+        return summary.to(torch.float64).inverse(without_dead=True), None
+    except ValueError as error:
+        return None, str(error)
+
+
+# --- analysis -------------------------------------------------------------------------------------
+
+
+def _analysis(summary: Summary) -> dict[str, Any]:
+    """Return pairs, what approximations keep, and two sentences on joint steps and merging."""
+    if summary.Hbar is None:
+        return {"pairs": [], "undefined_pairs": 0, "kept": None, "gain": None, "merges": None}
+    alone = replace(summary, parts=())  # no errors of rates that are not shown
+    pairs = strongest_pairs(alone, 12)
+    return {
+        "pairs": [[_plain(value) for value in pair] for pair in pairs],
+        "undefined_pairs": pairs.undefined,
+        "kept": _kept(alone),
+        "gain": _gain(alone),
+        "merges": _merges(alone),
+    }
+
+
+def _kept(summary: Summary) -> dict[str, dict[str, float | str]] | None:
+    try:
+        kept = inverse_kept(summary)
+    except ValueError:  # no inverse, which the page says elsewhere
+        return None
+    both = {"inverse": kept.inverse, "hessian": kept.hessian}
+    return {
+        name: {key: _number(share) for key, share in shares._asdict().items()}
+        for name, shares in both.items()
+    }
+
+
+def _gain(summary: Summary) -> str | None:
+    lambda_int = 1.0 if summary.order == 3 else 0.0
+    gain = joint_gain(summary, lambda_int)
+    beyond = -gain.joint > gain.loss > 0  # more than the whole loss: where no model holds
+    if beyond or not math.isfinite(gain.ratio):
+        return None
+    return (
+        f"Rates from all of Hbar promise {gain.ratio:.3g} times the decrease that those "
+        f"from its diagonal promise ({gain.joint:+.3g} against {gain.diagonal:+.3g}, to second "
+        f"order, with lambda_int = {lambda_int:g})."
+    )
+
+
+def _merges(summary: Summary) -> str | None:
+    merges = suggest_merges(summary)
+    joined = [" + ".join(groups) for groups in merges.groups.values() if len(groups) > 1]
+    if not joined or not math.isfinite(merges.kept):
+        return None
+    shown = "; ".join(joined[:6]) + ("; ..." if len(joined) > 6 else "")
+    return (
+        f"Groups whose own rates differ by less than {merges.spread:g} times could be merged, into "
+        f"{len(merges)} groups that keep {merges.kept:.0%} of Newton's decrease: {shown}."
+    )
+
+
+def _plain(value: Any) -> Any:
+    return _number(value) if isinstance(value, float) else value
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def _number(value: float) -> float | str:
+    """Return a number that JSON has, or the name of one that it has not."""
+    return float(value) if math.isfinite(value) else str(float(value))
+
+
+def _matrix(matrix: Tensor | None) -> dict[str, str] | None:
+    """Return a matrix by rows; of a symmetric one only the upper triangle."""
+    if matrix is None:
+        return None
+    values = matrix.detach().double().cpu().numpy()
+    if np.array_equal(values, values.T, equal_nan=True):
+        values = values[np.triu_indices(len(values))]
+    return _encoded(values.ravel())
+
+
+def _array(vector: Tensor | None) -> dict[str, str] | None:
+    return None if vector is None else _encoded(vector.detach().double().cpu().numpy())
+
+
+def _encoded(values: NDArray[np.float64]) -> dict[str, str]:
+    """Return numbers as base64: in 32 bits where these are enough for seven digits, else in 64."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        short = values.astype("<f4")
+    shown = np.isfinite(values) & (values != 0)
+    enough = np.isfinite(short[shown]) & (np.abs(short[shown]) >= np.finfo(np.float32).tiny)
+    kind = "float32" if enough.all() else "float64"
+    raw = short if kind == "float32" else values.astype("<f8")
+    return {"type": kind, "data": base64.b64encode(raw.tobytes()).decode("ascii")}

@@ -1,0 +1,1 @@
+"""Several processes: ranks that measure together, and parameters that FSDP2 divides among them."""

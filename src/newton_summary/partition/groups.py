@@ -1,0 +1,243 @@
+"""How the parameters of a model are grouped.
+
+A partition assigns every trainable entry of the parameters to exactly one of S groups. It plays the
+part of the matrix I_{S:P} of the paper (Section 4), which is never built: a parameter that lies in
+one group as a whole is known by that group's number, one that is divided by a tensor of numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from newton_summary.display.html import html_table, paragraph
+from newton_summary.display.names import nearest
+from newton_summary.display.table import shorten, text_table
+from newton_summary.parallel.fsdp import whole
+from newton_summary.partition.parameters import Params, aliases_of, result_dtype, role
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter, or a part of one, inside a group."""
+
+    name: str  # of the parameter
+    shape: tuple[int, ...]  # of the whole parameter
+    count: int  # how many of its entries are in the group
+
+    @property
+    def whole(self) -> bool:
+        """Whether the group holds every entry of the parameter."""
+        return self.count == int(np.prod(self.shape))
+
+
+class Partition:
+    """The parameters of a model, divided into S named groups.
+
+    Made by :func:`make_partition`. ``len(partition)`` is S, ``partition.names`` are the names of
+    the groups, ``print(partition)`` shows them as a table.
+
+    Attributes:
+        names: Name of each group.
+        roles: ``"weight"``, ``"bias"`` or ``"mixed"`` for each group.
+        members: For each group, the parameters (or parts of parameters) in it.
+        params: The live parameters by name, in the order of the model.
+        labels: For each parameter, the number of its group, or a tensor of its shape that holds
+            the number of the group of every entry.
+        model: The model that was divided; None for a partition read from a file.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        params: Params,
+        labels: dict[str, int | Tensor],
+        model: nn.Module | None = None,
+    ):
+        """Check that every entry lies in one group and that no group is empty."""
+        self.model = model
+        self.names: tuple[str, ...] = tuple(names)
+        self.params = params
+        self.labels = labels
+        self.members = self._find_members()
+        self.roles: tuple[str, ...] = tuple(_common_role(group) for group in self.members)
+        if len(set(self.names)) < len(self.names):
+            twice = next(name for name in self.names if self.names.count(name) > 1)
+            raise ValueError(f"Two groups are called {twice!r}. Give every group its own name.")
+
+    def _find_members(self) -> tuple[tuple[Member, ...], ...]:
+        groups: list[list[Member]] = [[] for _ in self.names]
+        for name, label in self.labels.items():
+            shape = tuple(self.params[name].shape)
+            if isinstance(label, int):
+                groups[label].append(Member(name, shape, int(np.prod(shape))))
+                continue
+            counts = torch.bincount(label.flatten().cpu(), minlength=len(self.names))
+            for s in counts.nonzero().flatten().tolist():
+                groups[s].append(Member(name, shape, int(counts[s])))
+        for group_name, group in zip(self.names, groups, strict=True):
+            if not group:
+                raise ValueError(
+                    f"Group {group_name!r} is empty. Leave it out, or give it a parameter."
+                )
+        return tuple(tuple(group) for group in groups)
+
+    def __len__(self) -> int:
+        """Return S, the number of groups."""
+        return len(self.names)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of entries in each group."""
+        return tuple(sum(member.count for member in group) for group in self.members)
+
+    def index(self, name: str) -> int:
+        """Return the number of the group called ``name``."""
+        if name not in self.names:
+            raise KeyError(f"No group is called {name!r}.{nearest(name, self.names)}")
+        return self.names.index(name)
+
+    def inner(self, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
+        """Return <a, b> restricted to each group, shape (S,): I_{S:P} Diag(a) b.
+
+        A parameter that ``a`` does not name counts as zero. Differentiable. The result has the
+        widest dtype among the parameters, and float32 at least.
+        """
+        numbers: list[int] = []
+        dots: list[Tensor] = []
+        first = next(iter(self.params.values()))
+        dtype = result_dtype(self.params)
+        result = torch.zeros(len(self), dtype=dtype, device=first.device)
+        for name in a:
+            label = self.labels[name]
+            value = a[name].to_dense() if a[name].is_sparse else whole(a[name])  # of an embedding
+            left, right = value.to(dtype).reshape(-1), whole(b[name]).to(dtype).reshape(-1)
+            if isinstance(label, int):
+                numbers.append(label)
+                dots.append(torch.dot(left, right).to(first.device))
+            else:
+                product = (left * right).to(first.device)
+                result = result.index_add(0, label.flatten().to(first.device), product)
+        if dots:
+            where = torch.tensor(numbers, device=first.device)
+            result = result.index_add(0, where, torch.stack(dots))
+        return result
+
+    def restrict(self, u: Mapping[str, Tensor], s: int) -> Params:
+        """Return U^s: the parts of ``u`` in group ``s``, by name, zero at others' entries."""
+        part: Params = {}
+        for member in self.members[s]:
+            label, value = self.labels[member.name], u[member.name]
+            if isinstance(label, Tensor):
+                value = value * (label.to(value.device) == s)
+            part[member.name] = value
+        return part
+
+    def scale(self, u: Mapping[str, Tensor], eta: Tensor) -> Params:
+        """Return U I_{P:S} eta: every entry of ``u`` times the number of its group."""
+        scaled: Params = {}
+        for name, label in self.labels.items():
+            factor = eta[label] if isinstance(label, int) else eta[label.to(eta.device)]
+            scaled[name] = u[name] * factor.to(u[name])
+        return scaled
+
+    def param_groups(self, **defaults: Any) -> list[dict[str, Any]]:
+        """Return one named parameter group for each group, as torch optimizers take them.
+
+        Args:
+            **defaults: Options that every group starts with, such as ``lr=0.1``.
+
+        Raises:
+            ValueError: If a parameter is divided among groups, which torch does not allow.
+        """
+        if any(p.is_meta for p in self.params.values()):
+            raise ValueError(
+                "This partition was read from a file, so its parameters have no values. Make one "
+                "of the live model with make_partition(model, ...)."
+            )
+        divided = [name for name, label in self.labels.items() if not isinstance(label, int)]
+        if divided:
+            raise ValueError(
+                f"Parameter {divided[0]!r} is divided among groups, and a torch parameter group "
+                f"takes whole parameters only. Use a partition whose groups hold whole tensors, "
+                f"such as 'canonical'."
+            )
+        return [
+            {"params": [self.params[member.name] for member in group], "name": name, **defaults}
+            for name, group in zip(self.names, self.members, strict=True)
+        ]
+
+    def to(self, device: torch.device | str | None = None) -> Partition:
+        """Return the partition with its index tensors moved; the parameters stay as they are.
+
+        Args:
+            device: Where to; if not given, to the device of the parameter that they divide.
+        """
+        labels = {
+            name: label if isinstance(label, int) else label.to(device or self.params[name].device)
+            for name, label in self.labels.items()
+        }
+        if all(labels[name] is label for name, label in self.labels.items()):
+            return self
+        return Partition(self.names, self.params, labels, self.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a file needs to describe the groups: no parameter values."""
+        return {
+            "names": list(self.names),
+            "shapes": {name: list(p.shape) for name, p in self.params.items()},
+            "labels": {n: x if isinstance(x, int) else x.cpu() for n, x in self.labels.items()},
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Partition:
+        """Rebuild a partition from a file; its parameters are placeholders without storage."""
+        params = {n: torch.empty(s, device="meta") for n, s in state["shapes"].items()}
+        return cls(state["names"], params, dict(state["labels"]))
+
+    def __repr__(self) -> str:
+        """Return the number of groups and of parameters."""
+        return f"Partition({len(self)} groups, {sum(self.sizes):,} parameters)"
+
+    def __str__(self) -> str:
+        """Return a table: number, name, role, entries and parameters of each group."""
+        return f"{self!r}\n{text_table(self._rows(), right=(0, 3))}"
+
+    def _repr_html_(self) -> str:
+        """Return the same for a notebook."""
+        return paragraph(repr(self)) + html_table(self._rows(), right=(0, 3))
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows = [("", "group", "role", "entries", "parameters")]
+        aliases = {} if self.model is None else aliases_of(self.model)
+        for s, (name, kind, size) in enumerate(
+            zip(self.names, self.roles, self.sizes, strict=True)
+        ):
+            rows.append(
+                (str(s), name, kind, f"{size:,}", _describe(self.members[s], name, aliases))
+            )
+        return shorten(rows)
+
+
+def _common_role(members: Sequence[Member]) -> str:
+    roles = {role(member.name) for member in members}
+    return roles.pop() if len(roles) == 1 else "mixed"
+
+
+def _describe(members: Sequence[Member], group: str, aliases: Mapping[str, str]) -> str:
+    """Tell the parameters of a group: each of a few, the first and the last of many."""
+    if len(members) > 2:
+        return f"{len(members)} tensors: {members[0].name} ... {members[-1].name}"
+    parts = []
+    for member in members:
+        name = "" if member.name == group else f"{member.name} "
+        part = "" if member.whole else f"{member.count:,} of "
+        tied = [other for other, n in aliases.items() if n == member.name and other != n]
+        also = f" = {', '.join(tied)}" if tied else ""
+        parts.append(f"{name}{part}{member.shape}{also}")
+    return ", ".join(parts)

@@ -1,0 +1,1 @@
+"""The loss of a model on some data, evaluated without a trace."""

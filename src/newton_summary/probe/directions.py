@@ -1,0 +1,214 @@
+"""Where the direction ``u`` of a measurement comes from."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from newton_summary.display.names import nearest
+from newton_summary.parallel.fsdp import Shards, like_sharded, local_part, scattered_sum
+from newton_summary.partition import Params
+from newton_summary.probe.probe import Probe, check_depends, check_finite
+from newton_summary.probe.state import unmoved
+
+Direction = str | Mapping[str, Tensor] | Optimizer
+
+
+def gradient(probe: Probe) -> Params:
+    """Return the gradient of the mean loss over all of the probe's data, on all ranks."""
+    if probe.shards is not None:
+        return sharded_gradient(probe, probe.shards)
+    leaves = list(probe.params.values())
+    wide = [torch.promote_types(p.dtype, torch.float32) for p in leaves]
+    mean = [torch.zeros_like(p, dtype=dtype) for p, dtype in zip(leaves, wide, strict=True)]
+    samples = 0
+    for closure, size in probe.closures():
+        loss = closure()
+        check_finite(loss)
+        check_depends(loss, probe.params)
+        grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
+        samples += size
+        with torch.no_grad():
+            batch_mean = [g.to_dense().to(d) for g, d in zip(grads, wide, strict=True)]
+            torch._foreach_lerp_(mean, batch_mean, size / samples)
+    if probe.ranks is not None:
+        count = torch.tensor([float(samples)], dtype=torch.float64, device=leaves[0].device)
+        total = float(probe.ranks.total(count))
+        if total == 0:
+            raise ValueError("The data is empty on all ranks: there is no batch to measure.")
+        torch._foreach_mul_(mean, samples / total)
+        probe.ranks.add_up(mean)
+    return {name: g.to(p.dtype) for (name, p), g in zip(probe.params.items(), mean, strict=True)}
+
+
+def sharded_gradient(probe: Probe, shards: Shards) -> Params:
+    """Return the same for sharded parameters: each rank gets its shard of the gradient."""
+    sums = {
+        name: torch.zeros_like(local_part(p), dtype=torch.promote_types(p.dtype, torch.float32))
+        for name, p in shards.items()
+    }
+    samples = 0
+    for closure, size in probe.closures():
+        loss = closure()
+        check_depends(loss, {"all": shards.anchor})
+        check_finite(loss)
+
+        def receive(name: str, grad: Tensor, size: int = size) -> None:
+            with shards.meeting(f"the sum of the gradients of {name}"):
+                sums[name] += scattered_sum(size * grad.to(sums[name].dtype), shards[name])
+
+        shards.received = receive
+        torch.autograd.grad(loss, shards.anchor)
+        shards.received = None
+        samples += size
+    total = float(samples)
+    if probe.ranks is not None:
+        count = torch.tensor([total], dtype=torch.float64, device=shards.anchor.device)
+        total = float(probe.ranks.total(count))
+    return {
+        name: like_sharded((part / total).to(shards[name].dtype), shards[name])
+        for name, part in sums.items()
+    }
+
+
+def needs_gradient(direction: Direction) -> bool:
+    """Return whether a direction is made from a gradient, which ranks then have to exchange."""
+    return not isinstance(direction, Mapping)
+
+
+DIRECTIONS: dict[str, Callable[[Probe], Params]] = {"gradient": gradient}
+
+
+def find_direction(direction: Direction, probe: Probe) -> Params:
+    """Return ``u`` for every parameter of the probe.
+
+    Args:
+        direction: ``"gradient"`` of the probe's data, a mapping from parameter name to tensor, or
+            an optimizer: then ``u`` is the step that it would subtract, given that gradient.
+        probe: The loss and its data.
+    """
+    if isinstance(direction, str):
+        if direction not in DIRECTIONS:
+            raise ValueError(
+                f"Unknown direction {direction!r}. Write {', '.join(map(repr, DIRECTIONS))}, a "
+                f"mapping from parameter name to tensor, or an optimizer."
+            )
+        return DIRECTIONS[direction](probe)
+    if isinstance(direction, Optimizer):
+        return optimizer_step(direction, gradient(probe), probe.params)
+    if isinstance(direction, Mapping):
+        return _checked(direction, probe.params, probe.model)
+    raise TypeError(
+        f"The direction is of type {type(direction).__name__}: write 'gradient', a mapping from "
+        f"parameter name to tensor, or an optimizer."
+    )
+
+
+def _checked(direction: Mapping[str, Tensor], params: Params, model: nn.Module) -> Params:
+    for name in direction:
+        if name not in params:
+            raise ValueError(_unknown_name(name, params, model))
+    for name, p in params.items():
+        if name not in direction:
+            raise ValueError(
+                f"The direction has nothing for parameter {name!r}. Give it a tensor of shape "
+                f"{tuple(p.shape)}; zeros if it should not move."
+            )
+        value = direction[name]
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"The direction of {name!r} is {type(value).__name__}: give it a tensor of shape "
+                f"{tuple(p.shape)}."
+            )
+        if value.shape != p.shape:
+            raise ValueError(
+                f"The direction of {name!r} has shape {tuple(value.shape)}, and the parameter "
+                f"{tuple(p.shape)}."
+            )
+        if value.dtype != p.dtype or value.device != p.device:
+            raise ValueError(
+                f"The direction of {name!r} is {value.dtype} on {value.device}, and the parameter "
+                f"{p.dtype} on {p.device}. Convert it with .to(parameter)."
+            )
+    # One check for all, which waits for a GPU once; NaN and infinity survive in a norm.
+    parts = {name: local_part(direction[name]) for name in params}  # of what is sharded
+    norms = torch._foreach_norm(list(parts.values()))
+    finite = torch.isfinite(torch.stack([norm.to(norms[0]) for norm in norms])).tolist()
+    for name, is_finite in zip(params, finite, strict=True):
+        if not is_finite and not bool(torch.isfinite(parts[name]).all()):
+            raise ValueError(f"The direction of {name!r} has entries that are not finite.")
+    # A copy if it lies in the memory of a parameter, which may be moved while it is used.
+    live = {local_part(p).untyped_storage().data_ptr() for p in params.values()}
+    return {name: _own(direction[name].detach(), live) for name in params}
+
+
+def _own(value: Tensor, live: set[int]) -> Tensor:
+    shared = value.is_inference() or local_part(value).untyped_storage().data_ptr() in live
+    return value.clone() if shared else value
+
+
+def _unknown_name(name: str, params: Params, model: nn.Module) -> str:
+    everything = dict(model.named_parameters(remove_duplicate=False))
+    if name in everything:
+        first = next((n for n, p in params.items() if p is everything[name]), None)
+        if first is None:
+            return f"The direction names {name!r}, which is frozen. Leave it out."
+        return f"The direction names {name!r}, which is tied to {first!r}. Write {first!r} alone."
+    return (
+        f"The direction names {name!r}, which is no trainable parameter of the model."
+        f"{nearest(name, params)}"
+    )
+
+
+def optimizer_step(optimizer: Optimizer, grads: Params, params: Params) -> Params:
+    """Return what the optimizer's next step would subtract from each parameter.
+
+    The step is really taken, on copies of the optimizer's state, without its hooks and schedulers,
+    and with the parameters put back bit for bit, so neither it nor the model changes.
+
+    Raises:
+        ValueError: If the optimizer lacks a parameter, or needs to evaluate the loss (LBFGS).
+    """
+    everything = [p for group in optimizer.param_groups for p in group["params"]]
+    owned = {id(p) for p in everything}
+    for name, p in params.items():
+        if id(p) not in owned:
+            raise ValueError(
+                f"The optimizer does not hold parameter {name!r}: it belongs to another model, or "
+                f"the parameter should be frozen with requires_grad_(False)."
+            )
+    by_id = {id(p): grads[name] for name, p in params.items()}
+    old_grads = [p.grad for p in everything]
+    old_attributes = dict(optimizer.__dict__)
+    try:
+        optimizer.state = defaultdict(dict)
+        optimizer.state.update({p: copy.deepcopy(v) for p, v in old_attributes["state"].items()})
+        optimizer.param_groups = [
+            {k: v if k == "params" else copy.deepcopy(v) for k, v in group.items()}
+            for group in old_attributes["param_groups"]
+        ]
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            setattr(optimizer, hooks, OrderedDict())
+        for p in everything:
+            grad = by_id.get(id(p))
+            p.grad = None if grad is None else grad.clone()
+        with unmoved(everything) as copies:
+            before = {id(p): value for p, value in zip(everything, copies, strict=True)}
+            type(optimizer).step(optimizer)  # not optimizer.step, which a scheduler has wrapped
+            return {name: before[id(p)] - p.detach() for name, p in params.items()}
+    except TypeError as error:
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot give a direction: its step needs a closure "
+            f"({error}). Take its step yourself, and pass the difference of the parameters as a "
+            f"mapping from name to tensor."
+        ) from error
+    finally:
+        optimizer.__dict__.clear()
+        optimizer.__dict__.update(old_attributes)
+        for p, grad in zip(everything, old_grads, strict=True):
+            p.grad = grad

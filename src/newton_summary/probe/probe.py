@@ -1,0 +1,322 @@
+"""A loss as a repeatable function of the live parameters that leaves no trace.
+
+Every way to compute derivatives works on a *closure*: a function without arguments that evaluates
+the loss of one batch at the present parameters. A probe makes these closures. However often one is
+called, it draws the same random numbers (dropout), starts from the same buffers (batch norm) and
+modes, and the model is afterwards as it was before.
+
+Hooks on gradients (``Tensor.register_hook``, the backward hooks of modules) rest during a
+measurement: they see gradients that belong to no training step, and could change the derivatives.
+Hooks on the forward pass are a part of the model and run as ever. Compiled modules, and those in
+re-entrant checkpoints, run as they are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from newton_summary.errors import CoupledSamplesError, NotFiniteError
+from newton_summary.parallel.fsdp import find_shards, resting_hooks
+from newton_summary.partition import Partition, unwrap
+from newton_summary.probe.batches import _as_batches as _as_batches
+from newton_summary.probe.batches import count_samples, outside_inference_mode, take_samples
+from newton_summary.probe.eager import running_plainly
+from newton_summary.probe.loss_function import LossFn as LossFn
+from newton_summary.probe.loss_function import check_loss_fn, explain
+from newton_summary.probe.state import ModelState, ParameterWatch
+from newton_summary.probe.state import RandomState as RandomState
+from newton_summary.probe.state import _generators as _generators
+
+Closure = Callable[[], Tensor]
+
+
+class WholeBatchOnly(TorchFunctionMode):
+    """While active, a batch norm in training mode is an error: the batch is a part of one."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.batch_norm, torch.batch_norm) and (
+            args[5] if len(args) > 5 else kwargs.get("training", False)
+        ):
+            raise CoupledSamplesError()
+        return func(*args, **kwargs)
+
+
+class Probe:
+    """The loss of a model on some data, batch by batch, without a trace.
+
+    Args:
+        model: The model; wrappers of data parallelism are looked through.
+        loss_fn: ``loss_fn(model, batch)`` gives the mean loss of a batch.
+        data: One batch, or an iterable of batches.
+        partition: The groups, and with them the parameters.
+        microbatch: Split batches into parts of at most so many samples.
+        ranks: The processes whose data counts together with this one's, if there are any.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        data: Any,
+        partition: Partition,
+        microbatch: int | None = None,
+        ranks: Any = None,
+    ):
+        if microbatch is not None and not (isinstance(microbatch, int) and microbatch >= 1):
+            raise ValueError(f"microbatch={microbatch}: write a number of samples, 1 or more.")
+        check_loss_fn(loss_fn)
+        _check_differentiable(partition.params)
+        self.model = unwrap(model)
+        self.loss_fn = loss_fn
+        self.partition = partition
+        self.microbatch = microbatch
+        self.data = data
+        self.random = RandomState((p.device for p in partition.params.values()), _generators(data))
+        self.num_parts: int | None = None  # known after the first pass over the data
+        self._params_checked = False
+        self.ranks = ranks
+        meeting = None if ranks is None else ranks.meeting
+        self.shards = find_shards(partition.params, self.model, meeting)
+        self.recorded = False  # whether a recorder sees to it that the parameters do not change
+
+    # --- leaving no trace -------------------------------------------------------------------------
+
+    def __enter__(self) -> Probe:
+        """Remember everything that an evaluation may change."""
+        self._start = self.random.capture()
+        self._batches = _as_batches(self.data)
+        self.random.forget()  # reading the data may have drawn
+        self._last_batch: Any = None
+        self._model_state = ModelState(self.model)
+        self._model_state.rest()
+        self._contexts = ExitStack()
+        self._contexts.enter_context(running_plainly())
+        self._contexts.enter_context(resting_hooks(self.model))
+        self._contexts.enter_context(torch.inference_mode(False))
+        self._contexts.enter_context(torch.enable_grad())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Put everything back, also after an error."""
+        self._model_state.release()
+        if self.shards is not None:
+            self.shards.forget()
+        self._contexts.close()
+        self.random.restore(self._start)
+
+    # --- the data, as closures --------------------------------------------------------------------
+
+    def closures(self) -> Iterator[tuple[Closure, int]]:
+        """Give a closure and a number of samples for every (part of a) batch.
+
+        Every call goes through the same batches, also if they are shuffled or augmented.
+        """
+        self.random.restore(self._start)
+        count = 0
+        state = self._start
+        is_list = isinstance(self._batches, list)  # reading it draws no random numbers
+        if not is_list:
+            self.random.forget()
+        in_step = self.shards is not None and self.ranks is not None
+        batches = self._in_step() if in_step else self._batches
+        for number, batch in enumerate(batches):
+            batch = outside_inference_mode(batch)
+            if not is_list:
+                self.random.forget()
+            if self.ranks is not None and count_samples(batch) == 0:
+                continue  # the share of a rank for which nothing was left
+            for part in self._parts(batch):
+                if is_list and count:
+                    self.random.jump(state)
+                if count or not is_list:
+                    state = self.random.capture()
+                self._last_batch, self._last_state = batch, state
+                yield self._closure(part, number, part is not batch, state), count_samples(part)
+                if not is_list:  # the next batch must not depend on how much this one has drawn
+                    self.random.jump(state)
+                count += 1
+        if count == 0 and self.ranks is None:
+            raise ValueError("The data is empty: it gave no batch to measure.")
+        self.num_parts = count
+
+    def _in_step(self) -> Iterator[Any]:
+        """Give batches as long as all ranks have one: they gather sharded parameters together."""
+        batches = iter(self._batches)
+        while True:
+            batch = next(batches, self)
+            has_samples = batch is not self and count_samples(batch) > 0
+            told = self.ranks.gather((batch is not self, has_samples))
+            if not any(has_one for has_one, _ in told):
+                return
+            lacking = next((r for r, has in enumerate(told) if has != (True, True)), None)
+            if lacking is not None:
+                raise ValueError(
+                    f"With a sharded model every rank needs as many batches, and rank {lacking} "
+                    f"has fewer, or one without samples."
+                )
+            yield batch
+
+    def split_to_fit(self, fraction: float, loss: Tensor) -> int | None:
+        """Split batches into equal parts, each at most a fraction of the last one, where allowed.
+
+        It is if the mean loss of the parts is the loss of the whole: not for a batch norm in
+        training, a contrastive loss, or dropout, whose draws would change.
+
+        Returns:
+            The number of samples in a part; None if batches must stay whole.
+        """
+        batch = self._last_batch
+        size = count_samples(batch)
+        parts = -(-size // max(1, int(size * fraction)))
+        self.microbatch = -(-size // parts)
+        total = torch.zeros_like(loss, dtype=torch.float64)
+        try:
+            with torch.no_grad(), WholeBatchOnly():
+                for part in self._parts(batch):
+                    self.random.restore(self._last_state)
+                    self.random.forget()
+                    self._model_state.restore()
+                    part_loss = self.loss_fn(self.model, part).detach().reshape(())
+                    total += part_loss * (count_samples(part) / size)
+        except CoupledSamplesError:
+            self.microbatch = None
+        else:
+            # Equal but for rounding; what half precision rounds away could be a coupling.
+            precise = torch.finfo(loss.dtype).bits >= 32
+            tolerance = 100 * torch.finfo(loss.dtype).eps * max(abs(float(loss)), 1e-6)
+            if not precise or not abs(float(total) - float(loss)) <= tolerance:
+                self.microbatch = None
+        return self.microbatch
+
+    def _parts(self, batch: Any) -> Iterator[Any]:
+        size = count_samples(batch)
+        if self.microbatch is None or size <= self.microbatch:
+            yield batch
+            return
+        for start in range(0, size, self.microbatch):
+            yield take_samples(batch, size, slice(start, start + self.microbatch))
+
+    def _closure(self, batch: Any, number: int, is_part: bool, state: RandomState.State) -> Closure:
+        def closure() -> Tensor:
+            with torch._C.DisableTorchFunction():  # this is nothing to record for a backend
+                self.random.restore(state)
+                self._model_state.restore()
+                torch.clear_autocast_cache()  # of an outer autocast: it may hold moved parameters
+                # Of sharded parameters a loss gets copies, so it cannot change them.
+                known = self._params_checked or self.recorded or self.shards is not None
+                watch = ParameterWatch(self.params, in_detail=not known)
+                self.random.forget()
+            try:
+                with WholeBatchOnly() if is_part else nullcontext(), self._open_shards():
+                    loss = self.loss_fn(self.model, batch)
+            except TypeError as error:
+                clearer = explain(error, self.model, self.data)
+                if clearer is None:
+                    raise
+                raise clearer from error
+            finally:
+                with torch._C.DisableTorchFunction():
+                    changed = watch.put_back()
+            self._params_checked = self._params_checked or not known
+            if changed is not None:
+                raise ValueError(
+                    f"loss_fn(model, batch) on batch {number} changed parameter {changed!r} in "
+                    f"place. A loss only reads them; what changes them belongs into the training "
+                    f"loop."
+                )
+            self._check(loss, number)
+            return loss
+
+        return closure
+
+    @staticmethod
+    def _check(loss: Any, number: int) -> None:
+        where = f"loss_fn(model, batch) on batch {number}"
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"{where} returned {type(loss).__name__}: return a tensor, the loss.")
+        if loss.numel() != 1:
+            raise ValueError(
+                f"{where} returned a tensor of shape {tuple(loss.shape)}: return one number, the "
+                f"mean loss of the batch, for example with .mean()."
+            )
+        if not loss.dtype.is_floating_point:
+            raise TypeError(f"{where} returned a loss of dtype {loss.dtype}: it has to be real.")
+
+    def _open_shards(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.shards is None else self.shards.open()
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """The live parameters by name."""
+        return self.partition.params if self.shards is None else self.shards
+
+
+def check_finite(loss: Tensor) -> None:
+    """Raise if the loss is not finite."""
+    if not bool(torch.isfinite(loss.detach())):
+        raise NotFiniteError(
+            f"The loss is {float(loss.detach())}, so it has no derivatives. Look for a division by "
+            f"zero, a logarithm of zero, or parameters that have diverged."
+        )
+
+
+def check_depends(loss: Tensor, params: Mapping[str, Tensor] | None = None) -> None:
+    """Raise if the loss does not depend on any parameter."""
+    if not loss.requires_grad or (params is not None and not _reaches(loss, params.values())):
+        raise ValueError(
+            "The loss does not depend on the parameters through operations that can be "
+            "differentiated. Does loss_fn use the model it is given, without .detach(), .item() "
+            "or torch.no_grad()?"
+        )
+
+
+def _reaches(loss: Tensor, params: Iterable[Tensor]) -> bool:
+    """Return whether one of the parameters is a leaf of the graph of the loss."""
+    wanted = {id(p) for p in params}
+    if loss.grad_fn is None:
+        return id(loss) in wanted
+    nodes = graph_nodes(loss.grad_fn)
+    return any(id(getattr(node, "variable", None)) in wanted for node in nodes)
+
+
+def graph_nodes(root: Any) -> Iterator[Any]:
+    """Give every node of an autograd graph once, starting from a ``grad_fn``."""
+    seen = {root}
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        yield node
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+
+
+def _check_differentiable(params: Mapping[str, Tensor]) -> None:
+    for name, p in params.items():
+        if p.is_inference():
+            raise ValueError(
+                f"Parameter {name!r} was made under torch.inference_mode(), so it cannot be "
+                f"differentiated. Make or load the model outside of it."
+            )
+        if p.is_complex():
+            raise ValueError(
+                f"Parameter {name!r} is complex ({p.dtype}). Measure a model of real parameters, "
+                f"for example their torch.view_as_real."
+            )

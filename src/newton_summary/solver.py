@@ -1,0 +1,551 @@
+"""Learning rates from a summary: the minimum of the cubic model (paper, App. D).
+
+    T(eta) = -eta.gbar + 1/2 eta.Hbar eta + lambda_int/6 ||D eta||^3,   D = Diag(|D3|^(1/3))
+
+With M(sigma) = Hbar + sigma D^2, the global minimum is the solution of M(sigma) eta = gbar with
+sigma = lambda_int/2 ||D eta|| and M(sigma) positive semi-definite: one unknown number, sigma.
+
+The paper diagonalises D^-1 Hbar D^-1, which needs every d_s > 0, and where the d_s / sqrt(Hbar_ss)
+differ by much the large entries drown the small ones. Here the origin is first moved to a sigma0
+near the answer. With M(sigma0) = L L^T and the singular value decomposition L^-1 D = Q Diag(w) R^T,
+
+    M(sigma) = L Q Diag(1 + (sigma - sigma0) w^2) Q^T L^T,
+
+which allows d_s = 0 (then w = 0) and is as exact as Cholesky's method, whatever the groups' scales.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from newton_summary.display.table import ShownAsTable
+
+if TYPE_CHECKING:
+    from newton_summary.summary import Summary
+
+Array = NDArray[np.float64]
+
+STATUS = {
+    "minimum": "The minimum of the cubic model.",
+    "newton": "The minimum of the quadratic model, Newton's step: there is no cubic term, because "
+    "lambda_int = 0 or every D3 is 0.",
+    "flat": "A minimum, but not the only one: groups with no cubic term can move against each "
+    "other, or alone, without changing the model. Of these the smallest step is given. A "
+    "coarser partition would merge such groups.",
+    "hard-case": "One of two minima that are equally low: gbar does not tell to which side to go "
+    "along the direction of most negative curvature. The one with more positive rates is given.",
+    "saddle": "Hbar^-1 gbar, which is not a minimum: there is no cubic term and Hbar is not "
+    "positive definite. Use lambda_int > 0.",
+    "no-minimum": "The model has no minimum: it falls without end along groups that have no cubic "
+    "term (D3 = 0 or lambda_int = 0). The rates are nan. Use lambda_int > 0, merge the groups that "
+    "have D3 = 0 with others, or freeze those on which the loss does not depend, such as the bias "
+    "of a layer before a batch norm.",
+    "overflow": "The minimum is too far away for the floating-point type: the cubic term is almost "
+    "nothing where Hbar is not positive definite. The rates are nan. Use a larger lambda_int.",
+    "not-finite": "The summary has entries that are not finite, so the rates are nan. Look at the "
+    "loss and at the direction it was measured with.",
+    # These three only from the optimizer, which does not use negative rates:
+    "shortened": "Negative rates were set to zero, and the others are so large without them that "
+    "the model rises: they were shortened by one factor, to where the model is lowest.",
+    "no-positive-rate": "Every rate is negative or zero: by this measurement the loss rises along "
+    "the direction. Measure on larger batches, or average over more of them.",
+    "no-decrease": "The loss of the curvature batch did not fall as predicted, however short the "
+    "step. Measure on larger batches, or use a smaller lr.",
+}
+"""What each ``LearningRates.status`` means, and what to do about it."""
+
+USABLE = ("minimum", "newton", "flat", "hard-case", "shortened")
+
+_EPS = float(np.finfo(np.float64).eps)
+
+
+@dataclass(frozen=True, eq=False)
+class LearningRates(ShownAsTable):
+    """One learning rate per group, for the step ``theta - U I_{P:S} eta``."""
+
+    _numbers = (1, 2)
+
+    eta: Tensor  # (S,)  dtype (float32 at least) and device of gbar
+    radius: float  # ||D eta||; nan where D3 was not measured
+    status: str  # a key of STATUS
+    names: tuple[str, ...] = ()  # of the groups, where the summary has a partition
+    lambda_int: float = 1.0
+    diagonal: bool = False
+    model_change: float = math.nan  # -eta.gbar + 1/2 eta.Hbar eta, with all of Hbar
+    eta_stderr: Tensor | None = None  # (S,)  over batches, if the summary was measured with stderr
+    escaping: tuple[int, ...] = ()  # with "no-minimum": groups along which the model falls
+    loss: float = math.nan  # where the step starts, if known
+
+    @property
+    def ok(self) -> bool:
+        """Whether ``eta`` minimises the model."""
+        return self.status in USABLE
+
+    @property
+    def detail(self) -> str:
+        """What the status means and what to do about it, with the groups that are to blame."""
+        if not self.escaping:
+            return STATUS[self.status]
+        names = [repr(self.names[s]) if self.names else f"group {s}" for s in self.escaping]
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        return f"{STATUS[self.status]} It falls along {', '.join(names[:5])}{more}."
+
+    @property
+    def doubt(self) -> str:
+        """What to do about a step that promises more than the whole loss; empty if it does not."""
+        return doubt_of(self.model_change, self.loss)
+
+    def _rows(self) -> list[list[str]]:
+        rates = self.eta.detach().double().cpu().tolist()
+        names = self.names or tuple(str(s) for s in range(len(rates)))
+        rows = [["group", "learning rate"], *([n, f"{r:+.4e}"] for n, r in zip(names, rates))]
+        if self.eta_stderr is not None:
+            errors = self.eta_stderr.detach().double().cpu().tolist()
+            rows = [[*row, cell] for row, cell in zip(rows, ["±", *(f"{e:.1e}" for e in errors)])]
+        return rows
+
+    def _said(self) -> str:
+        how = f"lambda_int = {self.lambda_int:g}" + (", diagonal of Hbar" if self.diagonal else "")
+        said = (
+            f"{how}, radius {self.radius:.4g}, predicted change of the loss, to second order, "
+            f"{self.model_change:+.4g}\n{self.status}: {self.detail}"
+        )
+        return f"{said}\n{self.doubt}" if self.doubt else said
+
+
+def learning_rates(
+    summary: Summary, lambda_int: float = 1.0, *, diagonal: bool = False
+) -> LearningRates:
+    """Minimise the cubic model of the loss over the learning rates (Section 4 and App. D).
+
+    Costs O(S^3), in float64 on the CPU. A model without a minimum is not an error: ``status``
+    tells. A group whose ``u`` is multiplied by a gets its rate divided by a (App. E), to the last
+    bit if a is a power of two.
+
+    Args:
+        summary: gbar (S,), Hbar (S, S), of which the symmetric part counts, and D3 (S,).
+        lambda_int: Strength of the cubic term. 0 gives Newton's step, and needs no D3.
+        diagonal: Set the off-diagonal of Hbar to zero first (App. K).
+
+    Returns:
+        The rates. ``eta_stderr`` is there if the summary has ``parts`` (measured with
+        ``stderr=True``): the jackknife over batches, one more solution for each.
+
+    Raises:
+        ValueError: If Hbar is missing, or D3 where it is needed, if shapes do not fit, or if
+            ``lambda_int`` is negative or not finite.
+    """
+    if not hasattr(summary, "gbar"):
+        raise TypeError(
+            f"The summary is of type {type(summary).__name__}: measure one first, with "
+            f"summarize(model, loss_fn, data)."
+        )
+    lambda_int = check_strength(lambda_int)
+    g, H, D3 = _checked(summary, lambda_int)
+    dtype = torch.promote_types(torch.float32, summary.gbar.dtype)
+    D = np.full_like(g, math.nan) if D3 is None else _cube_root(np.abs(D3))
+    eta, status = np.full_like(g, math.nan), "not-finite"
+    escaping: tuple[int, ...] = ()
+    with np.errstate(all="ignore"), _one_thread():
+        if all(np.isfinite(x).all() for x in (g, H, D3) if x is not None):
+            model_H = np.diag(np.diag(H)) if diagonal else H
+            model_D = D if lambda_int > 0 else np.zeros_like(g)
+            eta, status = _minimise(g, model_H, model_D, lambda_int)
+            if status == "no-minimum":
+                escaping = _escaping(g, model_H, free=model_D == 0)
+        rates = torch.from_numpy(eta).to(dtype)
+        if status not in ("no-minimum", "not-finite") and not bool(torch.isfinite(rates).all()):
+            eta, status = np.full_like(g, math.nan), "overflow"
+            rates = torch.full_like(rates, math.nan)
+        radius, change = _norm(D * eta), float(eta @ (0.5 * (H @ eta) - g))
+    partition = getattr(summary, "partition", None)
+    return LearningRates(
+        eta=rates.to(summary.gbar.device),
+        radius=radius,
+        status=status,
+        names=() if partition is None else tuple(partition.names),
+        lambda_int=lambda_int,
+        diagonal=diagonal,
+        model_change=change,
+        eta_stderr=_jackknife(summary, lambda_int, diagonal),
+        escaping=escaping,
+        loss=float(getattr(summary, "loss", math.nan)),
+    )
+
+
+def doubt_of(change: float, loss: float) -> str:
+    """Say what to do where a step is predicted to change the loss by more than there is of it."""
+    if not -change > loss > 0:
+        return ""
+    return (
+        f"The step promises more than the whole loss of {loss:.4g}: the model does not hold that "
+        f"far. A larger lambda_int gives shorter steps; suggest_lambda_int(model, loss_fn, data, "
+        f"summary) finds one."
+    )
+
+
+def check_strength(lambda_int: float) -> float:
+    """Return a strength of the cubic term as a number; raise if it cannot be one."""
+    try:
+        number = float(lambda_int)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise ValueError(f"lambda_int={lambda_int!r}: write a finite number, 0 or more.")
+    return number
+
+
+def _jackknife(summary: Summary, lambda_int: float, diagonal: bool) -> Tensor | None:
+    """Return the standard error of the rates, from leaving out one batch at a time, (S,)."""
+    parts = getattr(summary, "parts", ())
+    if len(parts) < 2:
+        return None
+    etas = []
+    for i in range(len(parts)):
+        rest = [*parts[:i], *parts[i + 1 :]]
+        mean = type(summary).mean(rest, [part.num_samples or 1 for part in rest])
+        etas.append(learning_rates(mean, lambda_int, diagonal=diagonal).eta)
+    left_out = torch.stack(etas)
+    gaps = left_out - left_out.mean(0)
+    return ((len(parts) - 1) / len(parts) * gaps.square().sum(0)).sqrt()
+
+
+def _checked(summary: Summary, lambda_int: float) -> tuple[Array, Array, Array | None]:
+    """Return gbar, the symmetric part of Hbar, and D3 as arrays; raise on wrong use."""
+    if summary.Hbar is None:
+        raise ValueError("Learning rates need Hbar: measure the summary with order=2 or order=3.")
+    if summary.D3 is None and lambda_int > 0:
+        raise ValueError(
+            f"The summary has no D3, which lambda_int={lambda_int:g} needs: measure it with "
+            f"order=3, or use lambda_int=0."
+        )
+    shape = tuple(summary.gbar.shape)
+    if len(shape) != 1 or shape[0] == 0:
+        raise ValueError(f"gbar has shape {shape}: it is a vector with one entry per group.")
+    for name, value, expected in (("Hbar", summary.Hbar, shape * 2), ("D3", summary.D3, shape)):
+        if value is not None and tuple(value.shape) != expected:
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)}, where gbar of shape {shape} asks for "
+                f"{expected}."
+            )
+    g, H = _array(summary.gbar), _array(summary.Hbar)
+    return g, H / 2 + H.T / 2, None if summary.D3 is None else _array(summary.D3)
+
+
+def _array(tensor: Tensor) -> Array:
+    return np.array(tensor.detach().cpu().double().numpy())
+
+
+def _norm(x: Array) -> float:
+    """Return ||x||, also where the squares overflow or underflow."""
+    scale = float(np.abs(x).max())
+    return scale * float(np.linalg.norm(x / scale)) if 0 < scale < math.inf else scale
+
+
+def _cube_root(x: Array) -> Array:
+    """Return x^(1/3) such that (8^k x)^(1/3) is 2^k x^(1/3) to the last bit."""
+    mantissa, exponent = np.frexp(x)
+    return np.asarray(np.ldexp(np.cbrt(np.ldexp(mantissa, exponent % 3)), exponent // 3))
+
+
+def _minimise(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, str]:
+    """Return the minimum of the cubic model and its status; nan where there is none."""
+    nowhere = np.full_like(g, math.nan)
+    dead = (g == 0) & (D == 0) & ~H.any(axis=1)  # the model does not depend on these groups
+    if dead.any():
+        eta, alive, status = np.zeros_like(g), ~dead, "minimum"
+        if alive.any():
+            eta[alive], status = _minimise(g[alive], H[np.ix_(alive, alive)], D[alive], lambda_int)
+        status = "flat" if status in ("minimum", "newton") else status
+        return eta if np.isfinite(eta).all() else nowhere, status
+    try:
+        kind, H = _without_flat(g, H, free=D == 0)
+        if kind == "unbounded" or (kind == "indefinite" and D.any()):
+            return nowhere, "no-minimum"
+        if D.any():
+            eta, status = _cubic(g, H, D, lambda_int)
+            return eta, "flat" if (status, kind) == ("minimum", "flat") else status
+        c = _scale(g, H)
+        eta = _regular_solution(H / c[:, None] / c, g / c) / c
+    except np.linalg.LinAlgError:  # inf or nan inside: entries near the ends of float64
+        return nowhere, "overflow"
+    return eta, {"definite": "newton", "flat": "flat", "indefinite": "saddle"}[kind]
+
+
+def _scale(g: Array, H: Array) -> Array:
+    """Return a scale c for every group, so that Hbar_st / (c_s c_t) does not depend on units."""
+    c = np.sqrt(np.abs(np.diag(H)))
+    coupling = np.max(np.where(c > 0, np.abs(H) / np.where(c > 0, c, 1), 0), axis=1)
+    for other in (coupling, np.abs(g), np.ones_like(g)):
+        c = np.where(c > 0, c, other)
+    return c
+
+
+def _without_flat(g: Array, H: Array, free: NDArray[np.bool_]) -> tuple[str, Array]:
+    """Tell what Hbar is on the groups without cubic term, and fill its null space there.
+
+    A null vector z of that block leaves the model unbounded, unless gbar and the coupling to the
+    other groups are orthogonal to it. Then z matters to nothing, and curvature added along z makes
+    the block regular and the component of the solution along z zero.
+
+    Returns:
+        "definite", "flat" (positive semi-definite, filled), "indefinite" (filled where needed) or
+        "unbounded", and Hbar.
+    """
+    if not free.any():
+        return "definite", H
+    H = H.copy()
+    block = H[np.ix_(free, free)]
+    c = _scale(g[free], block)
+    e, V = _eigen(block / c[:, None] / c)
+    tolerance = 8 * len(e) * _EPS * np.abs(e).max()
+    null = np.abs(e) <= tolerance
+    if null.any():
+        Z = V[:, null]
+        x = np.column_stack([g[free], H[np.ix_(free, ~free)]]) / c[:, None]
+        rounding = 1e-10 * np.abs(Z).T @ np.abs(x) + tolerance * np.linalg.norm(x, axis=0)
+        if (np.abs(Z.T @ x) > rounding).any():
+            return "unbounded", H
+        H[np.ix_(free, free)] += (c[:, None] * Z) @ (c[:, None] * Z).T
+    if (np.diag(block) <= 0).any() or (e < -tolerance).any():
+        return "indefinite", H
+    return "flat" if null.any() else "definite", H
+
+
+def _escaping(g: Array, H: Array, free: NDArray[np.bool_]) -> tuple[int, ...]:
+    """Return the groups along which a model without minimum falls.
+
+    That is along the most negative curvature among the groups without cubic term; where there is
+    none, along the part of gbar, or of the coupling to another group, that meets no curvature.
+    """
+    block = H[np.ix_(free, free)]
+    c = _scale(g[free], block)
+    e, V = _eigen(block / c[:, None] / c)
+    tolerance = 8 * len(e) * _EPS * np.abs(e).max()
+    Z = V[:, np.abs(e) <= tolerance]
+    direction = V[:, 0]
+    if e[0] >= -tolerance and Z.size:
+        x = np.column_stack([g[free], H[np.ix_(free, ~free)]]) / c[:, None]
+        pulls = Z @ (Z.T @ x)
+        direction = pulls[:, np.linalg.norm(pulls, axis=0).argmax()]
+    size = np.abs(direction)
+    chosen = np.flatnonzero(free)[size > 0.1 * size.max()]
+    return tuple(chosen.tolist())
+
+
+def _cubic(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, str]:
+    """Return the minimum where the groups with d_s = 0 have a positive definite block."""
+    rounding = 8 * len(g) * _EPS
+    lifted = H + rounding * np.diag(np.abs(np.diag(H)))
+    if _cholesky(H) is None and _cholesky(lifted) is not None:
+        H = lifted  # positive semi-definite but for rounding, which is not negative curvature
+    sigma0 = _definite_shift(H, D)
+    eta, status = np.full_like(g, math.nan), "overflow"
+    for attempt in range(20):
+        L = _cholesky(H + np.diag(sigma0 * D * D))
+        if L is None:
+            sigma0 *= 2
+            continue
+        Q, w = _singular(_solve(L, np.diag(D)))
+        V = _solve(L, Q, transposed=True)  # V^T M(sigma0) V = I and V^T D^2 V = Diag(w^2)
+        c = Q.T @ _solve(L, g)
+        unsure = np.abs(c) <= rounding * (np.abs(V).T @ np.abs(g))
+        side = 1.0 if float(D @ V[:, 0]) >= 0 else -1.0
+        sigma, y, status = _secular(c, w, sigma0, lambda_int, unsure, side)
+        eta = _solve(L, Q @ y, transposed=True)
+        # The decomposition is as exact as Cholesky's as long as sigma is not far from sigma0.
+        if (sigma - sigma0) * w[0] ** 2 <= 1 and (attempt == 0 or sigma0 <= 4 * sigma):
+            break
+        sigma0 = sigma
+    return eta, status
+
+
+def _definite_shift(H: Array, D: Array) -> float:
+    """Return twice the least power of two sigma that makes M(sigma) positive definite."""
+
+    def is_definite(exponent: int) -> bool:
+        M = H + np.diag(2.0**exponent * D * D)
+        return not np.isfinite(M).all() or _cholesky(M) is not None
+
+    low, high = -900, 900
+    if _cholesky(H) is not None:
+        return 2.0 ** (low + 1)
+    guess = _rough_shift(H, D)
+    if guess is not None:  # saves most of the factorisations
+        high = guess + 1 if is_definite(guess + 1) else high
+        low = guess - 1 if not is_definite(guess - 2) else low
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_definite(middle) else (middle + 1, high)
+    return 2.0 ** (low + 1)
+
+
+def _rough_shift(H: Array, D: Array) -> int | None:
+    """Return the exponent of the shift as eigenvalues tell it; None where they cannot."""
+    if not D.all():
+        return None
+    try:
+        lowest = float(_eigen(H / D[:, None] / D)[0][0])
+    except np.linalg.LinAlgError:
+        return None
+    return math.ceil(math.log2(-lowest)) if -(2.0**800) < lowest < -(2.0**-800) else None
+
+
+def _secular(
+    c: Array,
+    w: Array,
+    sigma0: float,
+    lambda_int: float,
+    unsure: NDArray[np.bool_],
+    side: float,
+) -> tuple[float, Array, str]:
+    """Solve sigma = lambda_int/2 ||w y|| with y = c / (1 + (sigma - sigma0) w^2) beyond the pole.
+
+    In units of 1/w_1^2, sigma = b + tau, where b is the pole, or 0 if that is larger. Near the
+    hard case the root is so close to the pole that only their difference tau has any digits.
+
+    Args:
+        c: Q^T L^-1 gbar, (S,).
+        w: Singular values of L^-1 D in descending order, (S,).
+        sigma0: The shift they belong to.
+        lambda_int: Strength of the cubic term.
+        unsure: Where ``c`` is zero but for rounding, (S,).
+        side: Which way to go along the first singular vector if ``c`` does not tell.
+
+    Returns:
+        sigma, y = Q^T L^T eta, and the status.
+    """
+    rounding = 8 * len(c) * _EPS
+    omega = (w / w[0]) ** 2
+    pole = float(sigma0 * w[0] ** 2 - 1)
+    indefinite = pole > rounding
+    b = pole if indefinite else 0.0
+    beta = (1 - w / w[0]) * (1 + w / w[0]) if indefinite else 1 - np.minimum(1, (pole + 1) * omega)
+    lowest = beta <= rounding  # the first, and others that w does not tell apart from it
+    c = np.where(lowest & unsure, 0, c)
+    size = _norm(c)
+    log_kappa = float(np.log(lambda_int) - np.log(2) + 3 * np.log(w[0]) + np.log(size))
+    tau = _root(c / size, omega, beta, b, log_kappa)
+    sigma = float((b + tau) / w[0] ** 2)
+    if tau > 0:
+        return sigma, c / (beta + tau * omega), "minimum"
+    y = np.where(lowest, 0, c / np.where(lowest, 1, beta))
+    if not indefinite:
+        return sigma, y, "minimum"
+    # The hard case: go along the first singular vector until ||D eta|| = 2 sigma / lambda_int.
+    radius, rest = 2 * sigma / lambda_int, _norm(w * y)
+    side = float(np.sign(c[0])) or side
+    y[0] = side * np.sqrt(max(radius - rest, 0.0)) * np.sqrt(radius + rest) / w[0]
+    return sigma, y, "hard-case"
+
+
+def _root(c: Array, omega: Array, beta: Array, b: float, log_kappa: float) -> float:
+    """Solve kappa ||sqrt(omega) c / (beta + tau omega)|| = b + tau; 0 if no tau > 0 does.
+
+    The left side falls and the right side rises with tau. Newton's method on the logarithms of
+    both against log tau, kept inside a bracket.
+    """
+
+    def gap(tau: float) -> tuple[float, float]:
+        """Return log(left / right) and its derivative by log tau."""
+        f = beta + tau * omega
+        u = np.sqrt(omega) * np.abs(c) / f
+        top = u.max()  # the squares alone could overflow
+        weight = (u / top) ** 2
+        value = log_kappa + np.log(top) + 0.5 * np.log(weight.sum()) - math.log(b + tau)
+        slope = -tau * (weight @ (omega / f) / weight.sum() + 1 / (b + tau))
+        return float(value), float(slope)
+
+    low, high = 1e-300, 1e300
+    if not gap(low)[0] > 0:
+        return 0.0
+    tau = 1.0
+    for _ in range(100):
+        value, slope = gap(tau)
+        low, high = (tau, high) if value > 0 else (low, tau)
+        exponent = -value / slope if slope else math.nan
+        step = tau * math.exp(exponent) if abs(exponent) < 600 else math.nan
+        if not low < step < high:
+            step = math.sqrt(low) * math.sqrt(high)
+        if abs(step - tau) <= 2 * _EPS * tau:
+            return step
+        tau = step
+    return tau
+
+
+# --- linear algebra ------------------------------------------------------------------------------
+# In torch, which can be told to use one thread: for matrices of a few dozen rows several threads
+# are up to a hundred times slower, because they wait for each other and for those of the training.
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _solve(L: Array, x: Array, transposed: bool = False) -> Array:
+    """Return L^-1 x, or L^-T x, for a lower triangular L."""
+    matrix, right = torch.from_numpy(L), torch.from_numpy(np.ascontiguousarray(x))
+    matrix = matrix.T if transposed else matrix
+    columns = right if right.dim() == 2 else right[:, None]
+    y = torch.linalg.solve_triangular(matrix, columns, upper=transposed)
+    return _as_array(y).reshape(x.shape)
+
+
+def _cholesky(M: Array) -> Array | None:
+    """Return the lower factor; None if M is not positive definite."""
+    factor, info = torch.linalg.cholesky_ex(torch.from_numpy(M))
+    return None if int(info) else _as_array(factor)
+
+
+def _singular(M: Array) -> tuple[Array, Array]:
+    """Return the left singular vectors, and the singular values from the largest down."""
+    with _numpy_errors(M):
+        Q, w, _ = torch.linalg.svd(torch.from_numpy(M))
+    return _as_array(Q), _as_array(w)
+
+
+def _eigen(M: Array) -> tuple[Array, Array]:
+    """Return the eigenvalues of a symmetric matrix from the lowest up, and the eigenvectors."""
+    with _numpy_errors(M):
+        e, V = torch.linalg.eigh(torch.from_numpy(M))
+    return _as_array(e), _as_array(V)
+
+
+def _regular_solution(M: Array, x: Array) -> Array:
+    """Return M^-1 x."""
+    with _numpy_errors(M):
+        y = torch.linalg.solve(torch.from_numpy(M), torch.from_numpy(x))
+    return _as_array(y)
+
+
+@contextmanager
+def _numpy_errors(M: Array) -> Iterator[None]:
+    """Raise numpy's error for what has no decomposition."""
+    if not np.isfinite(M).all():
+        raise np.linalg.LinAlgError("The matrix has entries that are not finite.")
+    try:
+        yield
+    except RuntimeError as error:
+        raise np.linalg.LinAlgError(str(error)) from error
+
+
+def _as_array(tensor: Tensor) -> Array:
+    return np.ascontiguousarray(tensor.numpy(), dtype=np.float64)

@@ -1,0 +1,86 @@
+"""The tree shows the way of the data: each part imports only from those before it."""
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import newton_summary as ns
+
+ROOT = Path(ns.__file__).parent
+
+# The way of the data, and the order of CONTRIBUTING.md.
+ORDER = [
+    "errors",
+    "display",
+    "parallel",
+    "partition",
+    "summary",
+    "solver",
+    "history",
+    "probe",
+    "derivatives",
+    "measuring",
+    "optimizer",
+    "analysis",
+    "figures",
+    "page",
+    "integrations",
+    "data",
+    "experiments",
+    "inspection",
+    "cli",
+]
+
+
+def modules() -> dict[str, Path]:
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in PATHS}
+    return {name.removesuffix(".__init__"): path for path, name in names.items()}
+
+
+PATHS = [path for path in sorted(ROOT.rglob("*.py")) if path.parent != ROOT or path.stem in ORDER]
+MODULES = modules()
+
+
+def imported(path: Path) -> set[str]:
+    """What a module imports of the package when it runs, lazy imports included."""
+    tree = ast.parse(path.read_text())
+    typing = {
+        node
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and getattr(block.test, "id", "") == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if node in typing or not isinstance(node, ast.ImportFrom) or not node.module:
+            continue
+        home, _, rest = node.module.partition(".")
+        if home != "newton_summary":
+            continue
+        for alias in node.names:
+            longer = f"{rest}.{alias.name}".lstrip(".")
+            found.add(longer if longer in MODULES else rest)
+    return found - {""}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_come_from_earlier_parts(name):
+    place = ORDER.index(name.partition(".")[0])
+    later = {x for x in imported(MODULES[name]) if ORDER.index(x.partition(".")[0]) > place}
+    assert not later, f"{name} imports {later}, which come after it"
+
+
+def test_no_module_imports_itself_by_a_detour():
+    graph = {name: imported(path) for name, path in MODULES.items()}
+    list(TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def test_the_root_holds_few_modules():
+    assert len([path for path in ROOT.glob("*.py") if not path.stem.startswith("__")]) <= 8
+
+
+def test_no_module_is_named_like_a_public_function():
+    public = {name for name in ns.__all__ if callable(getattr(ns, name))}
+    assert not public & {name.rpartition(".")[2] for name in MODULES}
