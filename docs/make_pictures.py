@@ -15,13 +15,13 @@ from pathlib import Path
 import matplotlib as mpl
 import torch
 import torch.nn.functional as F
+from newton_summary.drawing import Picture, draw_matrix
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from newton_summary import figures
 from newton_summary.analysis import normalized
 from newton_summary.data import load_mnist_subset
-from newton_summary.drawing import Picture, draw_matrix
 from newton_summary.experiments.models import TANH_GAIN, initialize
 from newton_summary.history import History
 from newton_summary.integrations.monitor import Monitor

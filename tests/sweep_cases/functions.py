@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import get_overridable_functions
 
-from newton_summary.derivatives.sweep.rules.elementwise import BENT, CURVED
+from newton_summary.derivatives.sweep.rules.elementwise import CURVED, PIECEWISE_LINEAR
 from newton_summary.derivatives.sweep.torch_functions import names
 from sweep_cases.table import (
     OnCopy,
@@ -183,7 +183,7 @@ FUNCTIONS = {
         for f in some
         if hasattr(f, "__name__")
     },
-    **{name: getattr(torch, name) for name in [*CURVED, *BENT] if hasattr(torch, name)},
+    **{name: getattr(torch, name) for name in [*CURVED, *PIECEWISE_LINEAR] if hasattr(torch, name)},
 }
 POSITIVE = names("log log2 log10 log1p sqrt rsqrt reciprocal pow")
 LEVEL = [torch.sign, torch.sgn, torch.floor, torch.ceil, torch.round, torch.trunc, torch.fix]
@@ -203,7 +203,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "clamp_max": (0.1,),
     "pow": (2.5,),
 }
-for name in [*CURVED, *BENT]:
+for name in [*CURVED, *PIECEWISE_LINEAR]:
     case(
         f"elementwise {name}",
         lambda x, n=name: FUNCTIONS[n](x, *ARGUMENTS.get(n, ())),

@@ -19,7 +19,7 @@ from newton_summary.derivatives.sweep.rules import is_curved
 from newton_summary.derivatives.sweep.rules.elementwise import CURVED
 from newton_summary.derivatives.sweep.rules.linear import SAME_ORDER
 from newton_summary.derivatives.sweep.tangent import Tangent
-from newton_summary.derivatives.sweep.tape import Cut, Op, Tail, Tape, Value, find_values
+from newton_summary.derivatives.sweep.tape import ChunkedLogits, Cut, Op, Tape, Value, find_values
 
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
@@ -32,7 +32,9 @@ LOG_SOFTMAX = ("log_softmax", "special_log_softmax")
 ENTRY_BY_ENTRY = frozenset(CURVED) | {"mul", "multiply", "div", "divide", "true_divide", "neg"}
 
 
-def find_tails(tape: Tape, S: int, order: int, stack_limit: int | None = None) -> list[Tail]:
+def find_chunked_logits(
+    tape: Tape, S: int, order: int, stack_limit: int | None = None
+) -> list[ChunkedLogits]:
     """Return every layer with what follows up to a log-softmax, where its stack would be large.
 
     What lies between may scale or cap the logits and change their shape, as long as the row of a
@@ -44,10 +46,10 @@ def find_tails(tape: Tape, S: int, order: int, stack_limit: int | None = None) -
         order: Highest derivative.
         stack_limit: Bytes that all stacks may take, if there is a limit.
     """
-    tails: list[Tail] = []
+    chunked: list[ChunkedLogits] = []
     ends = [i for i, op in enumerate(tape.ops) if _is_log_softmax_of_rows(op)]
     if not ends:
-        return tails
+        return chunked
     curving = needed_by_curved(tape)
     makers = {v.slot: i for i, op in enumerate(tape.ops) for v in op.outputs if v is not None}
     users = Counter(slot for op in tape.ops if op.passed for slot in op.inputs)
@@ -70,10 +72,10 @@ def find_tails(tape: Tape, S: int, order: int, stack_limit: int | None = None) -
         row = S * (2 if order == 3 else 1) * logits.shape[-1] * logits.element_size()
         at_a_time = max(FEWEST_ROWS, most // max(row, 1))
         if at_a_time < rows:
-            tails.append(Tail(chain, rows, at_a_time, has_slopes=last.wanted))
+            chunked.append(ChunkedLogits(chain, rows, at_a_time, has_slopes=last.wanted))
             last.wanted = False
             tape.needed.discard(last.out.slot)
-    return tails
+    return chunked
 
 
 def needed_by_curved(tape: Tape) -> set[int]:
@@ -106,14 +108,14 @@ def _is_layer(op: Op) -> bool:
     return op.name == "linear" and op.args[1].tensor.dim() == 2
 
 
-def pass_in_pieces(sweep: Sweep, tail: Tail) -> None:
-    """Pass all operations of a tail for some rows, then for the next ones."""
-    ops = [sweep.tape.ops[i] for i in tail.ops]
+def pass_in_pieces(sweep: Sweep, logits: ChunkedLogits) -> None:
+    """Pass the operations of chunked logits for some rows, then for the next ones."""
+    ops = [sweep.tape.ops[i] for i in logits.ops]
     cut = sweep.tape.cut
     x = ops[0].args[0]
     t = sweep.tangent(x)
     rows = None if t is None else t.rows.flatten(1, -2)
-    for part in pieces(tail):
+    for part in pieces(logits):
         piece = copy(sweep)  # with the same lists of contributions
         piece.tangents = {s: sweep.tangents[s] for s in ops[0].inputs if s in sweep.tangents}
         deltas = ((op.out.slot, sweep.adjoint(op.out)) for op in ops)
@@ -128,16 +130,16 @@ def pass_in_pieces(sweep: Sweep, tail: Tail) -> None:
             if cut is not None and op.out.slot == cut.slot and cut.adjoint is not None:
                 piece.read_slopes(replace(cut, adjoint=of_rows(cut.adjoint, part)))
         delta = piece.adjoint(ops[-1].out)
-        if tail.has_slopes and delta is not None:
+        if logits.has_slopes and delta is not None:
             p = of_rows(ops[-1].out.now, part).exp()
             before = delta - p * delta.sum(-1, keepdim=True)  # the adjoint of what goes in
-            piece.read_slopes(Cut(tail.ops[-1], ops[-1].args[0], before))
+            piece.read_slopes(Cut(logits.ops[-1], ops[-1].args[0], before))
 
 
-def pieces(tail: Tail) -> Iterator[slice]:
+def pieces(logits: ChunkedLogits) -> Iterator[slice]:
     """Give the rows that are passed at a time."""
-    for start in range(0, tail.rows, tail.at_a_time):
-        yield slice(start, start + tail.at_a_time)
+    for start in range(0, logits.rows, logits.at_a_time):
+        yield slice(start, start + logits.at_a_time)
 
 
 def of_rows(tensor: Any, part: slice) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from newton_summary.derivatives.sweep.chunked_logits import find_tails
+from newton_summary.derivatives.sweep.chunked_logits import find_chunked_logits
 from newton_summary.derivatives.sweep.engine import (
     KNOWN,
     Layout,
@@ -195,7 +195,7 @@ def _run(
             "the loss is linear in the parameters, or has complex numbers on the way"
         )
     last_uses = mark_needed(tape)
-    tape.tails = find_tails(tape, len(partition), order)
+    tape.chunked = find_chunked_logits(tape, len(partition), order)
     _, adjoints = backward(tape, params)
     with torch.no_grad():
         sweep = Sweep(tape, adjoints, u, partition, order, range(len(partition)))

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from newton_summary.derivatives.sweep.chunked_logits import find_tails, pass_in_pieces
+from newton_summary.derivatives.sweep.chunked_logits import find_chunked_logits, pass_in_pieces
 from newton_summary.derivatives.sweep.memory import (
     StackTooLarge,
     default_limit,
@@ -107,13 +107,13 @@ class Sweep:
             consume: Whether to let go of the tape on the way; it cannot be swept again then.
         """
         cut = self.tape.cut
-        tails = {i: tail for tail in self.tape.tails for i in tail.ops}
+        chunked = {i: logits for logits in self.tape.chunked for i in logits.ops}
         for i, (op, finished) in enumerate(zip(self.tape.ops, last_uses, strict=True)):
             if cut is not None and i == cut.index:
                 self.read_slopes(cut)
-            if i in tails:
-                if i == tails[i].ops[0]:  # what it needs is there; a later one may forget it
-                    pass_in_pieces(self, tails[i])
+            if i in chunked:
+                if i == chunked[i].ops[0]:  # what it needs is there; a later one may forget it
+                    pass_in_pieces(self, chunked[i])
             elif op.passed and any(slot in self.tangents for slot in op.inputs):
                 self.pass_op(op)
             for slot in finished:
@@ -345,7 +345,7 @@ def summarize_sweep(
     if order > 1:
         tape.cut = find_cut(tape)
         last_uses = mark_needed(tape)
-        tape.tails = find_tails(tape, len(partition), order, stack_limit)
+        tape.chunked = find_chunked_logits(tape, len(partition), order, stack_limit)
         needed = stack_bytes(tape, last_uses, partition, order)
         limit = stack_limit
         if limit is None:

@@ -41,28 +41,28 @@ def stack_bytes(tape: Tape, last_uses: list[list[int]], partition: Partition, or
         label = partition.labels[name]
         mine = [label] if isinstance(label, int) else torch.unique(label).tolist()
         met[slot] = frozenset(mine)
-    bent: set[int] = set()  # slots with second derivatives
+    second_order: set[int] = set()  # slots with second derivatives
     sizes: dict[int, int] = {}
     alive = peak = 0
-    tails = {i: tail for tail in tape.tails for i in tail.ops}
+    chunked = {i: logits for logits in tape.chunked for i in logits.ops}
     for i, (op, finished) in enumerate(zip(tape.ops, last_uses, strict=True)):
-        tail = tails.get(i)
+        logits = chunked.get(i)
         if op.passed:
             union = frozenset().union(*[met[slot] for slot in op.inputs if slot in met])
-            second = order == 3 and (is_curved(op) or not bent.isdisjoint(op.inputs))
+            second = order == 3 and (is_curved(op) or not second_order.isdisjoint(op.inputs))
             work = 0
             for value in op.outputs:
                 if value is None or value.slot is None:
                     continue
                 size = len(union) * (2 if second else 1) * value.tensor.nbytes
-                if tail is not None:
-                    size = -(-size * tail.at_a_time // tail.rows)
+                if logits is not None:
+                    size = -(-size * logits.at_a_time // logits.rows)
                 work = max(work, size)
                 if value.slot in tape.needed:
                     met[value.slot], sizes[value.slot] = union, size
                     alive += size
                     if second:
-                        bent.add(value.slot)
+                        second_order.add(value.slot)
             peak = max(peak, alive + WORKING_COPIES * work)
         for slot in finished:
             alive -= sizes.pop(slot, 0)

@@ -133,7 +133,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Tail:
+class ChunkedLogits:
     """The last operations of a network with many outputs, which are passed some rows at a time."""
 
     ops: list[int]  # their places on the tape, the first of them a layer
@@ -151,7 +151,7 @@ class Tape:
     leaves: dict[int, str]  # slot -> parameter name
     needed: set[int] = field(default_factory=set)  # slots whose derivatives a later operation uses
     cut: Cut | None = None  # where gbar is read off; else it comes from the gradient
-    tails: list[Tail] = field(default_factory=list)  # what is passed in pieces
+    chunked: list[ChunkedLogits] = field(default_factory=list)  # what is passed in pieces
 
 
 def find_tensors(tree: Any) -> list[Tensor]:

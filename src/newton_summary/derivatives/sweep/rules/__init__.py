@@ -28,7 +28,10 @@ from newton_summary.derivatives.sweep.tape import Op
 STRAIGHT: dict[str, Callable[..., Any]] = {
     **LINEAR,
     **SELECTION,
-    **{name: elementwise.bent(slope) for name, slope in elementwise.BENT.items()},
+    **{
+        name: elementwise.piecewise_linear(slope)
+        for name, slope in elementwise.PIECEWISE_LINEAR.items()
+    },
     **dict.fromkeys(elementwise.FLAT, zero),
 }
 RULES: dict[str, Callable[..., Any]] = {

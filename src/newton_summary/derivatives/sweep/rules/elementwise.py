@@ -42,15 +42,15 @@ def curved(derivatives: Callable[..., Derivatives]) -> Callable[..., Any]:
             return t.map(lambda rows: rows * f1)
         delta = sweep.adjoint(op.out)
         if fused.available(f1) and f1.dtype == op.out.tensor.dtype:  # not so under autocast
-            bent = fused.bend(t, f1, f2, f3, delta, sweep.order, op.wanted)
-            if bent is not None:
-                return fused.contributed(sweep, t, bent)
-        return _bend(sweep, t, (f1, f2, f3), delta, op.wanted)
+            passed = fused.pass_elementwise(t, f1, f2, f3, delta, sweep.order, op.wanted)
+            if passed is not None:
+                return fused.contributed(sweep, t, passed)
+        return _pass_curved(sweep, t, (f1, f2, f3), delta, op.wanted)
 
     return rule
 
 
-def _bend(
+def _pass_curved(
     sweep: Sweep, t: Tangent, derivatives: Derivatives, delta: Tensor | None, wanted: bool
 ) -> Tangent | None:
     """Pass a curved function by torch operations, with few temporary arrays."""
@@ -90,7 +90,7 @@ def broadcast(t: Tangent | None, op: Op) -> Tangent | None:
     return t.map(lambda rows: lift(rows, len(shape)).expand(len(rows), *shape))
 
 
-def bent(slope: Callable[..., Tensor]) -> Callable[..., Any]:
+def piecewise_linear(slope: Callable[..., Tensor]) -> Callable[..., Any]:
     """Return the rule for a function made of straight pieces, given its slope."""
 
     def rule(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Tangent | None:
@@ -127,7 +127,7 @@ def _hard_slope(low: float, high: float, slope: float) -> Callable[..., Tensor]:
     return lambda x, y, *args, **kwargs: ((x > low) & (x < high)).to(x.dtype) * slope
 
 
-BENT: dict[str, Callable[..., Tensor]] = {
+PIECEWISE_LINEAR: dict[str, Callable[..., Tensor]] = {
     "relu": lambda x, y, inplace=None: (x > 0).to(x.dtype),
     "relu6": _hard_slope(0, 6, 1),
     "leaky_relu": _leaky_slope,

@@ -1,9 +1,10 @@
 """Few passes over memory instead of many, on a GPU that Triton knows.
 
-:func:`bend` is for functions applied entry by entry. The formulas are those of ``elementwise``;
-written as torch operations they read and write the stack of derivatives eleven times, which is most
-of a sweep's time in a convolutional network. :func:`under` is for softmax and its
-logarithm; the formulas are those of ``normalize``, as they are for norm layers in ``cells``.
+:func:`pass_elementwise` is for functions applied entry by entry. The formulas are those of
+``elementwise``; written as torch operations they read and write the stack of derivatives eleven
+times, which is most of a sweep's time in a convolutional network. :func:`pass_softmax` is for
+softmax and its logarithm; the formulas are those of ``normalize``, as they are for norm layers in
+``fused_norms``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Piece(NamedTuple):
     x2: Tensor | None  # (k2, ...) of the first k2 of these groups
 
 
-class Bent(NamedTuple):
+class Passed(NamedTuple):
     """What a pass gives."""
 
     rows: Tensor | None  # y1 and y2, joined
@@ -41,15 +42,15 @@ class Bent(NamedTuple):
     third: Tensor | None  # the contribution to D3 by group, (k,)
 
 
-def contributed(sweep: Sweep, t: Tangent, bent: Bent) -> Tangent | None:
+def contributed(sweep: Sweep, t: Tangent, passed: Passed) -> Tangent | None:
     """Add what a pass found, and return the tangent of its result."""
-    if bent.work is not None:
-        sweep.add_Hbar(t.first, t.first, gram(bent.work, bent.x1))
-    if bent.third is not None:
-        sweep.add_D3(t.first, bent.third)
-    if bent.rows is None:
+    if passed.work is not None:
+        sweep.add_Hbar(t.first, t.first, gram(passed.work, passed.x1))
+    if passed.third is not None:
+        sweep.add_D3(t.first, passed.third)
+    if passed.rows is None:
         return None
-    return Tangent(t.first, t.first if sweep.order == 3 else (), bent.rows)
+    return Tangent(t.first, t.first if sweep.order == 3 else (), passed.rows)
 
 
 @cache
@@ -59,7 +60,7 @@ def kernels() -> ModuleType | None:
         from newton_summary.derivatives.sweep.rules import triton_kernels
 
         one = torch.ones(1, device="cuda")
-        triton_kernels.bend(
+        triton_kernels.pass_elementwise(
             Piece(one[None], None), [one, one, None, None], one, None, None, None, 0, 1, 1, BLOCK
         )
     except Exception:  # no Triton, no compiler for its launcher, a GPU that it does not know
@@ -87,7 +88,7 @@ def pieces(t: Tangent) -> list[Piece] | None:
     return None if left else found
 
 
-def bend(
+def pass_elementwise(
     t: Tangent,
     f1: Tensor,
     f2: Tensor,
@@ -95,7 +96,7 @@ def bend(
     delta: Tensor | None,
     order: int,
     wanted: bool,
-) -> Bent | None:
+) -> Passed | None:
     """Pass a curved function; None if the rows do not lie in memory as the kernel needs them."""
     parts = pieces(t)
     module = kernels()
@@ -112,14 +113,16 @@ def bend(
     programs = -(-n // BLOCK)
     sums = None if delta is None or not third_order else y.new_empty((k, programs))
     for start, piece in started(parts):
-        module.bend(piece, curved, rows, None if alone else x1, work, sums, start, k, n, BLOCK)
-    return Bent(rows, x1, work, None if sums is None else sums.sum(1))
+        module.pass_elementwise(
+            piece, curved, rows, None if alone else x1, work, sums, start, k, n, BLOCK
+        )
+    return Passed(rows, x1, work, None if sums is None else sums.sum(1))
 
 
 # --- softmax -------------------------------------------------------------------------------------
 
 
-def under(
+def pass_softmax(
     t: Tangent,
     p: Tensor,
     weight: Tensor | None,
@@ -127,7 +130,7 @@ def under(
     third: bool,
     wanted: bool,
     log: bool,
-) -> Bent | None:
+) -> Passed | None:
     """Pass a softmax, or its logarithm; None if it cannot be done here.
 
     Args:
@@ -151,8 +154,8 @@ def under(
     sums = p.new_empty((k, p.shape[:-1].numel())) if third and weight is not None else None
     weight = None if weight is None else weight.to(p.dtype).contiguous()
     for start, part in started(parts):
-        compiled().under(part, p, weight, rows, pair, sums, start, k, third, log)
-    return Bent(
+        compiled().pass_softmax(part, p, weight, rows, pair, sums, start, k, third, log)
+    return Passed(
         rows,
         p if pair is None else pair[0],
         None if pair is None else pair[1],

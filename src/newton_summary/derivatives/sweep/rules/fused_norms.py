@@ -36,14 +36,14 @@ class Sums(NamedTuple):
 FEWEST_TOGETHER = 8  # numbers side by side in memory; with fewer, reading them is slow
 
 
-def as_cells(shape: Sequence[int], d: list[int]) -> tuple[int, int, int] | None:
+def memory_layout(shape: Sequence[int], d: list[int]) -> tuple[int, int, int] | None:
     """Return (N, cells, L) such that an array of this shape is (N, cells, L) numbers in memory.
 
     The numbers of a cell are those with one second index.
 
-    >>> as_cells((250, 64, 32, 32), [-4, -2, -1])
+    >>> memory_layout((250, 64, 32, 32), [-4, -2, -1])
     (250, 64, 1024)
-    >>> as_cells((4, 256, 768), [-1])
+    >>> memory_layout((4, 256, 768), [-1])
     (1, 1024, 768)
     """
     ndim = len(shape)
@@ -60,7 +60,7 @@ def as_cells(shape: Sequence[int], d: list[int]) -> tuple[int, int, int] | None:
     return math.prod(sizes[:samples]), math.prod(sizes[samples:first]), together
 
 
-class Cells:
+class FusedCentredRows:
     """The rows of x inside of a standardisation, in two passes over memory.
 
     Does what ``normalize.CentredRows`` does, with the same arguments.
@@ -84,9 +84,9 @@ class Cells:
     @classmethod
     def make(
         cls, t: Tangent, c: Tensor, delta: Tensor | None, d: list[int], third: bool
-    ) -> Cells | None:
+    ) -> FusedCentredRows | None:
         """Return them if the rows lie in memory as the kernels need them."""
-        sizes = as_cells(c.shape, d)
+        sizes = memory_layout(c.shape, d)
         if sizes is None or not fused.available(c):
             return None
         parts = fused.pieces(t)
@@ -99,7 +99,7 @@ class Cells:
         """Return the sums of products over each cell, for all groups."""
         sums = self.c.new_empty((len(Sums._fields), self.k, self.sizes[1]))
         for start, part in fused.started(self.parts):
-            fused.compiled().cell_sums(
+            fused.compiled().norm_sums(
                 part, self.c, self.delta, self.means, sums, start, self.sizes, self.third
             )
         return Sums(*sums.reshape(len(sums), self.k, *self.cells))

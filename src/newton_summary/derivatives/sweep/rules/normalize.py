@@ -15,7 +15,7 @@ from torch import Tensor
 
 from newton_summary.derivatives.sweep.rules import fused
 from newton_summary.derivatives.sweep.rules.bilinear import dots, gram, pick
-from newton_summary.derivatives.sweep.rules.fused_norms import Cells, Sums
+from newton_summary.derivatives.sweep.rules.fused_norms import FusedCentredRows, Sums
 from newton_summary.derivatives.sweep.tangent import (
     Groups,
     Tangent,
@@ -51,7 +51,7 @@ def log_softmax(
     t = t.to(y.dtype)
     p, d, delta = y.exp(), _along(dim, y), sweep.adjoint(op.out)
     weight = None if delta is None else -p * delta.sum(d, keepdim=True)
-    return _under(sweep, op, t, p, weight, d, log=True)
+    return _pass_softmax(sweep, op, t, p, weight, d, log=True)
 
 
 def softmax(
@@ -65,10 +65,10 @@ def softmax(
     t = t.to(p.dtype)
     d, delta = _along(dim, p), sweep.adjoint(op.out)
     weight = None if delta is None else p * (delta - (delta * p).sum(d, keepdim=True))
-    return _under(sweep, op, t, p, weight, d, log=False)
+    return _pass_softmax(sweep, op, t, p, weight, d, log=False)
 
 
-def _under(
+def _pass_softmax(
     sweep: Sweep, op: Op, t: Tangent, p: Tensor, weight: Tensor | None, d: int, log: bool
 ) -> Tangent | None:
     """Pass a softmax or its logarithm.
@@ -83,7 +83,7 @@ def _under(
         log: Whether the operation is the logarithm.
     """
     third = sweep.order == 3
-    passed = fused.under(t, p, weight, d, third, op.wanted, log)
+    passed = fused.pass_softmax(t, p, weight, d, third, op.wanted, log)
     if passed is not None:
         return fused.contributed(sweep, t, passed)
     k = len(t.first)
@@ -166,7 +166,7 @@ def standardize(sweep: Sweep, op: Op, x: Value, dims: Sequence[int], eps: float)
     r = ((c * c).mean(d, keepdim=True) + eps).rsqrt()
     n = c.numel() // r.numel()
     delta, third = sweep.adjoint(op.out), sweep.order == 3
-    rows = Cells.make(t, c, delta, d, third) or CentredRows(t, c, delta, d, third)
+    rows = FusedCentredRows.make(t, c, delta, d, third) or CentredRows(t, c, delta, d, third)
     s = rows.sums()
     v1 = 2 / n * s.c_c1
     r1 = -0.5 * r**3 * v1
@@ -252,9 +252,9 @@ class CentredRows:
         result = c1.new_empty((k if r2 is None else 2 * k, *c.shape))
         torch.mul(c1, r, out=result[:k]).addcmul_(c, r1)
         if r2 is not None:
-            bend = torch.mul(c, r2, out=result[k:]).addcmul_(c1, r1, value=2)
+            second = torch.mul(c, r2, out=result[k:]).addcmul_(c1, r1, value=2)
             for mine, theirs in matching(self.t.first, self.t.second):
-                bend[mine].addcmul_(c2[theirs], r)
+                second[mine].addcmul_(c2[theirs], r)
         return result, products
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @triton.jit(do_not_specialize=["start", "k", "k1", "k2"])  # type: ignore[untyped-decorator]
-def _bend(  # type: ignore[no-untyped-def]
+def _elementwise(  # type: ignore[no-untyped-def]
     x1_in,
     x2_in,
     f1_in,
@@ -72,7 +72,7 @@ def _bend(  # type: ignore[no-untyped-def]
                 tl.store(sums_out + place, tl.sum(tl.where(inside, term, 0.0)))
 
 
-def bend(
+def pass_elementwise(
     piece: Piece,
     curved: list[Tensor | None],
     rows: Tensor | None,
@@ -104,7 +104,7 @@ def bend(
     third = sums is not None or (rows is not None and len(rows) == 2 * k)
     k2 = 0 if piece.x2 is None else len(piece.x2)
     with torch.cuda.device(f1.device):
-        _bend[(triton.cdiv(n, block),)](
+        _elementwise[(triton.cdiv(n, block),)](
             piece.x1,
             anything if piece.x2 is None else piece.x2,
             f1,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @triton.jit(do_not_specialize=["start", "k", "k2"])  # type: ignore[untyped-decorator]
-def _cell_sums(  # type: ignore[no-untyped-def]
+def _norm_sums(  # type: ignore[no-untyped-def]
     x1_in,
     x2_in,
     c_in,
@@ -91,7 +91,7 @@ def _cell_sums(  # type: ignore[no-untyped-def]
     tl.store(sums_out + 5 * step + out, tl.sum(c1_c2))
 
 
-def cell_sums(
+def norm_sums(
     piece: Piece,
     c: Tensor,
     delta: Tensor | None,
@@ -115,7 +115,7 @@ def cell_sums(
     """
     N, cells, together = sizes
     with torch.cuda.device(c.device):
-        _cell_sums[(cells, len(piece.x1))](
+        _norm_sums[(cells, len(piece.x1))](
             piece.x1,
             c if piece.x2 is None else piece.x2,
             c,
@@ -203,7 +203,7 @@ def standardized(
     Args:
         piece: x1 and x2 of consecutive groups.
         c: x less its mean.
-        means: As written by :func:`cell_sums`.
+        means: As written by :func:`norm_sums`.
         factors: r, its derivatives r1 and r2, and the weight; the last two may be None.
         rows: (2 k, ...), or (k, ...) without second derivatives, or None if not wanted.
         pair: (2, k, ...), or None without a weight.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @triton.jit(do_not_specialize=["start", "k", "k2", "size"])  # type: ignore[untyped-decorator]
-def _under(  # type: ignore[no-untyped-def]
+def _softmax(  # type: ignore[no-untyped-def]
     x1_in,
     x2_in,
     p_in,
@@ -93,7 +93,7 @@ def _under(  # type: ignore[no-untyped-def]
         tl.store(sums_out + (start + i) * cells + cell, tl.sum(third))
 
 
-def under(
+def pass_softmax(
     piece: Piece,
     p: Tensor,
     weight: Tensor | None,
@@ -121,7 +121,7 @@ def under(
     """
     size = p.shape[-1]
     with torch.cuda.device(p.device):
-        _under[(p.numel() // size, len(piece.x1))](
+        _softmax[(p.numel() // size, len(piece.x1))](
             piece.x1,
             p if piece.x2 is None else piece.x2,
             p,

@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import newton_summary as ns
-from newton_summary.derivatives.sweep import chunked_logits as tail
-from newton_summary.derivatives.sweep import engine
+from newton_summary.derivatives.sweep import chunked_logits, engine
 
 WORDS, LENGTH, TEXTS = 50, 11, 6
 
@@ -114,13 +113,13 @@ WHOLE = [
 
 @pytest.fixture
 def passes(monkeypatch):
-    """Pieces of a few rows each; the tails that were passed."""
-    monkeypatch.setattr(tail, "AT_A_TIME", {"cpu": 2**10})
+    """Pieces of a few rows each; the logits that were passed."""
+    monkeypatch.setattr(chunked_logits, "AT_A_TIME", {"cpu": 2**10})
     seen = []
 
     def watched(sweep, found):
         seen.append(found)
-        tail.pass_in_pieces(sweep, found)
+        chunked_logits.pass_in_pieces(sweep, found)
 
     monkeypatch.setattr(engine, "pass_in_pieces", watched)
     return seen
@@ -254,7 +253,7 @@ def test_lower_precision_on_the_way(passes):
 
     in_pieces = ns.summarize(model, half, tokens(), backend="sweep")
     assert passes
-    tail.AT_A_TIME["cpu"] = 2**30
+    chunked_logits.AT_A_TIME["cpu"] = 2**30
     whole = ns.summarize(model, half, tokens(), backend="sweep")
     assert len(passes) == 1
     for name in ("gbar", "Hbar", "D3"):
@@ -268,11 +267,11 @@ def test_small_stacks_are_passed_at_once():
     seen = []
 
     def watched(*args):
-        seen.append(tail.find_tails(*args))
+        seen.append(chunked_logits.find_chunked_logits(*args))
         return seen[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "find_tails", watched)
+        patch.setattr(engine, "find_chunked_logits", watched)
         ns.summarize(model, flattened, tokens(), backend="sweep")
     assert seen == [[]]
 
@@ -287,11 +286,11 @@ def test_less_memory_is_asked_for(passes):
         return flattened(model, batch)
 
     for at_a_time in (2**10, 2**30):  # by themselves, or because of the limit
-        tail.AT_A_TIME["cpu"] = at_a_time
+        chunked_logits.AT_A_TIME["cpu"] = at_a_time
         ns.summarize(model, loss_fn, tokens(), backend="sweep", stack_limit=2**18)
     assert set(sizes) == {TEXTS}
     assert len(passes) == 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "find_tails", lambda *args: [])
+        patch.setattr(engine, "find_chunked_logits", lambda *args: [])
         ns.summarize(model, loss_fn, tokens(), backend="sweep", stack_limit=2**18)
     assert min(sizes) < TEXTS
