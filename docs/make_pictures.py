@@ -23,6 +23,7 @@ from newton_summary import figures
 from newton_summary.analysis import normalized
 from newton_summary.data import load_mnist_subset
 from newton_summary.experiments.models import TANH_GAIN, initialize
+from newton_summary.figures.drawing import Picture, draw_matrix
 from newton_summary.history import History
 from newton_summary.integrations.monitor import Monitor
 from newton_summary.summary import Block

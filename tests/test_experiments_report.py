@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from newton_summary.experiments.recipes import RECIPES
 from newton_summary.experiments.results import Spread, as_dict, method_labels, outcome
 from newton_summary.experiments.rundir import Run, find_runs
 from newton_summary.experiments.training import train
+from newton_summary.run_directory import read_history
 
 pytestmark = pytest.mark.filterwarnings("ignore:NewtonSummary")
 
@@ -238,15 +240,18 @@ def test_only_runs_in_the_papers_mode_are_studies(runs, tmp_path):
         assert (tables.partition_table(pair) is not None) is shown
 
 
-def test_a_rate_that_stays_and_the_time_are_told_and_not_drawn(runs):
+def test_a_constant_rate_and_the_time_are_facts_and_not_curves(runs, tmp_path):
     run = runs[0]
-    history = run.history()
+    history = read_history(run.path)
     assert set(history.curves) >= {"train_loss", "validation_loss"}
     assert not {"lr", "seconds"} & set(history.curves)
     seconds = sorted(row["seconds"] for row in run.rows[1:])
-    assert history.facts["time"] == f"{seconds[1]:.3g} s an epoch" and len(seconds) == 3
+    assert history.facts["time"] == f"{seconds[1]:.3g} s per epoch" and len(seconds) == 3
     rows = [{**row, "lr": 0.1 / (1 + row["epoch"])} for row in run.rows]
-    falling = Run(run.path, run.config, rows).history()
+    shutil.copytree(run.path, tmp_path / "falling")
+    metrics = "".join(f"{json.dumps(row)}\n" for row in rows)
+    (tmp_path / "falling" / "metrics.jsonl").write_text(metrics)
+    falling = read_history(tmp_path / "falling")
     assert falling.curves["lr"] == [(row["epoch"], row["lr"]) for row in rows]
 
 

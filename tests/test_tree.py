@@ -19,6 +19,7 @@ ORDER = [
     "summary",
     "solver",
     "history",
+    "run_directory",
     "probe",
     "derivatives",
     "measuring",

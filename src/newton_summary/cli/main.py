@@ -219,8 +219,9 @@ def run(args: list[str]) -> int:
     path = options.run_dir or Path("runs") / config.recipe / run_name(config)
     from newton_summary.experiments.progress import watching
     from newton_summary.experiments.results import as_dict, outcome
-    from newton_summary.experiments.rundir import CONFIG, Run
+    from newton_summary.experiments.rundir import Run
     from newton_summary.experiments.training import speed, train
+    from newton_summary.run_directory import CONFIG
 
     console = _console(options)
     finished = (path / CONFIG).is_file() and Run.load(path).epoch >= config.epochs

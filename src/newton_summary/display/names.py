@@ -1,9 +1,10 @@
-"""Names in messages: the ones most like a wrong one, and the first of many."""
+"""Names as users read them: the nearest to a wrong one, the first of many, dotted ones."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -24,3 +25,16 @@ def first_names(names: Sequence[str], most: int = 8) -> str:
     """
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(repr, names[:most])) + more
+
+
+def dotted_names(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the fields of nested mappings by their dotted names.
+
+    >>> dict(dotted_names({"seed": 0, "data": {"name": "mnist"}}))
+    {'seed': 0, 'data.name': 'mnist'}
+    """
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from dotted_names(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

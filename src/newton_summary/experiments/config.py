@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-from newton_summary.display.names import nearest
+from newton_summary.display.names import dotted_names, nearest
 from newton_summary.errors import UserError
 
 
@@ -249,15 +249,7 @@ def from_dict(values: Mapping[str, Any]) -> ExperimentConfig:
 
 def flatten(config: ExperimentConfig) -> dict[str, Any]:
     """Return all fields by their dotted names, as on the command line."""
-    return dict(_flat(to_dict(config), ""))
-
-
-def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+    return dict(dotted_names(to_dict(config)))
 
 
 def option_names(config: ExperimentConfig) -> list[str]:

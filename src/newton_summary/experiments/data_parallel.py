@@ -19,8 +19,9 @@ from newton_summary.errors import OtherRankError, UserError
 from newton_summary.experiments import torchrun
 from newton_summary.experiments.config import ExperimentConfig
 from newton_summary.experiments.datasets import Batch
-from newton_summary.experiments.rundir import Row, Run, RunWriter
+from newton_summary.experiments.rundir import Run, RunWriter
 from newton_summary.history import Measured
+from newton_summary.run_directory import Row
 
 T = TypeVar("T")
 Params = Sequence[Tensor]

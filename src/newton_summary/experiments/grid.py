@@ -60,8 +60,9 @@ def run_one(config: ExperimentConfig, path: Path, threads: int | None = None) ->
     import torch
 
     from newton_summary.experiments.results import as_dict, outcome
-    from newton_summary.experiments.rundir import CONFIG, Run
+    from newton_summary.experiments.rundir import Run
     from newton_summary.experiments.training import train
+    from newton_summary.run_directory import CONFIG
 
     if threads is not None:
         torch.set_num_threads(threads)

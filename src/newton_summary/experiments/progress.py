@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from newton_summary.experiments.config import ExperimentConfig
-from newton_summary.experiments.rundir import Row
 from newton_summary.experiments.training import Reporter
+from newton_summary.run_directory import Row
 
 
 class RichReporter(Reporter):

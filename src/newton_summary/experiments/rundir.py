@@ -1,10 +1,4 @@
-"""A run directory: what a run writes, and all that a report reads.
-
-    config.json       the whole configuration
-    metrics.jsonl     one line an epoch, from epoch 0, the start
-    summaries.pt      summaries with their learning rates, by epoch
-    checkpoint.pt     everything that the run needs to go on
-    environment.json  versions, machine and times of each session
+"""Write a run directory, and compare one with its configuration.
 
 Files are replaced as a whole, and the checkpoint comes last: what is there beyond it belongs to an
 epoch that was not completed, and is dropped when the run goes on.
@@ -16,7 +10,6 @@ import errno
 import json
 import math
 import os
-import statistics
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -32,26 +25,23 @@ from newton_summary.experiments.config import (
     from_dict,
     to_dict,
 )
-from newton_summary.history import History, Measured
-
-CONFIG, METRICS, SUMMARIES, CHECKPOINT, ENVIRONMENT = (
-    "config.json",
-    "metrics.jsonl",
-    "summaries.pt",
-    "checkpoint.pt",
-    "environment.json",
+from newton_summary.history import Measured
+from newton_summary.run_directory import (
+    CHECKPOINT,
+    CONFIG,
+    ENVIRONMENT,
+    METRICS,
+    SUMMARIES,
+    Row,
+    read_config,
+    read_environment,
+    read_rows,
+    read_summaries,
+    read_tensors,
 )
-
-Row = dict[str, Any]
 
 # Fields that may differ when a run goes on: where things are, and how long to train.
 FREE = {"data.root", "data.download", "epochs", "recipe"}
-
-# Metrics that are shown as curves.
-CURVES = (
-    *("train_loss", "validation_loss", "test_loss", "validation_accuracy", "test_accuracy"),
-    "lr",
-)
 
 
 @dataclass
@@ -69,13 +59,11 @@ class Run:
         Raises:
             UserError: If the directory is not one of a run.
         """
-        file = path / CONFIG
+        values = read_config(path)
         try:
-            config = from_dict(json.loads(file.read_text()))
-        except FileNotFoundError:
-            raise UserError(f"{path} is not a run directory: it has no {CONFIG}.") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{file} cannot be read: {error!r}.") from None
+            config = from_dict(values)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path / CONFIG} cannot be read: {error!r}.") from None
         return cls(path, config, read_rows(path / METRICS))
 
     @property
@@ -113,30 +101,6 @@ class Run:
         """Read the summaries."""
         return read_summaries(self.path)
 
-    def history(self, name: str | None = None) -> History:
-        """Read everything that figures and reports show; full-batch summaries if there are any."""
-        every = self.summaries()
-        measured = [m for m in every if m.kind == "full"] or every
-        metrics = [key for row in self.rows[-1:] for key in row if key in CURVES]
-        curves = {
-            key: [(row["epoch"], row[key]) for row in self.rows if row.get(key) is not None]
-            for key in metrics
-        }
-        if len({value for _, value in curves.get("lr", [])}) == 1:
-            del curves["lr"]  # nothing to see, and the facts have it
-        sessions = self.environment().get("sessions") or [{}]
-        facts = {key: str(value) for key, value in sessions[-1].items() if value is not None}
-        command = " ".join(sessions[-1].get("command", []))
-        configuration = {key: str(value) for key, value in flatten(self.config).items()}
-        seconds = [row["seconds"] for row in self.rows if row["epoch"] > 0]
-        time = {"time": f"{statistics.median(seconds):.3g} s an epoch"} if seconds else {}
-        return History(
-            name or str(self.path),
-            measured,
-            curves,
-            {**configuration, **facts, **time, "command": command},
-        )
-
     def environment(self) -> dict[str, Any]:
         """Read the sessions of the run, and its speed."""
         return read_environment(self.path)
@@ -149,51 +113,10 @@ class Run:
 # --- reading -------------------------------------------------------------------------------------
 
 
-def read_rows(file: Path) -> list[Row]:
-    """Return the complete lines of a metrics file; the last one may have been cut by a kill."""
-    rows: list[Row] = []
-    if not file.is_file():
-        return rows
-    for line in file.read_text().splitlines(keepends=True):
-        try:
-            row = json.loads(line) if line.endswith("\n") else None
-        except ValueError:
-            row = None
-        if row is None:
-            break
-        rows.append(row)
-    return rows
-
-
-def read_summaries(path: Path) -> list[Measured]:
-    """Return the summaries of a run directory."""
-    file = path / SUMMARIES
-    if not file.is_file():
-        return []
-    states = _load(file)
-    return [Measured.from_state_dict(state) for state in states]
-
-
-def read_environment(path: Path) -> dict[str, Any]:
-    """Return the sessions of a run directory."""
-    try:
-        content: dict[str, Any] = json.loads((path / ENVIRONMENT).read_text())
-    except (OSError, ValueError):
-        return {"sessions": []}
-    return content
-
-
 def read_checkpoint(path: Path) -> dict[str, Any] | None:
     """Return the last checkpoint, if there is one."""
     file = path / CHECKPOINT
-    return _load(file) if file.is_file() else None
-
-
-def _load(file: Path) -> Any:
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # pickle and zip raise many kinds
-        raise UserError(f"{file} cannot be read ({type(error).__name__}). Delete it.") from None
+    return read_tensors(file) if file.is_file() else None
 
 
 def find_runs(paths: list[Path]) -> list[Run]:

@@ -34,11 +34,12 @@ from newton_summary.experiments.config import AdamConfig, ExperimentConfig, chec
 from newton_summary.experiments.data_parallel import Team, TeamWriter, assemble
 from newton_summary.experiments.datasets import Batches, Dataset, Split, load_dataset
 from newton_summary.experiments.optimizers import Stepper, checked_partition, make_stepper
-from newton_summary.experiments.rundir import Row, Run, RunWriter
+from newton_summary.experiments.rundir import Run, RunWriter
 from newton_summary.experiments.tasks import Task, make_task
 from newton_summary.history import Measured
 from newton_summary.measuring.measurement import summarize
 from newton_summary.optimizer import NewtonSummary
+from newton_summary.run_directory import Row
 from newton_summary.solver import learning_rates
 
 EVALUATION_BATCH = 1000

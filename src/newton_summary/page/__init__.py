@@ -13,6 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from newton_summary.history import History
+from newton_summary.run_directory import read_history
 from newton_summary.summary import Summary
 
 Source = Summary | History | str | Path
@@ -91,8 +92,4 @@ def _history(source: object) -> History:
         raise FileNotFoundError(
             f"There is no {path}: name a run directory, or a file that History.save has written."
         )
-    if path.is_file():
-        return History.load(path)
-    from newton_summary.experiments.rundir import Run
-
-    return Run.load(path).history()
+    return History.load(path) if path.is_file() else read_history(path)
