@@ -81,6 +81,28 @@ def summarize(
 
     Returns:
         The summary, with ``loss``, ``num_samples``, ``partition``, ``backend`` and ``reason``.
+
+    >>> import newton_summary as ns
+    >>> _ = torch.manual_seed(0)
+    >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    >>> def loss_fn(model, batch):
+    ...     x, y = batch
+    ...     return (model(x) - y).square().mean()
+    >>> batch = torch.randn(32, 3), torch.randn(32, 1)
+    >>> summary = ns.summarize(model, loss_fn, batch)
+    >>> summary.names
+    ('0.weight', '0.bias', '2.weight', '2.bias')
+    >>> summary.gbar.shape, summary.Hbar.shape, summary.D3.shape
+    (torch.Size([4]), torch.Size([4, 4]), torch.Size([4]))
+
+    The slope along the gradient is its squared length, and with squared error the loss is
+    quadratic in the last layer:
+
+    >>> loss_fn(model, batch).backward()
+    >>> torch.allclose(summary.gbar[0], model[0].weight.grad.square().sum())
+    True
+    >>> summary.D3[2:]
+    tensor([0., 0.])
     """
     ranks = find_ranks(distributed, dict(unwrap(model).named_parameters()))
     with together(ranks):
@@ -193,6 +215,21 @@ def derivative_tensor(
         partition: As for :func:`summarize`.
         direction: As for :func:`summarize`.
         microbatch: As for :func:`summarize`.
+
+    >>> import newton_summary as ns
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> _ = nn.init.ones_(model.weight)
+    >>> def loss_fn(model, x):
+    ...     return model(x).pow(3).mean()
+    >>> u = {"weight": torch.tensor([[1.0, 2.0]])}
+    >>> ns.derivative_tensor(
+    ...     model, loss_fn, torch.eye(2), order=3, partition="discrete", direction=u
+    ... )
+    tensor([[[ 3.,  0.],
+             [ 0.,  0.]],
+    <BLANKLINE>
+            [[ 0.,  0.],
+             [ 0., 24.]]])
     """
     _check_order(order)
     partition = find_partition(model, partition)
@@ -226,6 +263,15 @@ def taylor_terms(
         order: 1 or more.
         direction: As for :func:`summarize`.
         microbatch: As for :func:`summarize`.
+
+    >>> import newton_summary as ns
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> _ = nn.init.zeros_(model.weight)
+    >>> def loss_fn(model, x):
+    ...     return model(x).exp().mean()
+    >>> u = {"weight": torch.ones(1, 1)}
+    >>> ns.taylor_terms(model, loss_fn, torch.full((1, 1), 2.0), order=4, direction=u)
+    tensor([ 2.,  4.,  8., 16.])
     """
     _check_order(order)
     partition = make_partition(model, "trivial")
