@@ -15,7 +15,6 @@ from pathlib import Path
 import matplotlib as mpl
 import torch
 import torch.nn.functional as F
-from newton_summary.drawing import Picture, draw_matrix
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
