@@ -203,7 +203,8 @@ def make_optimizer(kind, model, curvature):
     partition = ns.make_partition(model, "discrete" if kind == "every number" else "canonical")
     curvature = (loss_fn, curvature)
     if kind == "paper":
-        return ns.NewtonSummary.paper(partition, lr=0.05, lambda_int=30.0, curvature=curvature)
+        options = {"lr": 0.05, "lambda_int": 30.0, "summary_period": 5}
+        return ns.NewtonSummary.paper(partition, curvature=curvature, **options)
     if kind == "adam":
         adam = torch.optim.Adam(model.parameters(), lr=1e-2)
         return ns.NewtonSummary(partition, direction=adam, curvature=curvature)

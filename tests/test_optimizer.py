@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 import warnings
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from scipy.optimize import brentq
 from torch import nn
 
 import newton_summary as ns
@@ -71,117 +69,6 @@ def quiet(optimizer_steps):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return optimizer_steps()
-
-
-# --- Algorithm 2 ----------------------------------------------------------------------------------
-
-
-def compute_Hg(model, groups, u, batch):
-    """D^(1)(u), D^(2)(u) and the diagonal of D^(3)(u) from phi(eta) = L(theta + U I eta)."""
-    theta = {name: p.detach() for name, p in model.named_parameters()}
-
-    def phi(eta):
-        moved = {n: theta[n] + eta[s] * u[n] for s, group in enumerate(groups) for n in group}
-        return F.cross_entropy(torch.func.functional_call(model, moved, (batch[0],)), batch[1])
-
-    zero = torch.zeros(len(groups), dtype=torch.float64)
-    g, H = torch.func.grad(phi)(zero), torch.func.hessian(phi)(zero)
-    D3 = torch.func.jacfwd(torch.func.hessian(phi))(zero)
-    return g.numpy(), H.numpy(), np.einsum("iii->i", D3.numpy())
-
-
-def compute_lr(lambda_int, g, H, D3):
-    """The solution of eta = (H + lambda_int/2 ||D eta|| D^2)^-1 g with the largest ||D eta||."""
-    if lambda_int == 0:
-        return np.linalg.solve(H, g)
-    D = np.diag(np.abs(D3) ** (1 / 3))
-
-    def eta(r):
-        return np.linalg.solve(H + lambda_int / 2 * r * D @ D, g)
-
-    D_inverse = np.linalg.inv(D)
-    lowest = np.linalg.eigvalsh(D_inverse @ H @ D_inverse)[0]
-    pole = max(0.0, -2 * lowest / lambda_int)
-    low, high = pole * (1 + 1e-12) + 1e-12, 2 * pole + 1
-    while np.linalg.norm(D @ eta(high)) > high:
-        high *= 2
-    return eta(brentq(lambda r: np.linalg.norm(D @ eta(r)) - r, low, high, xtol=1e-13, rtol=1e-13))
-
-
-def algorithm2(model, groups, steps, lr, lambda_int, mu_g, mu_eta, tau, window, warmup, **options):
-    """Algorithm 2, transcribed; t counts from 0, and the warm-up's summaries come first."""
-    u, eta, summaries, drawn = None, None, [], 0
-    for t in range(steps):
-        loss = loss_fn(model, TRAIN[t % len(TRAIN)])
-        grads = dict(
-            zip(dict(model.named_parameters()), torch.autograd.grad(loss, model.parameters()))
-        )
-        u = grads if u is None else {n: mu_g * u[n] + grads[n] for n in grads}
-        if t % tau == 0:
-            for _ in range(max(1, warmup) if t == 0 else 1):
-                summaries.append(compute_Hg(model, groups, u, CURVATURE[drawn % len(CURVATURE)]))
-                drawn += 1
-            g, H, D3 = (np.mean([s[i] for s in summaries[-window:]], axis=0) for i in range(3))
-            if options.get("diagonal"):
-                H = np.diag(np.diag(H))
-            new = np.maximum(compute_lr(lambda_int, g, H, D3), 0)
-            weight = 1 - mu_eta if options.get("eta_average") else 1
-            eta = new if eta is None else mu_eta * eta + weight * new
-        with torch.no_grad():
-            for s, group in enumerate(groups):
-                for name in group:
-                    model.get_parameter(name).sub_(u[name], alpha=lr(t) * eta[s])
-    return eta
-
-
-CANONICAL = [["0.weight"], ["0.bias"], ["2.weight"], ["2.bias"]]
-BASE = {"lambda_int": 1.0, "mu_g": 0.9, "mu_eta": 0.0, "tau": 5, "window": 3, "warmup": 3}
-
-
-@pytest.mark.parametrize(
-    ("partition", "groups", "change"),
-    [
-        ("canonical", CANONICAL, {}),
-        ("trivial", [[name for (name,) in CANONICAL]], {}),
-        ("weights-biases", [["0.weight", "2.weight"], ["0.bias", "2.bias"]], {"lambda_int": 3.0}),
-        ("canonical", CANONICAL, {"mu_g": 0.0, "tau": 1, "window": 1, "warmup": 0}),
-        ("canonical", CANONICAL, {"mu_eta": 0.5, "warmup": 1}),
-        ("canonical", CANONICAL, {"mu_eta": 0.5, "eta_average": True}),
-        ("canonical", CANONICAL, {"diagonal": True, "window": 2, "tau": 7}),
-        ("canonical", CANONICAL, {"lambda_int": 0.0, "lr": 0.02}),
-    ],
-)
-def test_fifty_steps_equal_algorithm_2(partition, groups, change):
-    """App. G, in all of its options, with a learning rate that a scheduler lowers."""
-    options = BASE | {"lr": 0.1} | change
-    first_lr = options.pop("lr")
-    expected, actual = make_net(), make_net()
-    eta = algorithm2(expected, groups, 50, lambda t: first_lr * 0.5 ** (t // 20), **options)
-    part = ns.make_partition(actual, partition)
-    opt = ns.NewtonSummary.paper(
-        part,
-        lr=first_lr,
-        lambda_int=options["lambda_int"],
-        momentum=options["mu_g"],
-        eta_momentum=options["mu_eta"],
-        summary_period=options["tau"],
-        summary_window=options["window"],
-        warmup=options["warmup"],
-        diagonal=options.get("diagonal", False),
-        eta_average=options.get("eta_average", False),
-        curvature=(loss_fn, CURVATURE),
-    )
-    scheduler = torch.optim.lr_scheduler.StepLR(opt, 20, 0.5)
-
-    def run():
-        for t in range(50):
-            train(actual, opt, 1, start=t)
-            scheduler.step()
-
-    quiet(run)
-    torch.testing.assert_close(flat(actual), flat(expected), rtol=1e-8, atol=1e-10)
-    torch.testing.assert_close(opt.eta, torch.from_numpy(eta), rtol=1e-6, atol=1e-8)
-    assert (flat(actual) - flat(make_net())).norm() > 0.05  # and it has moved
 
 
 # --- limiting cases and invariance ----------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from newton_summary.partition import Partition
-from newton_summary.summary import Summary, SummaryWindow
+from newton_summary.summary import Summary
 
 
 class Average(Protocol):
@@ -46,40 +46,52 @@ class Average(Protocol):
 
 
 class WindowAverage:
-    """The mean of the last few summaries (upsilon of Algorithm 2), D3 with its sign."""
+    """The mean of the last few summaries (upsilon of Algorithm 2), D3 with its sign.
+
+    In the paper these are the last ``size``. In its author's runs they were, from refresh to
+    refresh, the last ``size``, ``size`` + 1, ... 2 ``size`` - 1, and ``size`` again.
+
+    Args:
+        size: How many summaries are averaged.
+        breathes: Whether the number grows and falls back, as in the runs.
+    """
 
     lengths = False
 
-    def __init__(self, size: int):
-        """Keep the last ``size`` summaries."""
-        self._window = SummaryWindow(size)
+    def __init__(self, size: int, breathes: bool = False):
+        self.size, self.breathes = size, breathes
+        self._held: list[Summary] = []
+        self._count = 0  # of all summaries, also those that are no longer held
 
     def __len__(self) -> int:
-        """Return how many summaries are held."""
-        return len(self._window)
+        """Return how many summaries are averaged."""
+        growth = (self._count - 1) % self.size if self.breathes else 0
+        return min(self._count, self.size + growth)
 
     def push(self, summary: Summary, norms: Tensor | None) -> None:
         """Add a summary; the norms do not matter."""
-        self._window.push(_exact(summary))
+        self._count += 1
+        self._held.append(_exact(summary))
+        self._held = self._held[-len(self) :]
 
     def mean(self) -> Summary:
-        """Return the mean of the summaries that are held."""
-        return self._window.mean()
+        """Return the mean of the summaries that count now."""
+        return Summary.mean(self._held)
 
     def clear(self) -> None:
         """Forget all summaries."""
-        self._window = SummaryWindow(self._window.size)
+        self._held, self._count = [], 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window as plain values and tensors."""
-        return self._window.state_dict()
+        held = [replace(summary, partition=None).state_dict() for summary in self._held]
+        return {"count": self._count, "summaries": held}
 
     def load_state_dict(self, state: Mapping[str, Any], partition: Partition) -> None:
-        """Take over the summaries of another window, as many as this one holds."""
-        self.clear()
-        for saved in state["summaries"]:
-            summary = Summary.from_state_dict({**saved, "partition": None})
-            self._window.push(replace(summary, partition=partition))
+        """Take over the summaries of another window."""
+        held = [Summary.from_state_dict(saved) for saved in state["summaries"]]
+        self._held = [replace(summary, partition=partition) for summary in held]
+        self._count = state["count"]
 
 
 class NormalizedAverage:
@@ -147,10 +159,12 @@ class NormalizedAverage:
         self._sum = None if held is None else replace(held, partition=partition)
 
 
-def make_average(kind: str, window: int, decay: float, absolute: bool) -> Average:
+def make_average(
+    kind: str, window: int, decay: float, absolute: bool, breathes: bool = False
+) -> Average:
     """Return the average called ``"window"`` or ``"normalized"``."""
     if kind == "window":
-        return WindowAverage(window)
+        return WindowAverage(window, breathes)
     if kind == "normalized":
         return NormalizedAverage(decay, absolute)
     raise ValueError(f"averaging={kind!r}: write 'normalized', or 'window' as in the paper.")

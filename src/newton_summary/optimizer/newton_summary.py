@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from newton_summary.solver import LearningRates
 from newton_summary.summary import Summary
 
 Closure = Callable[[], Tensor]
+Variant = Literal["smoothed", "as-run", "as-published"]
 
 # Where summaries are noisy, because curvature batches differ:
 MAX_STEP = 0.02  # of the norm of a group's weights
@@ -136,6 +137,8 @@ class NewtonSummary(Optimizer):
             launches. The loss must then do the same at each call (no branch on values, steps or
             random numbers), and the memory of a measurement stays taken. Falls back, with a
             warning, where it cannot be done: dropout, batch norm in training, several ranks.
+        variant: The start, and the window: see :meth:`paper`. ``"smoothed"`` moves at the first
+            step, from ``warmup`` summaries measured there.
 
     Attributes:
         model: The model of the partition.
@@ -175,6 +178,7 @@ class NewtonSummary(Optimizer):
         microbatch: int | None = None,
         distributed: str | bool | Any = "auto",
         cuda_graph: bool = False,
+        variant: Variant = "smoothed",
     ):
         model = check_partition(partition)
         check_number(0 <= float(lr) < math.inf, "lr", lr, "0 or more, finite")
@@ -216,7 +220,10 @@ class NewtonSummary(Optimizer):
         self._refresh = Refresh(
             model,
             partition,
-            make_average(averaging, summary_window, summary_decay, absolute_D3),
+            make_average(
+                *(averaging, summary_window, summary_decay, absolute_D3),
+                breathes=variant == "as-run",
+            ),
             RateRules(
                 lambda_int=lambda_int,
                 diagonal=diagonal,
@@ -237,8 +244,9 @@ class NewtonSummary(Optimizer):
             self.max_step,
         )
         self.skipped_steps = 0
-        self._t = 0  # steps since the first rates
-        self._next_refresh = 0
+        self.variant = variant
+        self._t = 0  # steps since the first rates, or since the start in the paper's variants
+        self._next_refresh = summary_period - 1 if variant == "as-published" else 0
         self._warmed_up = 0  # summaries since the start, or since groups were added
         self._motion: Motion | None = None
         self._factors: tuple[Tensor, list[Any], Factors] | None = None
@@ -267,14 +275,24 @@ class NewtonSummary(Optimizer):
         eta_momentum: float = 0.0,
         summary_period: int = 10,
         summary_window: int = 3,
-        warmup: int = 3,
+        warmup: int | None = None,
         diagonal: bool = False,
+        variant: Literal["as-run", "as-published"] = "as-run",
         **options: Any,
     ) -> NewtonSummary:
-        """Return the optimizer of Algorithm 2 and Table 5, without any addition.
+        """Return Algorithm 2 (App. G) with nothing added, as it was run or as it was published.
 
-        The window averages D3 with its sign, where App. G averages abs(D3)^(1/3): then the mean of
-        batches is that of the data as a whole.
+        ``"as-run"`` is what the experiments of the paper did. The first ``warmup`` refreshes, at
+        steps 0, tau, 2 tau, ..., do not move; until then the direction advances at the refreshes
+        alone. The first move is at step ``warmup`` * tau. The window holds the last upsilon,
+        upsilon + 1, ..., 2 upsilon - 1 summaries, and upsilon again.
+
+        ``"as-published"`` is the pseudo-code: steps count from 1, the direction advances at each of
+        them, the first refresh and the first move are at step tau, and the window holds the last
+        upsilon summaries.
+
+        Both average D3 with its sign, as the experiments did, where App. G averages abs(D3)^(1/3):
+        then the mean of batches is that of the data as a whole.
 
         Args:
             partition: As for the class, like all that follow.
@@ -285,14 +303,19 @@ class NewtonSummary(Optimizer):
             eta_momentum: mu_eta.
             summary_period: tau.
             summary_window: upsilon.
-            warmup: Refreshes before the first move.
+            warmup: Refreshes before the first move; if not given, 3 as run, 0 as published.
             diagonal: Leave out the interactions between groups (App. K).
+            variant: ``"as-run"`` or ``"as-published"``.
             **options: Others of the class, but for those that are additions to Algorithm 2.
         """
         additions = {
             **{"averaging": "window", "max_step": math.inf},
             **{"shorten": False, "keep_last_good": False},
         }
+        if variant not in ("as-run", "as-published"):
+            raise ValueError(f"variant={variant!r}: write 'as-run' or 'as-published'.")
+        if variant == "as-published" and warmup:
+            raise ValueError(f"warmup={warmup}: Algorithm 2 as published has no warm-up.")
         for name, value in additions.items():
             if options.get(name, value) != value:
                 raise ValueError(
@@ -308,9 +331,10 @@ class NewtonSummary(Optimizer):
             eta_momentum=eta_momentum,
             summary_period=summary_period,
             summary_window=summary_window,
-            warmup=warmup,
+            warmup=warmup if warmup is not None else 3 if variant == "as-run" else 0,
             curvature=curvature,
             diagonal=diagonal,
+            variant=variant,
             **{"ridge": 0.0, **options, **additions},
         )
 
@@ -330,6 +354,9 @@ class NewtonSummary(Optimizer):
         if closure is not None and self._data is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.variant == "as-run" and self._warmed_up <= self.warmup and not self.refresh_due:
+            self._t += 1  # the direction stays as it is
+            return loss
         motion = self._motions()
         motion.direct(self.param_groups[0]["momentum"])
         if self.refresh_due and bool(motion.finite) and motion.moves:  # else at the next step
@@ -337,19 +364,27 @@ class NewtonSummary(Optimizer):
         solution = self._refresh.solution
         if solution is not None:
             motion.move(self._scaled(motion, solution))
+        if solution is not None or (self.variant != "smoothed" and not self._first_pending):
             self._t += 1
         return loss
 
     @property
+    def _first_pending(self) -> bool:
+        """Whether the first refresh is due and could not be made: the count of steps waits."""
+        return self.refresh_due and self._refresh.done == 0
+
+    @property
     def refresh_due(self) -> bool:
         """Whether the next step measures a summary, and so needs a closure if it takes one."""
+        if self.variant != "smoothed":
+            return self._t >= self._next_refresh
         warming_up = self._warmed_up < max(1, self.warmup)
         return warming_up or self._t >= self._next_refresh or self._refresh.solution is None
 
     def _renew_rates(self, motion: Motion, closure: Closure | None, loss: Any) -> Any:
         """Measure, average and solve; return the loss if a closure gave it."""
         self._tell_skipped(motion.skipped)
-        missing = max(1, self.warmup) - self._warmed_up
+        missing = max(1, self.warmup) - self._warmed_up if self.variant == "smoothed" else 1
         measured = False
         for _ in range(max(1, missing) if self._data is not None else 1):
             with self._refresh.together():  # a loader that fails on one rank stops all
@@ -358,9 +393,16 @@ class NewtonSummary(Optimizer):
             self._warmed_up += measured
         if measured and self._data is None and self._refresh.last_summary is not None:
             loss = self._refresh.last_summary.loss
-        if self._data is None and self._warmed_up < self.warmup:
-            return loss  # the closure of the next step brings the next batch
-        self._next_refresh = (self._t // self.summary_period + 1) * self.summary_period
+        if self.variant == "smoothed":
+            if self._data is None and self._warmed_up < self.warmup:
+                return loss  # the closure of the next step brings the next batch
+            first = 0
+        else:
+            first = self.summary_period - 1 if self.variant == "as-published" else 0
+        done = (self._t - first) // self.summary_period + 1
+        self._next_refresh = first + done * self.summary_period
+        if self.variant != "smoothed" and self._warmed_up <= self.warmup:
+            return loss
         if measured:
             self._refresh.solve(motion, loss_fn, batch, lambda x: self._scaled(motion, x))
             self._show(self.eta)
