@@ -38,7 +38,7 @@ def shrink(config):
     """Make a recipe so small that an epoch is two steps on narrow layers."""
     optimizer = config.optimizer
     if isinstance(optimizer, NewtonSummaryConfig):
-        optimizer = replace(optimizer, curvature_batch_size=4, summary_period=2, warmup=1)
+        optimizer = replace(optimizer, curvature_batch_size=4, summary_period=2, warmup=0)
     return replace(
         config,
         model=replace(config.model, width=NARROW.get(config.model.name)),
