@@ -862,13 +862,49 @@ def test_function_modes_inside_and_outside_of_the_loss() -> None:
         measure(model, plain, batch())
 
 
-def test_reading_grad_is_said() -> None:
+def test_grad_may_be_asked_for() -> None:
     def loss(model: Net, x: Tensor) -> Tensor:
         assert model.a.weight.grad is None
         return plain(model, x)
 
-    with pytest.raises(CannotDifferentiate, match=r"\.grad"):
-        measure(net(), loss, batch())
+    assert max(errors(*(measure(net(), f, batch()) for f in (loss, plain)))) < 1e-12
+
+
+def test_a_module_converted_to_what_it_is() -> None:
+    """Routers of mixtures of experts are converted in each forward pass."""
+
+    def loss(model: Net, x: Tensor) -> Tensor:
+        model.a = model.a.to(torch.float64)
+        return plain(model, x)
+
+    model = net()
+    model.a.weight.grad = torch.ones_like(model.a.weight)
+    assert max(errors(*(measure(model, f, batch()) for f in (loss, plain)))) < 1e-12
+    assert torch.equal(model.a.weight.grad, torch.ones_like(model.a.weight))
+
+
+def test_mixed_dtypes_in_a_sum() -> None:
+    def loss(model: Net, x: Tensor) -> Tensor:
+        h = torch.tanh(model.a(x))
+        return (model.b(h) + model.a(x).sum(-1, keepdim=True).float()).square().mean()
+
+    actual = measure(net(torch.bfloat16), loss, batch(torch.bfloat16))
+    expected = measure(net(), loss, batch())
+    assert max(errors(actual, expected)) < 0.05
+
+
+def test_as_strided_scatter_where_autograd_itself_is_wrong() -> None:
+    def loss(model: Net, x: Tensor) -> Tensor:
+        y = model.a(x)
+        return torch.as_strided_scatter(y.exp(), y[:2, :2].sin(), (2, 2), (1, 2), 1).square().sum()
+
+    def by_hand(model: Net, x: Tensor) -> Tensor:
+        y = model.a(x)
+        flat = y.exp().flatten()
+        flat = flat.index_copy(0, torch.tensor([1, 3, 2, 4]), y[:2, :2].sin().flatten())
+        return flat.square().sum()
+
+    assert max(errors(*(measure(net(), f, batch()) for f in (loss, by_hand)))) < 1e-12
 
 
 # --- losses that are none ------------------------------------------------------------------------

@@ -75,9 +75,13 @@ def test_operation_agrees_with_central_differences(name: str) -> None:
 
 # Conversions that lose digits, or do nothing on a CPU in float64: see test_sweep_engine.py.
 CONVERSIONS = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda"}
-# What the recorder and norms.py write on the tape, and two functions that torch does not list.
+# What the recorder and norms.py write on the tape, and functions that torch does not list.
 INTERNAL = {"read_view", "write_view", "standardize", "centered"}
-UNLISTED = {"_pack_padded_sequence", "_pad_packed_sequence"}
+UNLISTED = {
+    *("_pack_padded_sequence", "_pad_packed_sequence", "_safe_softmax", "_sparse_mm"),
+    "segment_reduce",
+}
+WRONG_IN_TORCH = {"as_strided_scatter"}  # see test_sweep_engine.py
 
 
 def test_every_entry_of_the_tables_is_an_operation_of_torch() -> None:
@@ -100,7 +104,7 @@ def test_every_entry_of_the_tables_has_a_case(monkeypatch: pytest.MonkeyPatch) -
     for case in CASES.values():
         torch.manual_seed(0)
         seen.update(op.name for op in operations_on_the_tape(Around(case).double(), BATCH))
-    assert {*RULES, *DECOMPOSED} - seen - CONVERSIONS == set()
+    assert {*RULES, *DECOMPOSED} - seen - CONVERSIONS - WRONG_IN_TORCH == set()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import get_overridable_functions
 
-from newton_summary.derivatives.sweep.rules.elementwise import CURVED, PIECEWISE_LINEAR
+from newton_summary.derivatives.sweep.rules.elementwise import CURVED, PIECEWISE_LINEAR, RELATIVE
 from newton_summary.derivatives.sweep.torch_functions import names
 from sweep_cases.table import (
     OnCopy,
@@ -175,6 +175,7 @@ case("maximum with a constant", lambda a: torch.maximum(a, torch.tensor(0.1)), (
 
 # --- elementwise: every entry of the tables -------------------------------------------------------
 
+ELEMENTWISE = [*CURVED, *RELATIVE, *PIECEWISE_LINEAR]
 FUNCTIONS = {
     **{name: f for name, f in vars(torch._C._nn).items() if callable(f)},
     **{
@@ -183,7 +184,7 @@ FUNCTIONS = {
         for f in some
         if hasattr(f, "__name__")
     },
-    **{name: getattr(torch, name) for name in [*CURVED, *PIECEWISE_LINEAR] if hasattr(torch, name)},
+    **{name: getattr(torch, name) for name in ELEMENTWISE if hasattr(torch, name)},
 }
 POSITIVE = names("log log2 log10 log1p sqrt rsqrt reciprocal pow")
 LEVEL = [torch.sign, torch.sgn, torch.floor, torch.ceil, torch.round, torch.trunc, torch.fix]
@@ -192,7 +193,6 @@ DOMAINS = {
     **dict.fromkeys(POSITIVE, positive),
     **dict.fromkeys(["acosh", "arccosh"], lambda x: 2 + 0.6 * x),
     **dict.fromkeys(["asin", "arcsin", "acos", "arccos", "atanh", "arctanh"], lambda x: 0.8 * x),
-    **dict.fromkeys(["logit", "special_logit"], probability),
     **dict.fromkeys(["relu6", "hardsigmoid", "hardswish"], lambda x: 3 * (x + 1) - 2),
 }
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -203,7 +203,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "clamp_max": (0.1,),
     "pow": (2.5,),
 }
-for name in [*CURVED, *PIECEWISE_LINEAR]:
+for name in ELEMENTWISE:
     case(
         f"elementwise {name}",
         lambda x, n=name: FUNCTIONS[n](x, *ARGUMENTS.get(n, ())),
@@ -219,6 +219,7 @@ case("clamp_max with a tensor", torch.clamp_max, (2, 3), (3,))
 case("clamp with larger limits", lambda x: x.clamp(min=numbers(2, 3) / 2), (3,))
 case("pow with a larger exponent", lambda x: x ** (2 + numbers(2, 3)), (3,), domain=positive)
 case("clamp with constants", lambda x: x.clamp(numbers(3) / 2, torch.tensor(0.4)), (2, 3))
+case("logit", lambda x: torch.logit(x) + torch.special.logit(x), (2, 3), domain=probability)
 case("logit with eps", lambda x: torch.logit(x, 0.3), (2, 3), domain=probability)
 case("gelu tanh", lambda x: F.gelu(x, approximate="tanh"), (2, 3), domain=wide)
 case("powers at zero", lambda x: x.relu() ** 1 + x.relu() ** 0 + x.relu() ** 2, (2, 3))

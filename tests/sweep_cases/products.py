@@ -153,6 +153,7 @@ case("x ** 4", lambda a: a**4, (2, 3))
 case("x ** 1", lambda a: a**1 + a**0, (2, 3))
 case("x ** 2.5", lambda a: a**2.5, (2, 3), domain=positive)
 case("x ** -1", lambda a: a**-1, (2, 3), domain=positive)
+case("x ** 0.5", lambda a: a**0.5 + a.pow(-0.5), (2, 3), domain=positive)
 case("x ** a constant", lambda a: a ** torch.tensor([1.0, 2.0, 3.5]), (2, 3), domain=positive)
 case("a constant ** x", lambda a: torch.tensor([1.0, 2.0, 3.5]) ** a, (2, 3))
 case("integers", lambda a: (torch.arange(3) * a + torch.ones(2, 1, dtype=torch.int64)) / 7, (2, 3))
@@ -168,6 +169,12 @@ case("float_power", lambda a: torch.float_power(a, 2.5), (2, 3), domain=positive
 case("remainder", lambda a: a % 0.3, (2, 3), generic="remainder")
 case("fmod", lambda a: torch.fmod(a, 0.3), (2, 3), generic="fmod")
 case("sum of a list", lambda a, b: sum([a, b, a * b]), (2, 3), (2, 3))
+
+SPARSE = torch.tensor([[0.0, 2.0], [0.5, 0.0], [1.0, -1.0]]).double()
+case("sparse @ matrix", lambda x: SPARSE.to_sparse() @ x, (2, 4))
+case("sparse @ vector", lambda x: SPARSE.to_sparse() @ x, (2,))
+case("sparse @ matrix, CSR", lambda x: torch.mm(SPARSE.to_sparse_csr(), x), (2, 4))
+case("torch.sparse.mm", lambda x: torch.sparse.mm(SPARSE.to_sparse(), x), (2, 4))
 
 # --- convolutions ---------------------------------------------------------------------------------
 

@@ -224,12 +224,43 @@ case(
     (3, 4),
     (3, 2),
 )
+PLACES = torch.tensor([[0, 0], [3, 2], [1, 1]])
+for how in ("sum", "mean", "amax", "amin", "prod"):
+    for own in (True, False):
+        case(
+            f"scatter_reduce {how}{'' if own else ' without itself'}",
+            lambda x, y, r=how, own=own: x.scatter_reduce(1, PLACES, y, r, include_self=own),
+            (3, 4),
+            (3, 2),
+            generic="scatter_reduce" if how == "prod" else "",
+        )
+    case(
+        f"scatter_reduce_ {how} onto a constant",
+        lambda y, r=how: torch.full((3, 4), 0.3).double().scatter_reduce_(1, PLACES, y, r),
+        (3, 2),
+        generic="scatter_reduce" if how == "prod" else "",
+    )
+    if how != "sum":
+        case(
+            f"index_reduce_ {how}",
+            lambda x, y, r=how: (x * 1).index_reduce_(0, torch.tensor([2, 0, 2]), y, r),
+            (3, 4),
+            (3, 4),
+            generic="scatter_reduce" if how == "prod" else "",
+        )
+    case(
+        f"segment_reduce {how}",
+        lambda x, r=how: torch.segment_reduce(
+            x, r.removeprefix("a"), lengths=torch.tensor([2, 1]), axis=0
+        ),
+        (3, 4),
+        generic="scatter_reduce" if how == "prod" else "",
+    )
 case(
-    "scatter_reduce sum",
-    lambda x, y: x.scatter_reduce(1, torch.tensor([[0, 0], [3, 2], [1, 1]]), y, "sum"),
+    "scatter_reduce of equal ones",
+    lambda x, y: x.scatter_reduce(1, PLACES, y[:, :1].expand(3, 2), "amax"),
     (3, 4),
     (3, 2),
-    generic="scatter_reduce",
 )
 case("masked_select", lambda x: x.masked_select(torch.arange(12).reshape(3, 4) % 3 == 0), (3, 4))
 case(

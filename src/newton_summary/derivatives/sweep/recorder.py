@@ -232,9 +232,9 @@ class Recorder(TorchFunctionMode):
         """Pass on what is no operation: attributes."""
         if not args[0].requires_grad:
             return func(*args, **kwargs)
-        if name == "grad.get":
-            raise CannotDifferentiate("sweep: the loss reads .grad of a tensor")
         if name == "data.set" and id(args[0]) in self.values:
+            if same_memory(*args):  # as module.to() writes where there is nothing to convert
+                return None
             raise changed_in_place(args[0])
         result = func(*args, **kwargs)
         if name == "data.get":
@@ -416,6 +416,12 @@ def not_recorded(made_by: str) -> CannotDifferentiate:
 def owner_of(tensor: Tensor) -> Tensor:
     """Return the tensor whose memory this one is a view of, or itself."""
     return tensor if tensor._base is None else tensor._base
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same numbers at the same place."""
+    alike = (a.dtype, a.device, a.shape, a.stride()) == (b.dtype, b.device, b.shape, b.stride())
+    return alike and a.data_ptr() == b.data_ptr()
 
 
 def view_like(view: Tensor, owner: Tensor, copy: Tensor) -> Tensor:

@@ -63,7 +63,8 @@ class Call:
             writes_in_place(func),
             name in PASS,
             name.endswith((".get", ".set")),
-            not isinstance(func, types.FunctionType) or of_torch(func),
+            name != "segment_reduce"
+            and (not isinstance(func, types.FunctionType) or of_torch(func)),
             elementary_form(func),
             without_override_check(func) if isinstance(func, types.FunctionType) else None,
         )

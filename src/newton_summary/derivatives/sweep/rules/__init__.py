@@ -38,6 +38,7 @@ RULES: dict[str, Callable[..., Any]] = {
     **STRAIGHT,
     **BILINEAR,
     **{name: elementwise.curved(f) for name, f in elementwise.CURVED.items()},
+    **{name: elementwise.curved(f, relative=True) for name, f in elementwise.RELATIVE.items()},
     **NORMALIZE,
 }
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from newton_summary.derivatives.norms import accumulation_dtype
 from newton_summary.derivatives.sweep.tangent import Groups, Tangent, Term, add_up, cast, lift
 from newton_summary.derivatives.sweep.tape import Op, Value
+from newton_summary.errors import CannotDifferentiate
 
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
@@ -202,6 +203,8 @@ def linear(sweep: Sweep, op: Op, x: Value, weight: Value, bias: Any = None) -> A
 
 def matmul(sweep: Sweep, op: Op, a: Value, b: Value) -> Any:
     """Matrix product with broadcasting over batches; vectors count as matrices."""
+    if a.tensor.layout != torch.strided:
+        return sparse_product(sweep, op, a, b)
     dtype = op.out.tensor.dtype
     A, B = cast(a.now, dtype), cast(b.now, dtype)
     A_vector, B_vector = A.dim() == 1, B.dim() == 1
@@ -233,6 +236,20 @@ def matmul(sweep: Sweep, op: Op, a: Value, b: Value) -> Any:
         ),
     )
     return add_up(*product(sweep, op, h, a, b), op.out.tensor)
+
+
+def sparse_product(sweep: Sweep, op: Op, a: Value, b: Value) -> Tangent | None:
+    """A sparse matrix that does not depend on the parameters, times rows side by side."""
+    t, A = sweep.tangent(b), a.now
+    if sweep.tangent(a) is not None or t is None:
+        raise CannotDifferentiate("sweep: a sparse matrix depends on the parameters")
+
+    def multiply(rows: Tensor) -> Tensor:
+        columns = rows.reshape(len(rows), A.shape[1], -1).transpose(0, 1)
+        product = A @ columns.reshape(A.shape[1], -1)
+        return product.reshape(len(A), len(rows), -1).transpose(0, 1)
+
+    return t.map(lambda rows: multiply(rows).reshape(len(rows), *op.out.tensor.shape))
 
 
 def unbroadcast(rows: Tensor, shape: Sequence[int]) -> Tensor:
@@ -425,7 +442,9 @@ def einsum(sweep: Sweep, op: Op, equation: str, operands: Sequence[Value], *path
 
 BILINEAR: dict[str, Callable[..., Any]] = {
     "linear": linear,
-    **dict.fromkeys(["matmul", "mm", "bmm", "mv", "dot", "vdot", "linalg_matmul"], matmul),
+    **dict.fromkeys(
+        ["matmul", "mm", "bmm", "mv", "dot", "vdot", "linalg_matmul", "_sparse_mm"], matmul
+    ),
     **dict.fromkeys(["mul", "multiply"], multiply),
     **dict.fromkeys(["div", "divide", "true_divide"], divide),
     **{f"conv{n}d": convolution(False, n) for n in (1, 2, 3)},

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from newton_summary.derivatives.sweep.rules import fused
 from newton_summary.derivatives.sweep.rules.bilinear import gram, sums
-from newton_summary.derivatives.sweep.tangent import Tangent, lift, matching
+from newton_summary.derivatives.sweep.tangent import Tangent, cast, lift, matching
 from newton_summary.derivatives.sweep.tape import Op, Value, plain
 from newton_summary.derivatives.sweep.torch_functions import names
 
@@ -30,13 +30,22 @@ if TYPE_CHECKING:
 Derivatives = tuple[Tensor, Tensor | None, Tensor | None]
 
 
-def curved(derivatives: Callable[..., Derivatives]) -> Callable[..., Any]:
-    """Return the rule for a function given its derivatives, as a function of (x, y, *arguments)."""
+def curved(derivatives: Callable[..., Derivatives], relative: bool = False) -> Callable[..., Any]:
+    """Return the rule for a function of one number.
+
+    Args:
+        derivatives: Gives (f', f'', f''') as a function of (x, y, *arguments).
+        relative: Whether these are (x f', x^2 f'', x^3 f''') instead. Powers and logarithms near
+            zero have derivatives beyond the range of float32, but not along relative changes.
+    """
 
     def rule(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Tangent | None:
         t = broadcast(sweep.tangent(x), op)
         if t is None:
             return None
+        if relative:
+            X = cast(x.now, op.out.tensor.dtype)
+            t = t.map(lambda rows: rows / X)
         f1, f2, f3 = derivatives(x.now, op.out.now, *plain(args), **plain(kwargs))
         if f2 is None:
             return t.map(lambda rows: rows * f1)
@@ -284,26 +293,18 @@ def _exp2(x: Tensor, y: Tensor) -> Derivatives:
     return y * c, y * c**2, y * c**3
 
 
-def _log(base: float) -> Callable[..., Derivatives]:
+def _relative_log(base: float) -> Callable[..., Derivatives]:
     c = 1 / math.log(base)
-    return lambda x, y: (c / x, -c / x**2, 2 * c / x**3)
+    return lambda x, y: (torch.full_like(y, c), torch.full_like(y, -c), torch.full_like(y, 2 * c))
+
+
+def _relative_power(n: float) -> Callable[..., Derivatives]:
+    return lambda x, y: (n * y, n * (n - 1) * y, n * (n - 1) * (n - 2) * y)
 
 
 def _log1p(x: Tensor, y: Tensor) -> Derivatives:
     d = 1 / (1 + x)
     return d, -(d**2), 2 * d**3
-
-
-def _sqrt(x: Tensor, y: Tensor) -> Derivatives:
-    return _power(x, y, 0.5)
-
-
-def _reciprocal(x: Tensor, y: Tensor) -> Derivatives:
-    return -(y**2), 2 * y**3, -6 * y**4
-
-
-def _rsqrt(x: Tensor, y: Tensor) -> Derivatives:
-    return -0.5 * y**3, 0.75 * y**5, -1.875 * y**7
 
 
 def _sin(x: Tensor, y: Tensor) -> Derivatives:
@@ -360,13 +361,6 @@ def _erf(sign: float) -> Callable[..., Derivatives]:
     return derivatives
 
 
-def _logit(x: Tensor, y: Tensor, eps: float | None = None) -> Derivatives:
-    p = x if eps is None else x.clamp(eps, 1 - eps)
-    inside = 1.0 if eps is None else ((x >= eps) & (x <= 1 - eps)).to(x.dtype)
-    q = 1 - p
-    return inside * (1 / p + 1 / q), inside * (q**-2 - p**-2), inside * 2 * (p**-3 + q**-3)
-
-
 CURVED: dict[str, Callable[..., Derivatives]] = {
     "tanh": _tanh,
     "sigmoid": _sigmoid,
@@ -385,14 +379,8 @@ CURVED: dict[str, Callable[..., Derivatives]] = {
     "special_exp2": _exp2,
     "expm1": lambda x, y: _exp(x, y + 1),
     "special_expm1": lambda x, y: _exp(x, y + 1),
-    "log": _log(math.e),
-    "log2": _log(2.0),
-    "log10": _log(10.0),
     "log1p": _log1p,
     "special_log1p": _log1p,
-    "sqrt": _sqrt,
-    "rsqrt": _rsqrt,
-    "reciprocal": _reciprocal,
     "square": lambda x, y: _power(x, y, 2),
     "pow": _power,
     "sin": _sin,
@@ -416,6 +404,13 @@ CURVED: dict[str, Callable[..., Derivatives]] = {
     "special_erf": _erf(1),
     "erfc": _erf(-1),
     "special_erfc": _erf(-1),
-    "logit": _logit,
-    "special_logit": _logit,
+}
+
+RELATIVE: dict[str, Callable[..., Derivatives]] = {
+    "log": _relative_log(math.e),
+    "log2": _relative_log(2.0),
+    "log10": _relative_log(10.0),
+    "sqrt": _relative_power(0.5),
+    "rsqrt": _relative_power(-0.5),
+    "reciprocal": _relative_power(-1),
 }

@@ -76,8 +76,9 @@ class Local:
     def call(self, x: list[Tensor]) -> list[Tensor]:
         """Evaluate the operation, with the same random numbers as when it was recorded."""
         given = dict(zip(self.slots, x, strict=True))
-        # In place operations get a tensor of their own to write to.
-        args = fill(self.args, {slot: t.clone() for slot, t in given.items()}, keep_constants=True)
+        args = fill(self.args, given, keep_constants=True)
+        if isinstance(args[0], Tensor):  # which an operation in place writes to
+            args = (args[0].clone(), *args[1:])
         kwargs = fill(self.kwargs, given, keep_constants=True)
         circumstances = self.op.saved
         with circumstances.again() if hasattr(circumstances, "again") else nullcontext():

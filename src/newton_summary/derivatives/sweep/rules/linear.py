@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from newton_summary.derivatives.norms import accumulation_dtype
-from newton_summary.derivatives.sweep.tangent import Tangent, add_tangents, align, lift
+from newton_summary.derivatives.sweep.tangent import Tangent, add_tangents, align, cast, lift
 from newton_summary.derivatives.sweep.tape import Op, Value, find_values, plain
 from newton_summary.derivatives.sweep.torch_functions import names
 from newton_summary.errors import CannotDifferentiate
@@ -233,7 +233,7 @@ def combine(sweep: Sweep, op: Op, terms: list[tuple[Any, Any]]) -> Tangent | Non
             rows = lift(t.rows, y.dim())
             rows = rows if rows.shape[1:] == y.shape else rows.expand(rows.shape[0], *y.shape)
             rows = rows if isinstance(factor, int) and factor == 1 else rows * factor
-            tangents.append(Tangent(t.first, t.second, rows))
+            tangents.append(Tangent(t.first, t.second, cast(rows, y.dtype)))
     return add_tangents(tangents) if tangents else None
 
 

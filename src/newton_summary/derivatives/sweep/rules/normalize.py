@@ -35,6 +35,11 @@ def _along(dim: int | None, y: Tensor) -> int:
     return -1 if dim is None else dim if dim < 0 else dim - y.dim()
 
 
+def _known(p: Tensor) -> Tensor:
+    """Return a softmax with zeros where all of a row is masked: such a row does not move."""
+    return p.nan_to_num(0.0)
+
+
 def _second(t: Tangent, curvature: Tensor, moved: Tensor) -> tuple[Groups, Tensor]:
     """Return y2: what the second derivatives of x become, plus what the first ones bend to."""
     return add_rows([(t.second, moved), (t.first, curvature)])
@@ -49,7 +54,7 @@ def log_softmax(
         return None
     y = op.out.now
     t = t.to(y.dtype)
-    p, d, delta = y.exp(), _along(dim, y), sweep.adjoint(op.out)
+    p, d, delta = _known(y.exp()), _along(dim, y), sweep.adjoint(op.out)
     weight = None if delta is None else -p * delta.sum(d, keepdim=True)
     return _pass_softmax(sweep, op, t, p, weight, d, log=True)
 
@@ -61,7 +66,7 @@ def softmax(
     t = sweep.tangent(x)
     if t is None or x.tensor.dim() == 0:  # of one number: always 1
         return None
-    p = op.out.now
+    p = _known(op.out.now)
     t = t.to(p.dtype)
     d, delta = _along(dim, p), sweep.adjoint(op.out)
     weight = None if delta is None else p * (delta - (delta * p).sum(d, keepdim=True))
@@ -134,7 +139,7 @@ def logsumexp(sweep: Sweep, op: Op, x: Value, dim: Any, keepdim: bool = False) -
     dims = [dim] if isinstance(dim, int) else list(dim) or range(ndim)
     d = [i % ndim - ndim for i in dims]
     y = torch.logsumexp(X, d, keepdim=True)
-    p = torch.exp(X - y)
+    p = _known(torch.exp(X - y))
     means = (t.rows * p).sum(d, keepdim=True)
     k = len(t.first)
     delta = sweep.adjoint(op.out)
@@ -168,23 +173,24 @@ def standardize(sweep: Sweep, op: Op, x: Value, dims: Sequence[int], eps: float)
     delta, third = sweep.adjoint(op.out), sweep.order == 3
     rows = FusedCentredRows.make(t, c, delta, d, third) or CentredRows(t, c, delta, d, third)
     s = rows.sums()
-    v1 = 2 / n * s.c_c1
-    r1 = -0.5 * r**3 * v1
+    # Derivatives of v are relative, over v: of small v, high powers of r are beyond float32.
+    v1 = 2 / n * r**2 * s.c_c1
+    r1 = -0.5 * r * v1
     r2 = None
     if third:
-        v2 = 2 / n * (s.c1_c1 + s.c_c2)
-        r2 = 0.75 * r**5 * v1 * v1 - 0.5 * r**3 * v2
+        v2 = 2 / n * r**2 * (s.c1_c1 + s.c_c2)
+        r2 = 0.75 * r * v1 * v1 - 0.5 * r * v2
     weight = None
     if delta is not None:
         # <delta, c1_s r1_t + c1_t r1_s + c d2r[s, t]>
         beta = (delta * c).sum(d, keepdim=True)
         M = gram(s.delta_c1, r1)
         sweep.add_Hbar(t.first, t.first, M + M.T)
-        sweep.add_Hbar(t.first, t.first, gram(v1 * (0.75 * beta * r**5), v1))
+        sweep.add_Hbar(t.first, t.first, gram(v1 * (0.75 * beta * r), v1))
         weight = -beta * r**3 / n
         if r2 is not None:
             # <delta, 3 c1 r2 + 3 c2 r1 + c r3>, r3 from v1, v2 and v3 = 6 mean(c1 c2)
-            r3 = -1.875 * r**7 * v1**3 + 2.25 * r**5 * v1 * v2 - 3 / n * r**3 * s.c1_c2
+            r3 = r * (-1.875 * v1**3 + 2.25 * v1 * v2 - 3 / n * r**2 * s.c1_c2)
             sweep.add_D3(t.first, 3 * dots(s.delta_c1, r2) + 3 * dots(s.delta_c2, r1))
             sweep.add_D3(t.first, gram(r3, beta[None]).reshape(-1))
     result, products = rows.finish(r, r1, r2, weight, op.wanted)
@@ -260,6 +266,7 @@ class CentredRows:
 
 NORMALIZE: dict[str, Callable[..., Any]] = {
     "softmax": softmax,
+    "_safe_softmax": softmax,
     "special_softmax": softmax,
     "log_softmax": log_softmax,
     "special_log_softmax": log_softmax,

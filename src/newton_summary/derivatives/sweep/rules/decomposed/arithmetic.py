@@ -20,9 +20,18 @@ def div(a: Any, b: Any, *, rounding_mode: str | None = None, out: None = None) -
 def power(base: Any, exponent: Any) -> Any:
     """``base ** exponent``: a power, an exponential, or both."""
     if not isinstance(exponent, Tensor) or not exponent.requires_grad:
-        return NotImplemented  # recorded as "pow"
+        # The roots have rules that hold near zero; all other powers are recorded as "pow".
+        root = None if isinstance(exponent, Tensor) else ROOTS.get(exponent)
+        return NotImplemented if root is None else root(base)
     base = base if isinstance(base, Tensor) else torch.as_tensor(base, device=exponent.device)
     return torch.exp(exponent * torch.log(base.to(exponent.dtype)))
+
+
+ROOTS: dict[float, Callable[[Tensor], Tensor]] = {
+    0.5: torch.sqrt,
+    -0.5: torch.rsqrt,
+    -1: torch.reciprocal,
+}
 
 
 def float_power(base: Any, exponent: Any) -> Any:
@@ -35,6 +44,12 @@ def xlogy(x: Any, y: Any) -> Any:
     """``x log(y)``, and 0 where x = 0 and the logarithm is not defined."""
     x, y = (torch.as_tensor(v) for v in (x, y))
     return x * torch.log(torch.where((x == 0) & (y <= 0), 1.0, y))
+
+
+def logit(x: Tensor, eps: float | None = None) -> Tensor:
+    """``log(x / (1 - x))``, of x between eps and 1 - eps."""
+    x = x if eps is None else x.clamp(eps, 1 - eps)
+    return torch.log(x) - torch.log1p(-x)
 
 
 def lerp(input: Tensor, end: Tensor, weight: Any) -> Any:
@@ -105,6 +120,7 @@ ARITHMETIC: dict[str, Callable[..., Any]] = {
     "pow": power,
     "float_power": float_power,
     **dict.fromkeys(["xlogy", "special_xlogy"], xlogy),
+    **dict.fromkeys(["logit", "special_logit"], logit),
     "lerp": lerp,
     "addcmul": addcmul,
     "addcdiv": addcdiv,

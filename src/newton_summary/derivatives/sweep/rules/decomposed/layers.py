@@ -13,6 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from newton_summary.derivatives.norms import affine
 from newton_summary.derivatives.sweep.rules.decomposed.products import contract
 from newton_summary.derivatives.sweep.rules.decomposed.reductions import root, vector_norm
+from newton_summary.derivatives.sweep.tape import positions_in
 
 
 def dropout(x: Tensor, p: float, train: bool) -> Tensor:
@@ -162,7 +163,9 @@ def scaled_dot_product_attention(
             scores = scores.masked_fill(~attn_mask, -math.inf)
         else:
             scores = scores + attn_mask
-    weights = torch.softmax(scores, -1)
+    # A query that may attend to nothing gets zeros.
+    softmax = torch.softmax if attn_mask is None or is_causal else torch._safe_softmax
+    weights = softmax(scores, -1)
     return torch.matmul(dropout(weights, dropout_p, dropout_p > 0), value)
 
 
@@ -171,6 +174,14 @@ def centered(x: Tensor, dim: int) -> Tensor:
     if has_torch_function_unary(x):
         return handle_torch_function(centered, (x,), x, dim)
     return x - x.mean(dim, keepdim=True)
+
+
+def as_strided_scatter(
+    x: Tensor, src: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Tensor:
+    """Entries replaced at given places in memory (torch's own gradient is wrong)."""
+    places = positions_in(x.detach(), x.detach().as_strided(size, stride, offset))
+    return x.reshape(-1).index_copy(0, places.reshape(-1), src.reshape(-1)).reshape(x.shape)
 
 
 def cosine_similarity(a: Tensor, b: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
@@ -199,6 +210,7 @@ LAYERS: dict[str, Callable[..., Any]] = {
     "glu": glu,
     "bilinear": bilinear,
     "scaled_dot_product_attention": scaled_dot_product_attention,
+    "as_strided_scatter": as_strided_scatter,
     "cosine_similarity": cosine_similarity,
     "pairwise_distance": pairwise_distance,
 }

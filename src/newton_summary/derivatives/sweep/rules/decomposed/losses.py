@@ -103,8 +103,14 @@ def binary_cross_entropy(
     x: Tensor, y: Tensor, weight: Tensor | None = None, reduction: int = MEAN
 ) -> Tensor:
     """``-y log x - (1 - y) log(1 - x)``, the logarithms at least -100."""
-    losses = -(y * torch.log(x).clamp_min(-100) + (1 - y) * torch.log1p(-x).clamp_min(-100))
+    losses = -(y * _bounded_log(x) + (1 - y) * _bounded_log(1 - x))
     return reduced(losses if weight is None else losses * weight, reduction)
+
+
+def _bounded_log(p: Tensor) -> Tensor:
+    """The logarithm, at least -100; of zero, -100 with no derivative."""
+    zero = p <= 0
+    return torch.log(p.masked_fill(zero, 1.0)).masked_fill(zero, -100.0).clamp_min(-100)
 
 
 def binary_cross_entropy_with_logits(

@@ -151,6 +151,71 @@ def logcumsumexp(x: Tensor, dim: int) -> Tensor:
     return torch.logsumexp(masked, -1).movedim(-1, dim)
 
 
+def scatter_reduce(
+    x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
+) -> Any:
+    """Sums, means or extrema of all entries that an index sends to the same place."""
+    if reduce == "prod":
+        return NotImplemented
+    src = src[tuple(slice(n) for n in index.shape)]
+    if reduce in ("amax", "amin"):
+        return _scattered_extrema(x, dim, index, src, reduce, include_self)
+    total = (x if include_self else x.scatter(dim, index, 0.0)).scatter_add(dim, index, src)
+    if reduce == "sum":
+        return total
+    own = torch.ones_like(x.detach())
+    own = own if include_self else own.scatter(dim, index, 0.0)
+    counts = own.scatter_add(dim, index, torch.ones_like(src.detach()))
+    return total / counts
+
+
+def _scattered_extrema(
+    x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, include_self: bool
+) -> Tensor:
+    """The largest or smallest entries; equal ones share, as in autograd."""
+    with torch.no_grad():
+        y = x.scatter_reduce(dim, index, src, reduce, include_self=include_self)
+        own = (x == y) if include_self else torch.ones_like(x, dtype=torch.bool)
+        if not include_self:
+            own = own.scatter(dim, index, False)  # what nothing is sent to stays as it is
+        sent = (src == y.gather(dim, index)).to(x.dtype)
+        shares = own.to(x.dtype)
+        counts = shares.scatter_add(dim, index, sent).clamp_min(1)
+        shares, sent = shares / counts, sent / counts.gather(dim, index)
+    return (x * shares).scatter_add(dim, index, src * sent)
+
+
+def index_reduce(
+    x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
+) -> Tensor:
+    """The same of whole slices."""
+    shape = [-1 if d == dim % x.dim() else 1 for d in range(x.dim())]
+    places = index.to(torch.int64).reshape(shape).expand(source.shape)
+    return x.scatter_reduce(dim, places, source, reduce, include_self=include_self)
+
+
+SEGMENTS = {"sum": "sum", "mean": "mean", "max": "amax", "min": "amin", "prod": "prod"}
+
+
+def segment_reduce(
+    data: Tensor,
+    reduce: str,
+    *,
+    lengths: Tensor | None = None,
+    indices: Tensor | None = None,
+    offsets: Tensor | None = None,
+    axis: int = 0,
+    unsafe: bool = False,
+    initial: float | None = None,
+) -> Any:
+    """Sums, means, extrema or products of consecutive slices."""
+    if lengths is None or lengths.dim() > 1 or initial is not None or bool((lengths == 0).any()):
+        return NotImplemented
+    places = torch.arange(len(lengths), device=data.device).repeat_interleave(lengths)
+    empty = data.new_zeros((len(lengths), *data.shape[1:]))
+    return empty.index_reduce(0, places, data, SEGMENTS[reduce], include_self=False)
+
+
 REDUCTIONS: dict[str, Callable[..., Any]] = {
     "var": variance,
     "std": standard_deviation,
@@ -168,4 +233,7 @@ REDUCTIONS: dict[str, Callable[..., Any]] = {
     "aminmax": aminmax,
     "msort": msort,
     "logcumsumexp": logcumsumexp,
+    "scatter_reduce": scatter_reduce,
+    "index_reduce": index_reduce,
+    "segment_reduce": segment_reduce,
 }
