@@ -125,7 +125,7 @@ class NewtonSummaryConfig(OptimizerConfig):
     lambda_int: float = 1.0
     """Strength of the cubic term."""
     partition: str = "canonical"
-    """canonical, trivial, weights-biases, blocks-K, alternate-K, chunks-K or discrete."""
+    """canonical, trivial, weights-biases, layers, modules-K, blocks-K, chunks-K, ..."""
     diagonal: bool = False
     """Leave out the interactions between groups (App. K)."""
     momentum: float = 0.9
