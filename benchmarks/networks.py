@@ -83,7 +83,7 @@ class Patches(nn.Module):
 
 NETWORKS = {
     "MLP, tanh, torch": lambda: dense(nn.Tanh),
-    "MLP, tanh, paper": models.mlp,
+    "MLP, tanh, paper": lambda: models.perceptron([1024, 200, 100, 10], nn.Tanh, 1.0),
     "MLP, ReLU, torch": lambda: dense(nn.ReLU),
     "10 x 128, ELU, paper": lambda: models.big_mlp(features=1024, width=128, depth=10),
     "LeNet, tanh, paper": lambda: models.lenet(1),

@@ -15,8 +15,8 @@ from newton_summary.data import load_mnist_subset
 from newton_summary.experiments.models import mlp
 
 EPOCHS = 12
-train_set = TensorDataset(*load_mnist_subset("train"))
-images, labels = load_mnist_subset("test")
+train_set = TensorDataset(*load_mnist_subset("train", pad=False))
+images, labels = load_mnist_subset("test", pad=False)
 
 
 def loss_fn(model, batch):
@@ -38,7 +38,7 @@ def adam(model):
 
 for make_optimizer in (adam, newton_summary):
     torch.manual_seed(0)  # both start from the same weights and see the same batches
-    model = mlp()  # 1024-200-100-10, weights N(0, 1/fan_in), as in the paper
+    model = mlp()  # 784-1024-200-100-10, weights N(0, 1/fan_in)
     optimizer = make_optimizer(model)
     print(f"{make_optimizer.__name__}\n  epoch  training loss  test accuracy  seconds")
     start = time.perf_counter()

@@ -18,7 +18,7 @@ NARROW = {"vgg11": 2, "resnet18": 2, "big_mlp": 8, "vbig_mlp": 8, "gpt": 8}
 
 
 def random_images(channels):
-    def load(root, download, dtype, device):
+    def load(config, dtype, device):
         generator = torch.Generator().manual_seed(0)
         images = torch.randn(40, channels, 32, 32, generator=generator, dtype=dtype)
         labels = torch.arange(40) % 10
@@ -35,10 +35,10 @@ def use_random_images(monkeypatch):
 
 
 def shrink(config):
-    """Make a recipe so small that an epoch is two steps on narrow layers."""
+    """Make a recipe so small that an epoch is two steps on narrow layers; two epochs."""
     optimizer = config.optimizer
     if isinstance(optimizer, NewtonSummaryConfig):
-        optimizer = replace(optimizer, curvature_batch_size=4, summary_period=2, warmup=0)
+        optimizer = replace(optimizer, curvature_batch_size=4, summary_period=1)
     return replace(
         config,
         model=replace(config.model, width=NARROW.get(config.model.name)),
@@ -46,7 +46,7 @@ def shrink(config):
         measure=replace(config.measure, samples=4),
         optimizer=optimizer,
         batch_size=4,
-        epochs=1,
+        epochs=2,
         device="cpu",
     )
 

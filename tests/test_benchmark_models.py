@@ -21,7 +21,7 @@ def tokens(count, length, vocabulary):
 
 BY_ROLE = {"attention": r"\.attn\.", "mlp": r"\.mlp\.", "rest": ...}
 CASES = {
-    "mlp": (models.mlp, "canonical", images(3, 1)),
+    "mlp": (lambda: models.mlp(64), "canonical", images(3, 1, 8)),
     "lenet": (models.lenet, "canonical", images(1, 3)),
     "vgg11": (lambda: models.vgg11(2), "canonical", images(1, 3)),
     "bigmlp": (lambda: models.big_mlp(5, 12), "canonical", images(3, 3)),

@@ -119,7 +119,7 @@ def test_without_tyro_it_says_what_to_install(call, monkeypatch):
         (["run", "rosenbrock", "--epochs"], "--epochs needs a value"),
         (["run", "rosenbrock", "--epochs", "-3"], "epochs = -3"),
         (["run", "rosenbrock", "5"], "What is '5'?"),
-        (["run", "rosenbrock", "--optimizer.averaging", "none"], "none: write one of 'window', "),
+        (["run", "rosenbrock", "--optimizer.variant", "none"], "none: write one of 'default', "),
         (["run", "rosenbrock", "--device", "cuda:99"], "The device 'cuda:99' is not there"),
         (["run", "mlp_mnist_adam", "--data-root", "nowhere"], "folder nowhere does not exist"),
         (["sweep", "rosenbrock", "--optimizer.lrs", "1,2"], "Did you mean '--optimizer.lr'"),

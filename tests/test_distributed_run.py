@@ -18,7 +18,7 @@ from newton_summary.cli import main as cli
 from newton_summary.errors import UserError
 from newton_summary.experiments import datasets
 from newton_summary.experiments import grid as sweep_module
-from newton_summary.experiments.config import AdamConfig, KFACConfig, LBFGSConfig, SGDConfig
+from newton_summary.experiments.config import AdamConfig, KFACConfig, SGDConfig
 from newton_summary.experiments.data_parallel import Team
 from newton_summary.experiments.tasks import Task
 from newton_summary.experiments.training import _check_divisible, train
@@ -80,7 +80,6 @@ def assert_same_metrics(found, expected):
 BASELINES = {
     "adam": AdamConfig(),
     "sgd": SGDConfig(),
-    "lbfgs": LBFGSConfig(),
     "kfac": KFACConfig(covariance_period=1, inverse_period=2),
 }
 

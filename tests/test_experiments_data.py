@@ -12,6 +12,7 @@ import torch
 
 from newton_summary.errors import UserError
 from newton_summary.experiments import files
+from newton_summary.experiments.config import DataConfig
 from newton_summary.experiments.datasets import DATASETS, Batches, Split, load_dataset
 
 
@@ -41,18 +42,20 @@ def official(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_mnist_is_read_padded_and_normalised(official):
-    data = load_dataset("mnist", root=official, validation=5)
-    assert data.train.inputs.shape == (25, 1, 32, 32) and data.test.inputs.shape == (10, 1, 32, 32)
+def test_mnist_is_read_and_normalised_and_padded_if_wanted(official):
+    data = load_dataset(DataConfig("mnist", root=official, validation=5))
+    assert data.train.inputs.shape == (25, 1, 28, 28) and data.test.inputs.shape == (10, 1, 28, 28)
     images, labels = files.read_mnist(official, False)["test"]
     expected = (torch.tensor(images[3, 0]) / 255 - 0.1307) / 0.3081
-    torch.testing.assert_close(data.test.inputs[3, 0, 2:-2, 2:-2], expected)
-    torch.testing.assert_close(data.test.inputs[3, 0, 0], torch.full((32,), -0.1307 / 0.3081))
+    torch.testing.assert_close(data.test.inputs[3, 0], expected)
+    padded = load_dataset(DataConfig("mnist", root=official, validation=5, pad=True)).test.inputs
+    torch.testing.assert_close(padded[3, 0, 2:-2, 2:-2], expected)
+    torch.testing.assert_close(padded[3, 0, 0], torch.full((32,), -0.1307 / 0.3081))
     assert data.test.targets.tolist() == labels.tolist()
 
 
 def test_cifar10_is_read_in_planes_of_colour(official):
-    data = load_dataset("cifar10", root=official, validation=2)
+    data = load_dataset(DataConfig("cifar10", root=official, validation=2))
     assert data.train.inputs.shape == (18, 3, 32, 32)
     raw = np.frombuffer((official / "cifar-10-batches-bin/test_batch.bin").read_bytes(), "u1")
     green = torch.tensor(raw.reshape(4, 3073)[2, 1 + 1024 : 1 + 2048]).reshape(32, 32)
@@ -64,26 +67,26 @@ def test_cifar10_is_read_in_planes_of_colour(official):
 
 def test_environment_names_the_folder(official, monkeypatch):
     monkeypatch.setenv("NEWTON_SUMMARY_DATA", str(official))
-    assert len(load_dataset("mnist", validation=5).train) == 25
+    assert len(load_dataset(DataConfig("mnist", validation=5)).train) == 25
 
 
 def test_corrupt_file_is_named(official):
     path = official / "cifar-10-batches-bin" / "data_batch_2.bin"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(UserError, match=r"data_batch_2\.bin is corrupt: its md5") as error:
-        load_dataset("cifar10", root=official)
+        load_dataset(DataConfig("cifar10", root=official))
     assert "\n" not in str(error.value)
 
 
 def test_missing_file_is_named(official):
     (official / "MNIST/raw/t10k-labels-idx1-ubyte.gz").unlink()
     with pytest.raises(UserError, match=r"t10k-labels-idx1-ubyte\.gz is not in"):
-        load_dataset("mnist", root=official, validation=5)
+        load_dataset(DataConfig("mnist", root=official, validation=5))
 
 
 def test_folder_that_does_not_exist(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
-        load_dataset("mnist", root=tmp_path / "nowhere")
+        load_dataset(DataConfig("mnist", root=tmp_path / "nowhere"))
 
 
 class Response:
@@ -113,9 +116,9 @@ def test_files_are_fetched_once_with_a_bar(official, tmp_path, monkeypatch, caps
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(files.urllib.request, "urlopen", urlopen)
-    first = load_dataset("mnist", validation=5)
+    first = load_dataset(DataConfig("mnist", validation=5))
     assert len(asked) == 4 and "fetching train-images" in capsys.readouterr().err
-    again = load_dataset("mnist", validation=5)
+    again = load_dataset(DataConfig("mnist", validation=5))
     assert len(asked) == 4 and torch.equal(first.train.inputs, again.train.inputs)
 
 
@@ -127,8 +130,8 @@ def test_cifar10_is_unpacked_from_its_archive(official, tmp_path, monkeypatch, c
     monkeypatch.setitem(files.MD5, files.CIFAR10_ARCHIVE, hashlib.md5(content).hexdigest())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(files.urllib.request, "urlopen", lambda *a, **k: Response(content))
-    fetched = load_dataset("cifar10", validation=2)
-    there = load_dataset("cifar10", root=official, validation=2)
+    fetched = load_dataset(DataConfig("cifar10", validation=2))
+    there = load_dataset(DataConfig("cifar10", root=official, validation=2))
     assert torch.equal(fetched.train.inputs, there.train.inputs)
     folder = tmp_path / "cache" / "newton_summary"
     assert [path.name for path in folder.iterdir()] == ["cifar-10-batches-bin"]
@@ -141,7 +144,7 @@ def test_no_network_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(files.urllib.request, "urlopen", urlopen)
     with pytest.raises(UserError, match=r"could not be fetched \(no route to host\)") as error:
-        load_dataset("mnist")
+        load_dataset(DataConfig("mnist"))
     assert "\n" not in str(error.value)
 
 
@@ -149,20 +152,20 @@ def test_file_with_another_md5_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(files.urllib.request, "urlopen", lambda *a, **k: Response(b"login page"))
     with pytest.raises(UserError, match="another md5"):
-        load_dataset("mnist")
+        load_dataset(DataConfig("mnist"))
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_unknown_set_and_impossible_split():
     with pytest.raises(UserError, match="Did you mean 'cifar10'"):
-        load_dataset("cifar")
+        load_dataset(DataConfig("cifar"))
     with pytest.raises(UserError, match="cannot be held out"):
-        load_dataset("embedded", validation=5000)
+        load_dataset(DataConfig("embedded", validation=5000))
 
 
 @pytest.mark.parametrize("name", ["embedded", "addition", "nothing"])
 def test_parts_do_not_overlap_and_are_always_the_same(name):
-    first, second = load_dataset(name), load_dataset(name)
+    first, second = load_dataset(DataConfig(name)), load_dataset(DataConfig(name))
     for part in ("train", "validation", "test"):
         assert torch.equal(getattr(first, part).inputs, getattr(second, part).inputs)
     assert len(first.validation) == DATASETS[name].validation
@@ -173,7 +176,7 @@ def test_parts_do_not_overlap_and_are_always_the_same(name):
 
 
 def test_sums_are_right():
-    data = load_dataset("addition")
+    data = load_dataset(DataConfig("addition"))
     row, answer = data.train.inputs[0].tolist(), data.train.targets[0].tolist()
     a, b = row[0] * 10 + row[1], row[3] * 10 + row[4]
     assert a + b == answer[0] + 10 * answer[1] + 100 * answer[2]

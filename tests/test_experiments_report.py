@@ -33,7 +33,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:NewtonSummary")
 def runs(tmp_path_factory):
     """Two seeds of Adam and NewtonSummary, the studies of the appendices in small, and SGD."""
     root = tmp_path_factory.mktemp("runs")
-    small = NewtonSummaryConfig(curvature_batch_size=20, summary_period=3)
+    small = NewtonSummaryConfig(
+        "as-run", lr=0.1, lambda_int=1.0, curvature_batch_size=20, summary_period=1
+    )
     full = MeasureConfig(every=1, samples=20)
     configs = [
         *(tiny(seed=seed) for seed in (0, 1)),
@@ -44,7 +46,7 @@ def runs(tmp_path_factory):
     ]
     with pytest.MonkeyPatch.context() as patch:
         use_random_images(patch)
-        for name in ("vgg_cifar10_trivial", "vgg_cifar10_canonical", "vgg_cifar10_adam"):
+        for name in ("vgg_cifar10_trivial", "vgg_cifar10_newton_summary", "vgg_cifar10_adam"):
             configs.append(shrink(RECIPES[name]()))
         found = [train(config, root / str(i)) for i, config in enumerate(configs)]
         diverged = tiny(SGDConfig(lr=1e300), model=replace(tiny().model, name="autoencoder"))
@@ -183,7 +185,7 @@ def test_hessian_figure_has_the_blocks_at_two_times(runs):
 def test_eta_figure_has_a_line_for_each_group(runs):
     sgd = next(run for run in runs if run.config.measure.every)
     (axis,) = paper_figures.eta_figure(sgd).axes
-    assert [line.get_linestyle() for line in axis.lines] == ["-", ":"] * 3
+    assert [line.get_linestyle() for line in axis.lines] == ["-", ":"] * 4
     measured = sgd.summaries()
     rates = [float(m.eta[0]) for m in measured]
     drawn = axis.lines[0].get_ydata()

@@ -19,8 +19,8 @@ from newton_summary.errors import UserError
 from newton_summary.experiments import rundir, training
 from newton_summary.experiments.config import (
     AdamConfig,
+    DataConfig,
     KFACConfig,
-    LBFGSConfig,
     MeasureConfig,
     NewtonSummaryConfig,
     ScheduleConfig,
@@ -30,7 +30,7 @@ from newton_summary.experiments.config import (
     to_dict,
 )
 from newton_summary.experiments.datasets import load_dataset
-from newton_summary.experiments.recipes import PARTITIONS, RECIPES, get_recipe
+from newton_summary.experiments.recipes import PARTITIONS, RECIPES
 from newton_summary.experiments.rundir import Run, find_runs
 from newton_summary.experiments.tasks import make_task
 from newton_summary.experiments.training import Reporter, Session, speed, train
@@ -38,14 +38,12 @@ from newton_summary.experiments.training import Reporter, Session, speed, train
 TIMES = {"seconds", "evaluation_seconds", "measure_seconds", "memory_gib"}
 
 OPTIMIZERS = {
-    "newton_summary": NewtonSummaryConfig(curvature_batch_size=20, summary_period=2),
-    "normalized": NewtonSummaryConfig(
-        curvature_batch_size=20, summary_period=2, averaging="normalized", direction="adam"
-    ),
+    "as-run": NewtonSummaryConfig("as-run", lr=0.03, curvature_batch_size=20, summary_period=1),
+    "as-published": NewtonSummaryConfig("as-published", curvature_batch_size=20, summary_period=2),
+    "default": NewtonSummaryConfig(curvature_batch_size=20, summary_period=2, direction="adam"),
     "adam": AdamConfig(),
     "kfac": KFACConfig(covariance_period=2, inverse_period=3),
     "sgd": SGDConfig(),
-    "lbfgs": LBFGSConfig(iterations=2),
 }
 
 
@@ -59,12 +57,12 @@ def metrics(run):
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.filterwarnings("ignore:NewtonSummary")
-def test_every_recipe_makes_two_steps(name, tmp_path, monkeypatch):
+def test_every_recipe_makes_a_few_steps(name, tmp_path, monkeypatch):
     use_random_images(monkeypatch)
     config = shrink(RECIPES[name]())
     assert config.recipe == name
     run = train(config, tmp_path)
-    assert [row["epoch"] for row in run.rows] == [0, 1]
+    assert [row["epoch"] for row in run.rows] == [0, 1, 2]
     if "kfac" not in name or not run.diverged:
         assert math.isfinite(run.rows[-1]["train_loss"])
     kinds = {m.kind for m in run.summaries()}
@@ -80,34 +78,65 @@ def test_configurations_survive_json_and_checks(name):
     assert RECIPES[name].about.endswith(".")
 
 
-def test_hyperparameters_are_those_of_the_paper():
-    """Tables 5 and 6 of App. G."""
-    vgg = get_recipe("vgg-cifar10-newton-summary")()
-    assert (vgg.optimizer.lr, vgg.optimizer.lambda_int, vgg.epochs) == (0.3, 1, 100)
-    assert (vgg.batch_size, vgg.optimizer.curvature_batch_size) == (100, 1000)
-    assert (vgg.optimizer.summary_period, vgg.optimizer.summary_window) == (10, 3)
-    assert (vgg.schedule.patience, vgg.schedule.factor, vgg.optimizer.momentum) == (2, 0.5, 0.9)
-    kfac = get_recipe("lenet_cifar10_kfac")().optimizer
-    assert (kfac.lr, kfac.damping, kfac.covariance_period, kfac.inverse_period) == (
-        1e-4,
-        3e-2,
-        10,
-        100,
-    )
-    assert get_recipe("bigmlp_cifar10_adam")().optimizer.lr == 1e-5
-    groups = [get_recipe(f"vgg_cifar10_{p}")().optimizer.partition for p in PARTITIONS]
-    assert tuple(groups) == PARTITIONS
+TUNED = {  # App. G: Adam's rate; K-FAC's rate and damping; lambda_1 and lambda_int; epochs
+    "mlp_mnist": (3e-4, 1e-4, 1e-2, 3e-2, 1, 200),
+    "lenet_cifar10": (3e-4, 1e-4, 3e-2, 3e-1, 1, 200),
+    "vgg_cifar10": (1e-5, 3e-4, 3e-2, 3e-1, 1, 100),
+    "bigmlp_cifar10": (1e-5, 1e-5, 1e-2, 1e-1, 3, 100),
+}
 
 
-def test_partitions_have_the_sizes_of_the_paper():
-    """App. J: S = 2k + 2, and one group per tensor; App. H: S = 10."""
-    images = load_dataset("embedded", samples=2)
-    for name, groups in (("vgg_cifar10_blocks_4", 10), ("vgg_cifar10_canonical", 18)):
-        config = shrink(RECIPES[name]())
-        task = make_task(config.model, images)
-        assert len(training.checked_partition(task, config.optimizer.partition)) == groups
+@pytest.mark.parametrize("name", TUNED)
+def test_hyperparameters_are_those_of_the_paper(name):
+    """The two tables of App. G; B and the sampler as the paper's author had them."""
+    adam, kfac, ours = (RECIPES[f"{name}_{w}"]() for w in ("adam", "kfac", "newton_summary"))
+    o, k = ours.optimizer, kfac.optimizer
+    found = (adam.optimizer.lr, k.lr, k.damping, o.lr, o.lambda_int, ours.epochs)
+    assert found == TUNED[name]
+    assert (k.covariance_period, k.inverse_period) == (10, 100)
+    assert (k.kl_clip, k.weight_decay, k.decay, k.momentum) == (0.01, 0.003, 0.95, 0.9)
+    assert adam.schedule.factor == kfac.schedule.factor == 1  # the schedule is Algorithm 2's
+    assert (ours.schedule.patience, ours.schedule.factor, ours.batch_size) == (2, 0.5, 100)
+    assert o.curvature == (100, False)  # in order
+    printed = RECIPES[f"{name}_as_published"]()
+    assert printed.optimizer.curvature == (1000, True)
+    assert replace(o, variant="as-published") == printed.optimizer  # one argument away
+
+
+def test_hyperparameters_of_the_optimizer_are_those_of_the_paper():
+    for name in ("vgg_cifar10_newton_summary", "vgg_cifar10_as_published"):
+        config = replace(RECIPES[name](), data=replace(tiny().data, pad=True))
+        config = replace(config, model=replace(config.model, width=2), device="cpu")
+        batches = Session(config, torch.device("cpu")).stepper.optimizer
+        assert (batches.param_groups[0]["momentum"], batches.summary_period) == (0.9, 10)
+
+
+def test_the_mlp_is_the_paper_s():
+    """784-1024-200-100-10: layers of sizes 1024, 200, 100, 10 on images of 28 x 28."""
+    model = make_task(RECIPES["mlp_mnist_adam"]().model, load_dataset(DataConfig(samples=2))).model
+    assert [p.shape[0] for p in model.parameters() if p.ndim == 2] == [1024, 200, 100, 10]
+    assert sum(p.numel() for p in model.parameters()) == 1_029_950
+
+
+@pytest.mark.parametrize(
+    ("partition", "groups"), [*zip(PARTITIONS, (1, 2, 6, 6, 10, 10, 18), strict=True)]
+)
+def test_partitions_have_the_sizes_of_the_paper(partition, groups):
+    """App. J: S = 1, 2, 2k + 2, and one group per tensor."""
+    images = load_dataset(DataConfig(samples=2, pad=True))
+    name = partition.replace("-", "_") if partition != "canonical" else "newton_summary"
+    config = shrink(RECIPES[f"vgg_cifar10_{name}"]())
+    task = make_task(config.model, images)
+    assert config.optimizer.partition == partition
+    assert len(training.checked_partition(task, partition)) == groups
+
+
+def test_vbigmlp_has_five_chunks():
+    """App. H: 100 layers of one size and a classification layer, S = 10."""
     config = shrink(RECIPES["vbigmlp_cifar10"]())
-    assert len(training.checked_partition(make_task(config.model, images), "chunks-5")) == 10
+    task = make_task(config.model, load_dataset(DataConfig(samples=2, pad=True)))
+    assert len(list(task.model.parameters())) == 202
+    assert len(training.checked_partition(task, config.optimizer.partition)) == 10
 
 
 def test_ntk_parameterisation_computes_the_same(tmp_path):
@@ -305,7 +334,11 @@ def test_full_disk_is_one_line_and_the_run_goes_on_later(tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:NewtonSummary")
 @pytest.mark.parametrize(
-    "optimizer", [SGDConfig(lr=1e300), KFACConfig(lr=1e300, inverse_period=1, covariance_period=1)]
+    "optimizer",
+    [
+        SGDConfig(lr=1e300),
+        KFACConfig(lr=1e300, kl_clip=1e308, inverse_period=1, covariance_period=1),
+    ],
 )
 def test_divergence_is_a_result(optimizer, tmp_path):
     model = replace(tiny().model, name="autoencoder")
@@ -318,12 +351,21 @@ def test_divergence_is_a_result(optimizer, tmp_path):
 
 
 def test_plateau_lowers_the_rate(tmp_path):
-    run = train(tiny(SGDConfig(lr=0.0), epochs=5), tmp_path / "a")
-    assert run.column("lr")[1:] == [0, 0, 0, 0, 0]
     stuck = tiny(SGDConfig(lr=1e-7), epochs=5)
-    assert train(stuck, tmp_path / "b").column("lr")[1:] == [1e-7] * 4 + [0.5e-7]
-    off = replace(stuck, schedule=ScheduleConfig(factor=1))
-    assert train(off, tmp_path / "c").column("lr")[1:] == [1e-7] * 5
+    assert train(stuck, tmp_path / "a").column("lr")[1:] == [1e-7] * 5
+    halved = replace(stuck, schedule=ScheduleConfig(factor=0.5))
+    assert train(halved, tmp_path / "b").column("lr")[1:] == [1e-7] * 4 + [0.5e-7]
+
+
+def test_the_author_s_plateau_forgets_the_best_loss(monkeypatch):
+    """After a jump: as printed the rate is halved every third epoch, as run only once."""
+    losses = [1.0, *(5.0 - 0.1 * t for t in range(8))]
+    for variant, halvings in (("as-run", 1), ("as-published", 2)):
+        config = tiny(NewtonSummaryConfig(variant, lr=0.4), schedule=ScheduleConfig(factor=0.5))
+        session = Session(config, torch.device("cpu"))
+        for loss in losses:
+            session._reduce_on_plateau(loss)
+        assert session.lr == pytest.approx(0.4 * 0.5**halvings)
 
 
 def test_training_loss_is_the_mean_over_samples(tmp_path):
@@ -378,7 +420,7 @@ class NoWaiting(TorchDispatchMode):
 
 @pytest.mark.parametrize("optimizer", [KFACConfig(covariance_period=2), SGDConfig()])
 def test_a_step_does_not_wait_for_the_device(optimizer):
-    """Adam and NewtonSummary read numbers where these are on the CPU anyway; L-BFGS always."""
+    """Adam and NewtonSummary read numbers where these are on the CPU anyway."""
     session = Session(tiny(optimizer), torch.device("cpu"))
     batches = list(session.batches)
     for batch in batches:

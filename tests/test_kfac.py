@@ -46,13 +46,15 @@ def block_hessian(model, layer, x, y):
     return torch.autograd.functional.hessian(loss, flat.flatten()), own
 
 
-def test_exact_on_a_deep_linear_network():
+@pytest.mark.parametrize("factored", [False, True])
+def test_exact_on_a_deep_linear_network(factored):
     """Martens and Grosse: with linear layers and squared error, A (x) G is the Fisher matrix.
 
     The loss is quadratic in one layer, so that layer's Fisher block is its Hessian.
     """
     model, x, y = linear_network(), torch.randn(20, 4), torch.randn(20, 3)
-    kfac = KFAC(model, lr=1.0, momentum=0.0, damping=0.3, likelihood="gaussian", fisher="exact")
+    how = {"likelihood": "gaussian", "fisher": "exact", "factored": factored}
+    kfac = KFAC(model, lr=1.0, momentum=0.0, damping=0.3, decay=0.0, **how)
     assert len(kfac.layers) == 3
     blocks = [block_hessian(model, layer, x, y) for layer in kfac.layers]
     kfac.observe(x)
@@ -65,8 +67,11 @@ def test_exact_on_a_deep_linear_network():
         out = len(layer.weight)
         gradient = torch.cat([p.grad.reshape(out, -1) for p in own], 1)
         moved = torch.cat([(before[p] - p.detach()).reshape(out, -1) for p in own], 1)
-        A, G = damped(A, G, 0.3)
-        expected = torch.linalg.solve(torch.kron(G, A), gradient.flatten())
+        fisher = H + 0.3 * torch.eye(len(H))
+        if factored:
+            A, G = damped(A, G, 0.3)
+            fisher = torch.kron(G, A)
+        expected = torch.linalg.solve(fisher, gradient.flatten())
         torch.testing.assert_close(moved.flatten(), expected)
 
 
@@ -83,16 +88,61 @@ def test_one_draw_has_the_right_mean():
     """The Fisher of drawn labels tends to the exact one, and to that of the softmax."""
     model = nn.Sequential(nn.Linear(3, 4))
     x = torch.randn(5, 3)
-    exact = KFAC(model, fisher="exact")
+    exact = KFAC(model, fisher="exact", decay=0.0)
     exact.observe(x)
     p = model(x).softmax(1)
     softmax = (torch.diag_embed(p) - p[:, :, None] * p[:, None, :]).mean(0)
     torch.testing.assert_close(exact.state[model[0].weight]["G"], softmax.detach())
-    drawn = KFAC(model)
+    drawn = KFAC(model, decay=0.0)
     drawn.observe(x.repeat(4000, 1))
     torch.testing.assert_close(
         drawn.state[model[0].weight]["G"], softmax.detach(), atol=0.01, rtol=0
     )
+
+
+def test_averages_start_from_the_identity():
+    model = nn.Sequential(nn.Linear(3, 4))
+    once, averaged = KFAC(model, fisher="exact", decay=0.0), KFAC(model, fisher="exact", decay=0.9)
+    x = torch.randn(5, 3)
+    for kfac in (once, averaged):
+        kfac.observe(x)
+    new, mean = once.state[model[0].weight]["A"], averaged.state[model[0].weight]["A"]
+    torch.testing.assert_close(mean, 0.9 * torch.eye(4) + 0.1 * new)
+
+
+def test_kl_clip_bounds_the_step_in_the_metric_of_the_gradient():
+    """lr^2 v^T g of the clipped step is kl_clip once it would be more; a smaller one is kept."""
+    model, x, y = linear_network(), torch.randn(20, 4), torch.randn(20, 3)
+    gradients = torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
+    start = [p.detach().clone() for p in model.parameters()]
+
+    def moved(kl_clip):
+        how = {"likelihood": "gaussian", "fisher": "exact", "kl_clip": kl_clip}
+        kfac = KFAC(model, lr=0.1, momentum=0.0, decay=0.0, **how)
+        for p, before, g in zip(model.parameters(), start, gradients):
+            p.data.copy_(before)
+            p.grad = g.clone()
+        kfac.observe(x)
+        kfac.step()
+        return [before - p.detach() for p, before in zip(model.parameters(), start)]
+
+    free, bound, loose = moved(float("inf")), moved(1e-6), moved(1e6)
+    squared = 0.1 * sum((v * g).sum() for v, g in zip(free, gradients))  # lr^2 v^T g
+    assert squared > 1e-6
+    for a, b, c in zip(free, bound, loose):
+        torch.testing.assert_close(b, a * (1e-6 / squared).sqrt())
+        assert torch.equal(a, c)
+
+
+def test_weight_decay_begins_at_the_twentieth_covariance():
+    model = nn.Sequential(nn.Linear(3, 4, bias=False))
+    kfac = KFAC(model, lr=0.5, momentum=0.0, weight_decay=0.1, covariance_period=2)
+    weight = model[0].weight
+    for step in range(41):
+        weight.grad = torch.zeros_like(weight)
+        before = weight.detach().clone()
+        kfac.step()
+        assert torch.equal(weight.detach(), before - 0.5 * (0.1 * before if step >= 40 else 0))
 
 
 def test_resumes_with_its_factors():

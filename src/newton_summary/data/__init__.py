@@ -31,8 +31,8 @@ def load_mnist_subset(
 ) -> tuple[Tensor, Tensor]:
     """Load 5,000 training or 1,000 test images of MNIST, as many of each digit.
 
-    The defaults prepare the images as the paper does: zero-padded to 32 x 32, then
-    normalised (so the frame has the value of the background, not 0).
+    The defaults prepare the images for LeNet: padded with background to 32 x 32, then normalised.
+    The paper's MLP takes them as they are, with ``pad=False``.
 
     Args:
         split: "train" (5,000 images of the MNIST training set) or "test" (1,000 of its test set).

@@ -18,14 +18,14 @@ from newton_summary.errors import UserError
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A network."""
+    """The network."""
 
-    name: str = "lenet"
+    name: str = "mlp"
     """mlp, lenet, vgg11, big_mlp, vbig_mlp, resnet18, autoencoder, gpt or rosenbrock."""
     width: int | None = None
-    """Width of its layers, where it has one; the usual one if not given."""
+    """Width of the layers, where it can be chosen."""
     depth: int | None = None
-    """Number of its layers, where it can be chosen."""
+    """Number of layers, where it can be chosen."""
     ntk: bool = False
     """Use the NTK parameterisation: weights of unit size, times sigma / sqrt(fan_in)."""
 
@@ -37,23 +37,22 @@ class DataConfig:
     name: str = "embedded"
     """mnist, cifar10, embedded (6,000 digits inside the package), addition or nothing."""
     root: Path | None = None
-    """Folder of the official files (also --data-root, or the variable NEWTON_SUMMARY_DATA)."""
+    """Folder with the official files (or --data-root, or the variable NEWTON_SUMMARY_DATA)."""
     download: bool = True
-    """Fetch official files that are not at hand."""
+    """Download official files that are missing."""
+    pad: bool = False
+    """Surround digits with two pixels of background: 32 x 32, for LeNet."""
     validation: int | None = None
-    """Training samples held out; 6,000 of MNIST and 5,000 of CIFAR-10 if not given."""
+    """Training samples to hold out (default: 6,000 of MNIST, 5,000 of CIFAR-10)."""
     samples: int | None = None
-    """Use so many samples of each part at most, for quick trials."""
+    """Use at most this many samples of each split, for quick trials."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """What all optimizers have."""
+    """An optimizer."""
 
     name: ClassVar[str] = ""
-
-    lr: float = 1e-3
-    """Learning rate at the start."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,8 @@ class AdamConfig(OptimizerConfig):
 
     name: ClassVar[str] = "adam"
 
+    lr: float = 1e-3
+    """Learning rate at the start."""
     beta1: float = 0.9
     """Decay of the mean gradient."""
     beta2: float = 0.999
@@ -77,26 +78,12 @@ class SGDConfig(OptimizerConfig):
     lr: float = 1e-2
     """Learning rate at the start."""
     momentum: float = 0.9
-    """Of the heavy ball."""
-
-
-@dataclass(frozen=True)
-class LBFGSConfig(OptimizerConfig):
-    """L-BFGS on each batch: take large ones."""
-
-    name: ClassVar[str] = "lbfgs"
-
-    lr: float = 1.0
-    """First step of each line search."""
-    history: int = 10
-    """Pairs of steps and gradients that are remembered."""
-    iterations: int = 5
-    """Iterations on each batch."""
+    """Heavy-ball momentum."""
 
 
 @dataclass(frozen=True)
 class KFACConfig(OptimizerConfig):
-    """K-FAC with momentum."""
+    """K-FAC with momentum; the defaults are those of the paper's runs."""
 
     name: ClassVar[str] = "kfac"
 
@@ -104,8 +91,14 @@ class KFACConfig(OptimizerConfig):
     """Learning rate at the start."""
     damping: float = 1e-2
     """lambda, added to the Fisher matrix."""
+    factored: bool = False
+    """Share the root of lambda between the factors: cheaper to invert, and damps more."""
+    kl_clip: float = 0.01
+    """Bound on lr^2 times the squared Fisher norm of a step."""
+    weight_decay: float = 0.003
+    """L2 penalty, added to the preconditioned gradient."""
     momentum: float = 0.9
-    """Of the heavy ball, on the preconditioned gradient."""
+    """Heavy-ball momentum, on the preconditioned gradient."""
     covariance_period: int = 10
     """Steps between updates of the covariances."""
     inverse_period: int = 100
@@ -116,58 +109,58 @@ class KFACConfig(OptimizerConfig):
 
 @dataclass(frozen=True)
 class NewtonSummaryConfig(OptimizerConfig):
-    """NewtonSummary. With averaging=window it is the paper's, with none of our safeguards."""
+    """NewtonSummary. Where no value is given, the variant's own default holds."""
 
     name: ClassVar[str] = "newton_summary"
 
-    lr: float = 0.3
+    variant: Literal["default", "as-run", "as-published"] = "default"
+    """The package's optimizer, or the paper's: as its author ran it (B = 100, in order), or as
+    printed (B = 1000, reshuffled)."""
+    lr: float | None = None
     """lambda_1, the factor on all rates at the start."""
-    lambda_int: float = 1.0
+    lambda_int: float | None = None
     """Strength of the cubic term."""
     partition: str = "canonical"
-    """canonical, trivial, weights-biases, layers, modules-K, blocks-K, chunks-K, ..."""
+    """canonical, trivial, weights-biases, blocks-K, alternate-K, chunks-K or discrete."""
     diagonal: bool = False
-    """Leave out the interactions between groups (App. K)."""
-    momentum: float = 0.9
+    """Ignore the interactions between groups (App. K)."""
+    momentum: float | None = None
     """mu_g, of the heavy ball."""
-    eta_momentum: float = 0.0
-    """mu_eta, on the rates."""
-    summary_period: int = 10
+    summary_period: int | None = None
     """tau, steps from one summary to the next."""
-    summary_window: int = 3
-    """upsilon, summaries that are averaged."""
-    warmup: int = 3
-    """Summaries before the first move."""
-    curvature_batch_size: int = 1000
-    """B, samples for one summary."""
-    averaging: Literal["window", "normalized"] = "window"
-    """The paper's window, or averages by step length, which train more reliably."""
-    negative: Literal["cut", "drop"] = "cut"
-    """What becomes of groups whose rate is negative."""
+    summary_window: int | None = None
+    """upsilon, number of summaries to average in the paper's variants."""
+    curvature_batch_size: int | None = None
+    """B, samples per summary."""
     direction: Literal["gradient", "adam"] = "gradient"
-    """Direction: the heavy ball, or Adam's step."""
+    """Heavy ball, or Adam's step."""
     backend: str = "auto"
-    """How summaries are computed."""
+    """How to compute summaries."""
     cuda_graph: bool = False
     """On a GPU, replay the measurement as a CUDA graph: for small models."""
 
+    @property
+    def curvature(self) -> tuple[int, bool]:
+        """B, and whether the batches are reshuffled at each pass."""
+        usual = 100 if self.variant == "as-run" else 1000
+        return self.curvature_batch_size or usual, self.variant != "as-run"
+
 
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
-    kind.name: kind
-    for kind in (NewtonSummaryConfig, AdamConfig, KFACConfig, SGDConfig, LBFGSConfig)
+    kind.name: kind for kind in (NewtonSummaryConfig, AdamConfig, KFACConfig, SGDConfig)
 }
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """ReduceLROnPlateau on the training loss of the epochs."""
+    """ReduceLROnPlateau on the training loss of the epochs; off unless factor < 1."""
 
+    factor: float = 1.0
+    """Factor on the learning rate; 1 keeps it constant. The paper's NewtonSummary has 0.5."""
     patience: int = 2
-    """Epochs without progress that are let pass."""
-    factor: float = 0.5
-    """Factor on the learning rate; 1 switches the schedule off."""
+    """Epochs without improvement to tolerate."""
     threshold: float = 1e-4
-    """Relative progress that counts."""
+    """Relative improvement that counts."""
 
 
 @dataclass(frozen=True)
@@ -175,15 +168,15 @@ class MeasureConfig:
     """Summaries along the full-batch gradient, measured before epochs (Section 6.1)."""
 
     every: int = 0
-    """Measure before every so many epochs, and at the end; 0 for never."""
+    """Measure every N epochs, and at the end; 0 for never."""
     partition: str = "canonical"
     """Groups of the measurement."""
     lambda_int: float = 1.0
-    """For the learning rates that are kept with it."""
+    """Strength of the cubic term in the rates that are stored."""
     batch_size: int = 1000
     """Samples at a time."""
     samples: int | None = None
-    """Samples in all; the whole training set if not given."""
+    """Samples in all (default: the whole training set)."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +184,7 @@ class ExperimentConfig:
     """A run."""
 
     recipe: str = "custom"
-    """Name of the recipe that this came from."""
+    """Name of the recipe."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=NewtonSummaryConfig)
@@ -202,20 +195,22 @@ class ExperimentConfig:
     batch_size: int = 100
     """B_g, samples for one gradient."""
     seed: int = 0
-    """Decides the initial weights and the order of the samples."""
+    """Seed of the initial weights and of the order of the samples."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, ...; auto takes a GPU where there is one."""
+    """cpu, cuda, cuda:1, ...; auto takes a GPU if there is one."""
     dtype: Literal["float32", "float64"] = "float32"
     """Floating-point type of parameters and data."""
     tf32: bool = False
-    """Let a GPU round to TF32 in products."""
+    """Let a GPU round products to TF32."""
+    graph_steps: bool = False
+    """On a GPU, replay forward and backward passes as a CUDA graph: for many small runs."""
 
 
 # --- as plain values -----------------------------------------------------------------------------
 
 
 def to_dict(config: ExperimentConfig) -> dict[str, Any]:
-    """Return the configuration as values that JSON holds."""
+    """Return the configuration as values that JSON can hold."""
     values = asdict(config)
     values["optimizer"] = {"name": config.optimizer.name, **values["optimizer"]}
     root = values["data"]["root"]
@@ -224,7 +219,7 @@ def to_dict(config: ExperimentConfig) -> dict[str, Any]:
 
 
 def from_dict(values: Mapping[str, Any]) -> ExperimentConfig:
-    """Return the configuration that :func:`to_dict` has written."""
+    """Return the configuration that :func:`to_dict` wrote."""
     parts = dict(values)
     optimizer = dict(parts["optimizer"])
     name = optimizer.pop("name")
@@ -280,12 +275,11 @@ LEAST = {
     "optimizer.lambda_int": 0,
     "optimizer.summary_period": 1,
     "optimizer.summary_window": 1,
-    "optimizer.warmup": 0,
     "optimizer.curvature_batch_size": 1,
     "optimizer.covariance_period": 1,
     "optimizer.inverse_period": 1,
-    "optimizer.history": 1,
-    "optimizer.iterations": 1,
+    "optimizer.kl_clip": 0,
+    "optimizer.weight_decay": 0,
     "schedule.patience": 0,
     "measure.every": 0,
     "measure.lambda_int": 0,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import Tensor
 from newton_summary.data import MNIST_MEAN, MNIST_STD, load_mnist_subset
 from newton_summary.display.names import nearest
 from newton_summary.errors import UserError
+from newton_summary.experiments.config import DataConfig
 from newton_summary.experiments.files import Bytes, read_cifar10, read_mnist
 
 Batch = tuple[Tensor, Tensor]
@@ -59,7 +60,7 @@ class Dataset:
 
 
 class Batches:
-    """Minibatches in a new random order at each pass, gathered on the device of the data.
+    """Minibatches gathered on the device of the data, in a new random order at each pass.
 
     The order comes from the CPU, so it does not depend on the device. Its random numbers are those
     of ``generator``, or torch's own.
@@ -70,6 +71,7 @@ class Batches:
         generator: Random numbers for the order.
         drop_last: Leave a smaller last batch out, unless it is the only one.
         part: Says which of the samples in a batch of some length to take; all if not given.
+        shuffle: Whether to draw an order; otherwise the samples come as they are stored.
     """
 
     def __init__(
@@ -79,8 +81,9 @@ class Batches:
         generator: torch.Generator | None = None,
         drop_last: bool = False,
         part: Callable[[int], slice] | None = None,
+        shuffle: bool = True,
     ):
-        self.part = part
+        self.part, self.shuffle = part, shuffle
         self.split, self.size, self.generator = split, min(size, len(split)), generator
         self.used = len(split) // self.size * self.size if drop_last else len(split)
 
@@ -90,8 +93,11 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         """Draw an order, and give the batches."""
-        order = torch.randperm(len(self.split), generator=self.generator)[: self.used]
-        order = order.to(self.split.inputs.device)
+        if self.shuffle:
+            order = torch.randperm(len(self.split), generator=self.generator)
+        else:
+            order = torch.arange(len(self.split))
+        order = order[: self.used].to(self.split.inputs.device)
         for start in range(0, self.used, self.size):
             index = order[start : start + self.size]
             if self.part is not None:
@@ -106,72 +112,65 @@ class Batches:
 class Source:
     """Where samples come from, as (training and validation samples, test samples)."""
 
-    load: Callable[[Path | None, bool, torch.dtype, torch.device], tuple[Split, Split]]
+    load: Callable[[DataConfig, torch.dtype, torch.device], tuple[Split, Split]]
     validation: int  # training samples held out unless a number is given
 
 
 def load_dataset(
-    name: str,
-    *,
-    root: Path | None = None,
-    download: bool = True,
-    validation: int | None = None,
-    samples: int | None = None,
+    config: DataConfig,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Dataset:
     """Load a data set, normalised, onto a device.
 
-    Args:
-        name: A key of ``DATASETS``.
-        root: Folder with the official files; if not given that of NEWTON_SUMMARY_DATA, or a cache
-            folder into which they are fetched.
-        download: Whether files that are not at hand may be fetched.
-        validation: Training samples to hold out; 6,000 of MNIST and 5,000 of CIFAR-10 if not given.
-        samples: Use so many samples of each split at most, for quick trials.
-        dtype: Floating-point type of the inputs.
-        device: Where the tensors live.
-
     Raises:
         UserError: If the data does not exist or is not what it should be.
     """
+    name = config.name
     if name not in DATASETS:
         raise UserError(
             f"Unknown data set {name!r}.{nearest(name, DATASETS)} There are {', '.join(DATASETS)}."
         )
     source = DATASETS[name]
-    known, test = source.load(root, download, dtype, torch.device(device))
-    held_out = source.validation if validation is None else validation
+    known, test = source.load(config, dtype, torch.device(device))
+    held_out = source.validation if config.validation is None else config.validation
     if not 0 < held_out < len(known):
         raise UserError(
             f"{held_out} samples cannot be held out of the {len(known)} of {name!r} for validation."
         )
     order = torch.randperm(len(known), generator=torch.Generator().manual_seed(SPLIT_SEED))
     order = order.to(known.inputs.device)
-    train, chosen = order[held_out:][:samples], order[:held_out][:samples]
-    return Dataset(name, known[train], known[chosen], test[slice(samples)])
+    n = config.samples
+    train, chosen = order[held_out:][:n], order[:held_out][:n]
+    return Dataset(name, known[train], known[chosen], test[slice(n)])
 
 
-def _mnist(
-    root: Path | None, download: bool, dtype: torch.dtype, device: torch.device
-) -> tuple[Split, Split]:
-    """60,000 and 10,000 digits, padded to 32 x 32."""
-    files = read_mnist(root, download)
+def _mnist(config: DataConfig, dtype: torch.dtype, device: torch.device) -> tuple[Split, Split]:
+    """60,000 and 10,000 digits of 28 x 28."""
+    files = read_mnist(config.root, config.download)
     train, test = (
-        _images(*files[part], (MNIST_MEAN,), (MNIST_STD,), dtype, device, pad=2)
+        _images(*files[part], (MNIST_MEAN,), (MNIST_STD,), dtype, device, config.pad)
         for part in ("train", "test")
     )
     return train, test
 
 
-def _cifar10(
-    root: Path | None, download: bool, dtype: torch.dtype, device: torch.device
-) -> tuple[Split, Split]:
+def _cifar10(config: DataConfig, dtype: torch.dtype, device: torch.device) -> tuple[Split, Split]:
     """50,000 and 10,000 colour images of 32 x 32."""
-    files = read_cifar10(root, download)
+    files = read_cifar10(config.root, config.download)
     train, test = (
         _images(*files[part], CIFAR10_MEAN, CIFAR10_STD, dtype, device)
         for part in ("train", "test")
+    )
+    return train, test
+
+
+def _embedded(config: DataConfig, dtype: torch.dtype, device: torch.device) -> tuple[Split, Split]:
+    """5,000 and 1,000 digits of MNIST inside the package."""
+    parts: tuple[Literal["train", "test"], ...] = ("train", "test")
+    train, test = (
+        Split(*load_mnist_subset(part, pad=config.pad, dtype=dtype, device=device))
+        for part in parts
     )
     return train, test
 
@@ -183,31 +182,21 @@ def _images(
     std: tuple[float, ...],
     dtype: torch.dtype,
     device: torch.device,
-    pad: int = 0,
+    pad: bool = False,
 ) -> Split:
     """Normalise each channel; the frame has the value of black."""
     images = torch.tensor(pixels, device=device).to(dtype).div_(255)
     if pad:
-        images = F.pad(images, (pad,) * 4)
+        images = F.pad(images, (2,) * 4)
     center, spread = (torch.tensor(x, dtype=dtype, device=device) for x in (mean, std))
     images.sub_(center[:, None, None]).div_(spread[:, None, None])
     return Split(images, torch.tensor(labels, dtype=torch.int64, device=device))
 
 
-def _embedded(
-    root: Path | None, download: bool, dtype: torch.dtype, device: torch.device
-) -> tuple[Split, Split]:
-    """5,000 and 1,000 digits of MNIST inside the package."""
-    train = Split(*load_mnist_subset("train", dtype=dtype, device=device))
-    return train, Split(*load_mnist_subset("test", dtype=dtype, device=device))
-
-
 ADDITION_SYMBOLS = "0123456789+="
 
 
-def _addition(
-    root: Path | None, download: bool, dtype: torch.dtype, device: torch.device
-) -> tuple[Split, Split]:
+def _addition(config: DataConfig, dtype: torch.dtype, device: torch.device) -> tuple[Split, Split]:
     """All sums of two numbers below 100, as in ``"07+45=250"``: the answer's last digit first.
 
     The input is the text without its last symbol, the targets are the three digits of the answer.
@@ -220,9 +209,7 @@ def _addition(
     return every[slice(2000, None)], every[slice(0, 2000)]
 
 
-def _nothing(
-    root: Path | None, download: bool, dtype: torch.dtype, device: torch.device
-) -> tuple[Split, Split]:
+def _nothing(config: DataConfig, dtype: torch.dtype, device: torch.device) -> tuple[Split, Split]:
     """Empty samples, for a loss that depends on the parameters alone."""
     empty = Split(
         torch.zeros(101, 1, dtype=dtype, device=device),

@@ -17,7 +17,7 @@ from newton_summary.experiments.recipes import RECIPES
 
 LONGEST_NAME = 120
 CONNECTING = 10  # seconds until a cluster that does not answer is given up
-NOT_IN_NAME = {"recipe", "epochs", "data.root", "data.download", "seed"}
+NOT_IN_NAME = {"recipe", "epochs", "data.root", "data.download", "seed", "graph_steps"}
 
 
 def run_name(config: ExperimentConfig) -> str:
@@ -55,7 +55,7 @@ class Result:
     skipped: bool = False  # it had been done before
 
 
-def run_one(config: ExperimentConfig, path: Path, threads: int | None = None) -> Result:
+def run_one(config: ExperimentConfig, path: Path, side_by_side: int = 1) -> Result:
     """Train one point; what goes wrong is returned, so that the others go on."""
     import torch
 
@@ -64,12 +64,13 @@ def run_one(config: ExperimentConfig, path: Path, threads: int | None = None) ->
     from newton_summary.experiments.training import train
     from newton_summary.run_directory import CONFIG
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    if side_by_side != 1:
+        torch.set_num_threads(1)
     try:
         known = Run.load(path) if (path / CONFIG).is_file() else None
         done = known is not None and known.epoch >= config.epochs
-        run = known.until(config) if known is not None and done else train(config, path)
+        run = known.until(config) if known is not None and done else None
+        run = run or train(config, path, side_by_side=side_by_side)
         return Result(config, path, as_dict(outcome(run)), skipped=done)
     except Exception as error:  # whatever it is, the other runs do not depend on it
         text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
@@ -106,8 +107,8 @@ def run_all(
     if twice is not None:
         raise UserError(f"The grid has the point {twice} twice.")
     root = root.absolute()  # workers have other working directories
-    threads = 1 if jobs > 1 or scheduler else None
-    work = [delayed(run_one)(c, root / n, threads) for c, n in zip(configs, names, strict=True)]
+    beside = 0 if scheduler else jobs  # 0: not known
+    work = [delayed(run_one)(c, root / n, beside) for c, n in zip(configs, names, strict=True)]
     results: dict[Path, Result] = {}
     with ExitStack() as cluster:
         if scheduler is not None:

@@ -1,10 +1,13 @@
 """K-FAC (Martens and Grosse, 2015; for convolutions Grosse and Martens, 2016), as a baseline.
 
-Written here rather than taken from curvlinops: that package needs backpack, which pulls in
-torchvision, and PyPI's torchvision does not import beside the CPU build of torch. What a baseline
-needs is short: for each layer with inputs ``a`` and output gradients ``g`` the Fisher matrix is
-taken to be A (x) G, with A = E[a a^T] and G = E[g g^T]. This is exact for a deep linear network
-with squared error, which is how the tests check it.
+For a layer with inputs ``a`` and output gradients ``g`` the Fisher matrix is taken to be A (x) G,
+with A = E[a a^T] and G = E[g g^T]. This is exact for a deep linear network with squared error,
+which is how the tests check it.
+
+Written here, with the conventions of the package that the paper used: the averages of A and G
+start from the identity, lambda is added to the eigenvalues of A (x) G, steps are bounded by
+``kl_clip``, and weight decay is an L2 term on top of the preconditioned gradient, from the
+twentieth update of the covariances on.
 """
 
 from __future__ import annotations
@@ -25,17 +28,22 @@ class KFAC(Optimizer):
     """Natural gradient with a Kronecker-factored Fisher matrix, and momentum.
 
     The covariances are those of the model's own distribution (labels are drawn from it, not taken
-    from the data), averaged with exponential weights. Parameters that belong to no linear or
-    convolutional layer move along their gradient.
+    from the data), averaged with exponential weights. Parameters outside linear and convolutional
+    layers move along their gradient.
 
     Args:
         model: The network.
         lr: Learning rate.
-        damping: lambda; its root is shared between A and G (Martens and Grosse, Section 6.3).
-        momentum: Of the heavy ball, on the preconditioned gradient.
+        damping: lambda. A layer's step is (A (x) G + lambda I)^-1 times its gradient.
+        kl_clip: The step is scaled by min(1, sqrt(kl_clip / (lr^2 v^T g))), where v is the
+            preconditioned gradient.
+        weight_decay: L2 penalty.
+        momentum: Heavy-ball momentum, on the preconditioned gradient.
         covariance_period: Steps between updates of A and G; see :attr:`covariances_due`.
         inverse_period: Steps between inversions.
         decay: Weight of the past in A and G.
+        factored: Add the root of lambda to A and G instead (Martens and Grosse, Section 6.3).
+            Cheaper, because no eigenvectors are needed, and with cross terms that damp more.
         likelihood: ``"categorical"`` for cross-entropy, ``"gaussian"`` for a mean squared error
             over all outputs.
         fisher: ``"sampled"`` draws one label for each sample; ``"exact"`` takes the mean over all
@@ -47,16 +55,20 @@ class KFAC(Optimizer):
         model: nn.Module,
         lr: float = 1e-3,
         damping: float = 1e-2,
+        kl_clip: float = math.inf,
+        weight_decay: float = 0.0,
         momentum: float = 0.9,
         covariance_period: int = 10,
         inverse_period: int = 100,
         decay: float = 0.95,
         *,
+        factored: bool = False,
         likelihood: Literal["categorical", "gaussian"] = "categorical",
         fisher: Literal["sampled", "exact"] = "sampled",
     ):
         self.model = model
-        self.damping, self.decay = damping, decay
+        self.damping, self.decay, self.factored = damping, decay, factored
+        self.kl_clip, self.weight_decay = kl_clip, weight_decay
         self.covariance_period, self.inverse_period = covariance_period, inverse_period
         self.likelihood, self.fisher = likelihood, fisher
         self.layers = [m for m in model.modules() if isinstance(m, Layer) and _is_plain(m)]
@@ -89,7 +101,8 @@ class KFAC(Optimizer):
             state = self.state[layer.weight]
             for name, value in new.items():
                 known = state.get(name)
-                state[name] = value if known is None else torch.lerp(value, known, self.decay)
+                known = identity(value) if known is None else known
+                state[name] = torch.lerp(value, known, self.decay)
 
     def _cotangents(self, outputs: Tensor) -> Iterator[Tensor]:
         """Give derivatives c_i of samples' losses by the outputs: E[sum_i c_i c_i^T] = Fisher."""
@@ -115,28 +128,39 @@ class KFAC(Optimizer):
         group = self.param_groups[0]
         if group["steps"] % self.inverse_period == 0:
             self._invert()
-        group["steps"] += 1
         update = {p: p.grad for p in group["params"] if p.grad is not None}
+        natural: dict[Tensor, Tensor] = {}
         for layer in self.layers:
-            if layer.weight in update and "A_inverse" in self.state[layer.weight]:
-                update |= self._precondition(layer)
-        for p, u in update.items():
+            if layer.weight in update and "A" in self.state[layer.weight]:
+                natural |= self._precondition(layer)
+        if natural and math.isfinite(self.kl_clip):
+            inner = torch.stack([(v * update[p]).sum() for p, v in natural.items()]).sum()
+            scale = (math.sqrt(self.kl_clip) / (group["lr"] * inner.sqrt())).clamp(max=1)
+            natural = {p: v * scale for p, v in natural.items()}
+        decays = group["steps"] >= 20 * self.covariance_period
+        for p, u in (update | natural).items():
+            if self.weight_decay and decays:
+                u = u + self.weight_decay * p
             state = self.state[p]
             if "momentum" not in state:
                 state["momentum"] = torch.zeros_like(p)
             state["momentum"].mul_(group["momentum"]).add_(u)
             p.sub_(state["momentum"] * group["lr"])
+        group["steps"] += 1
 
     def _invert(self) -> None:
         for layer in self.layers:
             state = self.state[layer.weight]
-            if "A" in state:
-                A, G = damped(state["A"], state["G"], self.damping)
-                state["A_inverse"] = torch.cholesky_inverse(torch.linalg.cholesky(A))
-                state["G_inverse"] = torch.cholesky_inverse(torch.linalg.cholesky(G))
+            if "A" in state and self.factored:
+                for name, M in zip("AG", damped(state["A"], state["G"], self.damping)):
+                    state[f"{name}_inverse"] = torch.cholesky_inverse(torch.linalg.cholesky(M))
+            elif "A" in state:
+                a, state["A_vectors"] = torch.linalg.eigh(state["A"])
+                g, state["G_vectors"] = torch.linalg.eigh(state["G"])
+                state["values"] = torch.outer(g.clamp_min(0), a.clamp_min(0)) + self.damping
 
     def _precondition(self, layer: Layer) -> dict[Tensor, Tensor]:
-        """Return G^-1 [dW db] A^-1 of a layer, by parameter."""
+        """Return (A (x) G + lambda I)^-1 [dW db] of a layer, by parameter."""
         weight, bias = layer.weight, layer.bias
         assert weight.grad is not None
         gradient = weight.grad.flatten(1)
@@ -144,10 +168,19 @@ class KFAC(Optimizer):
             assert bias.grad is not None
             gradient = torch.cat([gradient, bias.grad[:, None]], 1)
         state = self.state[weight]
-        result = state["G_inverse"] @ gradient @ state["A_inverse"]
+        if self.factored:
+            result = state["G_inverse"] @ gradient @ state["A_inverse"]
+        else:
+            A, G = state["A_vectors"], state["G_vectors"]
+            result = G @ (G.T @ gradient @ A / state["values"]) @ A.T
         if bias is None:
             return {weight: result.view_as(weight)}
         return {weight: result[:, :-1].reshape(weight.shape), bias: result[:, -1]}
+
+
+def identity(M: Tensor) -> Tensor:
+    """Return the identity of the size of a square matrix."""
+    return torch.eye(len(M), dtype=M.dtype, device=M.device)
 
 
 def damped(A: Tensor, G: Tensor, damping: float) -> tuple[Tensor, Tensor]:
@@ -156,8 +189,7 @@ def damped(A: Tensor, G: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     scale_A, scale_G = (M.diagonal().mean().clamp_min(tiny) for M in (A, G))
     pi = (scale_A / scale_G).sqrt()
     root = math.sqrt(damping)
-    identity_A, identity_G = (torch.eye(len(M), dtype=M.dtype, device=M.device) for M in (A, G))
-    return A + pi * root * identity_A, G + root / pi * identity_G
+    return A + pi * root * identity(A), G + root / pi * identity(G)
 
 
 def input_covariance(layer: Layer, x: Tensor) -> Tensor:

@@ -63,9 +63,9 @@ def perceptron(sizes: Sequence[int], activation: Callable[[], nn.Module], gain: 
     return initialize(nn.Sequential(*layers[:-1]), gain)
 
 
-def mlp(features: int = 1024) -> nn.Module:
-    """MLP of the paper: 1024-200-100-10 with tanh, for MNIST padded to 32 x 32."""
-    return perceptron([features, 200, 100, 10], nn.Tanh, TANH_GAIN)
+def mlp(features: int = 784) -> nn.Module:
+    """MLP of the paper: 784-1024-200-100-10 with tanh, for the 28 x 28 images of MNIST."""
+    return perceptron([features, 1024, 200, 100, 10], nn.Tanh, TANH_GAIN)
 
 
 def lenet(channels: int = 3) -> nn.Module:
@@ -112,11 +112,15 @@ def big_mlp(depth: int = 20, width: int = 1024, features: int = 3072) -> nn.Modu
 
 
 def vbig_mlp(depth: int = 100, width: int = 1024, features: int = 3072) -> nn.Module:
-    """VBigMLP of App. H: 100 layers in all, so five chunks of weights and biases give S = 10."""
-    return perceptron([features, *[width] * (depth - 1), 10], nn.ELU, ELU_GAIN)
+    """VBigMLP of App. H: 100 layers of 1024 with ELU, and a classification layer.
+
+    The paper counts 2L = 200 tensors, so without the classification layer; its author's code has
+    101 layers, as BigMLP has 21. This follows the code.
+    """
+    return big_mlp(depth, width, features)
 
 
-def autoencoder(features: int = 1024, width: int = 256, code: int = 32) -> nn.Module:
+def autoencoder(features: int = 784, width: int = 256, code: int = 32) -> nn.Module:
     """A perceptron with tanh that gives back its input through ``code`` numbers."""
     return perceptron([features, width, code, width, features], nn.Tanh, TANH_GAIN)
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import LBFGS, SGD, Adam, Optimizer
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
 
 from newton_summary.errors import UserError
 from newton_summary.experiments.config import (
     AdamConfig,
     KFACConfig,
-    LBFGSConfig,
     NewtonSummaryConfig,
     OptimizerConfig,
     SGDConfig,
@@ -26,38 +26,76 @@ from newton_summary.optimizer import NewtonSummary
 from newton_summary.partition import Partition, make_partition
 
 
-class Stepper(Protocol):
-    """Moves a model, batch by batch. Nothing in a step waits for the device, but in L-BFGS."""
+class Stepper:
+    """Moves a model, batch by batch. Nothing in a step waits for the device.
 
-    @property
-    def optimizer(self) -> Optimizer:
-        """The torch optimizer, for its state and for schedulers."""
-        ...
+    Attributes:
+        optimizer: The torch optimizer, for its state and for schedulers.
+        params: The parameters of the model.
+        gradient: Leaves the gradient of a batch in the parameters and returns the loss.
+    """
+
+    def __init__(self, task: Task, optimizer: Optimizer, team: Team):
+        self.task, self.optimizer, self.team = task, optimizer, team
+        self.params = list(task.model.parameters())
+        self.gradient: Callable[[Batch], Tensor] = self._gradient
 
     def step(self, batch: Batch) -> Tensor:
         """Make one step; return the loss of the batch before it, on the device.
 
         Where several processes share a batch, their shares of the loss add up to it.
         """
-        ...
-
-
-class GradientStepper:
-    """For optimizers that need gradients alone."""
-
-    def __init__(self, task: Task, optimizer: Optimizer, team: Team):
-        self.task, self.optimizer, self.team = task, optimizer, team
-        self.params = list(task.model.parameters())
-
-    def step(self, batch: Batch) -> Tensor:
-        """Make one step."""
-        self.optimizer.zero_grad()
-        loss = self.team.backward(partial(self.task.loss, self.task.model), batch, self.params)
+        loss = self.gradient(batch)
         self.optimizer.step()
         return loss
 
+    def _gradient(self, batch: Batch) -> Tensor:
+        self.optimizer.zero_grad()
+        return self.team.backward(partial(self.task.loss, self.task.model), batch, self.params)
 
-class KFACStepper(GradientStepper):
+
+class GraphedGradient:
+    """Replays the gradient of a batch as a CUDA graph, captured at the first batch of a size.
+
+    For models too small to keep a GPU busy: a replay is one launch. Batches of another size are
+    computed as usual.
+    """
+
+    def __init__(self, gradient: Callable[[Batch], Tensor], params: list[nn.Parameter]):
+        self.gradient, self.params = gradient, params
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Leave the gradient in the parameters; return the loss, valid until the next call."""
+        if self.graph is None:
+            self._capture(batch)
+        if any(x.shape != static.shape for x, static in zip(batch, self.batch)):
+            return self.gradient(batch)
+        for static, x in zip(self.batch, batch):
+            static.copy_(x)
+        assert self.graph is not None
+        self.graph.replay()
+        for p, grad in zip(self.params, self.grads):
+            p.grad = grad
+        return self.loss
+
+    def _capture(self, batch: Batch) -> None:
+        self.batch = (batch[0].clone(), batch[1].clone())
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # lets libraries allocate and choose before the capture
+                self.gradient(self.batch)
+        torch.cuda.current_stream().wait_stream(stream)
+        for p in self.params:
+            p.grad = None  # so that the capture makes its own, which replays overwrite
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.loss = self.gradient(self.batch)
+        self.grads = [p.grad for p in self.params]
+
+
+class KFACStepper(Stepper):
     """Shows K-FAC the inputs when its covariances are due; all of them, on every process."""
 
     optimizer: KFAC
@@ -67,25 +105,6 @@ class KFACStepper(GradientStepper):
         if self.optimizer.covariances_due:
             self.optimizer.observe(batch[0])
         return super().step(batch)
-
-
-class ClosureStepper:
-    """For L-BFGS, which evaluates the loss as often as it likes."""
-
-    def __init__(self, task: Task, optimizer: Optimizer, team: Team):
-        self.task, self.optimizer, self.team = task, optimizer, team
-        self.params = list(task.model.parameters())
-
-    def step(self, batch: Batch) -> Tensor:
-        """Make one step."""
-        loss_of = partial(self.task.loss, self.task.model)
-
-        def closure() -> Tensor:
-            self.optimizer.zero_grad()
-            return self.team.total(self.team.backward(loss_of, batch, self.params))
-
-        first = self.optimizer.step(closure)  # type: ignore[arg-type]
-        return torch.as_tensor(first).detach() / self.team.size
 
 
 def make_stepper(
@@ -113,25 +132,13 @@ def _make_stepper(config: OptimizerConfig, task: Task, train: Split, team: Team)
     if isinstance(config, AdamConfig):
         betas = (config.beta1, config.beta2)
         fused = params[0].is_cuda
-        return GradientStepper(task, Adam(params, lr=config.lr, betas=betas, fused=fused), team)
+        return Stepper(task, Adam(params, lr=config.lr, betas=betas, fused=fused), team)
     if isinstance(config, SGDConfig):
-        return GradientStepper(task, SGD(params, lr=config.lr, momentum=config.momentum), team)
-    if isinstance(config, LBFGSConfig):
-        return ClosureStepper(
-            task,
-            LBFGS(
-                params,
-                lr=config.lr,
-                max_iter=config.iterations,
-                history_size=config.history,
-                line_search_fn="strong_wolfe",
-            ),
-            team,
-        )
+        return Stepper(task, SGD(params, lr=config.lr, momentum=config.momentum), team)
     if isinstance(config, KFACConfig):
         return KFACStepper(task, _kfac(config, task), team)
     if isinstance(config, NewtonSummaryConfig):
-        return GradientStepper(task, _newton_summary(config, task, train, team), team)
+        return Stepper(task, _newton_summary(config, task, train, team), team)
     raise UserError(f"There is no optimizer for {type(config).__name__}.")
 
 
@@ -143,10 +150,13 @@ def _kfac(config: KFACConfig, task: Task) -> KFAC:
         task.model,
         lr=config.lr,
         damping=config.damping,
+        kl_clip=config.kl_clip,
+        weight_decay=config.weight_decay,
         momentum=config.momentum,
         covariance_period=config.covariance_period,
         inverse_period=config.inverse_period,
         decay=config.decay,
+        factored=config.factored,
         likelihood="gaussian" if gaussian else "categorical",
     )
     if not optimizer.layers:
@@ -157,29 +167,23 @@ def _kfac(config: KFACConfig, task: Task) -> KFAC:
 def _newton_summary(
     config: NewtonSummaryConfig, task: Task, train: Split, team: Team
 ) -> NewtonSummary:
-    direction = None
+    size, shuffle = config.curvature
+    batches = Batches(train, size, drop_last=True, part=team.part, shuffle=shuffle)
+    own = ("lr", "lambda_int", "momentum", "summary_period", "summary_window")
+    given: dict[str, Any] = {name: getattr(config, name) for name in own}
+    options = {name: value for name, value in given.items() if value is not None}
     if config.direction == "adam":
-        direction = Adam(task.model.parameters(), lr=1e-3)
-    # With the window this is the paper's optimizer, without any safeguard.
-    make = NewtonSummary.paper if config.averaging == "window" else NewtonSummary
+        options["direction"] = Adam(task.model.parameters(), lr=1e-3)
+    make: Callable[..., NewtonSummary] = NewtonSummary
+    if config.variant != "default":
+        make, options["variant"] = NewtonSummary.paper, config.variant
     return make(
         checked_partition(task, config.partition),
-        lr=config.lr,
-        lambda_int=config.lambda_int,
-        momentum=config.momentum,
-        eta_momentum=config.eta_momentum,
-        summary_period=config.summary_period,
-        summary_window=config.summary_window,
-        warmup=config.warmup,
-        direction=direction,
-        curvature=(
-            task.loss,
-            Batches(train, config.curvature_batch_size, drop_last=True, part=team.part),
-        ),
+        curvature=(task.loss, batches),
         diagonal=config.diagonal,
-        negative=config.negative,
         backend=config.backend,
         cuda_graph=config.cuda_graph and next(task.model.parameters()).is_cuda,
+        **options,
     )
 
 

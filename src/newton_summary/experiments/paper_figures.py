@@ -24,7 +24,7 @@ from newton_summary.figures.drawing import COLOURS, PANEL, draw_matrix
 from newton_summary.history import History, Measured
 from newton_summary.summary import Block
 
-FIXED = dict(zip(("NewtonSummary", "Adam", "K-FAC", "SGD", "L-BFGS"), COLOURS))
+FIXED = dict(zip(("NewtonSummary", "Adam", "K-FAC", "SGD"), COLOURS))
 STYLES = ("-", "--", "-.")  # after all colours are used up
 
 

@@ -1,7 +1,8 @@
 """The experiments of the paper, and some of our own: functions that return whole configurations.
 
-The hyperparameters of the four setups are those of the paper's tables (App. G), but for SGD and
-L-BFGS, of which the paper gives none.
+The four setups have the hyperparameters of the paper's tables (App. G), except for those of SGD,
+which it does not give. NewtonSummary is the variant that the paper's author ran; Adam, K-FAC and
+SGD keep their learning rates: the plateau schedule is a line of NewtonSummary's algorithm.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 from newton_summary.display.names import nearest
 from newton_summary.errors import UserError
@@ -17,7 +19,6 @@ from newton_summary.experiments.config import (
     DataConfig,
     ExperimentConfig,
     KFACConfig,
-    LBFGSConfig,
     MeasureConfig,
     ModelConfig,
     NewtonSummaryConfig,
@@ -35,14 +36,15 @@ PARTITIONS = (
     "alternate-4",
     "canonical",
 )
-"""Of the partition study (App. J), coarsest first."""
+"""Of the partition study (App. J), coarsest first: S = 1, 2, 6, 6, 10, 10, 18 on VGG-11'."""
+
+ADAM_RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+"""The grid from which we tune Adam, beside the paper's own rates."""
+
+PLATEAU = ScheduleConfig(factor=0.5)
 
 
-DEFAULTS = NewtonSummaryConfig(lr=0.7, averaging="normalized")
-"""NewtonSummary as the package makes it when nothing is said."""
-
-
-# --- the four setups (Section 6.2, Table 6) ------------------------------------------------------
+# --- the four setups (Section 6.2) ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -68,33 +70,56 @@ SETUPS = {
         ModelConfig("lenet"), DataConfig("cifar10"), 200, 3e-4, (1e-4, 3e-2), (0.3, 1.0)
     ),
     "vgg_cifar10": Setup(
-        *(ModelConfig("vgg11"), DataConfig("cifar10"), 100, 1e-5, (3e-4, 3e-2), (0.3, 1.0), 1e-3),
+        ModelConfig("vgg11"),
+        DataConfig("cifar10"),
+        100,
+        1e-5,
+        (3e-4, 3e-2),
+        (0.3, 1.0),
+        sgd=1e-3,
         cuda_graph=False,
         tf32=True,
     ),
     "bigmlp_cifar10": Setup(
-        ModelConfig("big_mlp"), DataConfig("cifar10"), 100, 1e-5, (1e-5, 1e-2), (0.1, 3.0), 1e-3
+        ModelConfig("big_mlp"), DataConfig("cifar10"), 100, 1e-5, (1e-5, 1e-2), (0.1, 3.0), sgd=1e-3
     ),
 }
 
 
-def setup(name: str, optimizer: OptimizerConfig | None = None) -> ExperimentConfig:
-    """One of the four setups, with NewtonSummary as in the paper unless another is given."""
+def setup(name: str, optimizer: OptimizerConfig) -> ExperimentConfig:
+    """One of the four setups, at a constant learning rate."""
     chosen = SETUPS[name]
     return ExperimentConfig(
         model=chosen.model,
         data=chosen.data,
         epochs=chosen.epochs,
-        optimizer=optimizer or paper_optimizer(name),
+        optimizer=optimizer,
         tf32=chosen.tf32,
     )
 
 
-def paper_optimizer(name: str) -> NewtonSummaryConfig:
-    """NewtonSummary as the paper used it in a setup."""
+def paper_optimizer(
+    name: str, variant: Literal["as-run", "as-published"] = "as-run"
+) -> NewtonSummaryConfig:
+    """NewtonSummary with the paper's lambda_1 and lambda_int for a setup."""
     lr, lambda_int = SETUPS[name].newton_summary
     graph = SETUPS[name].cuda_graph
-    return NewtonSummaryConfig(lr=lr, lambda_int=lambda_int, cuda_graph=graph)
+    return NewtonSummaryConfig(variant=variant, lr=lr, lambda_int=lambda_int, cuda_graph=graph)
+
+
+def with_newton_summary(name: str) -> ExperimentConfig:
+    """NewtonSummary as the paper's author ran it."""
+    return replace(setup(name, paper_optimizer(name)), schedule=PLATEAU)
+
+
+def with_as_published(name: str) -> ExperimentConfig:
+    """NewtonSummary as the paper prints it: B = 1000, reshuffled, no warm-up, a window of 3."""
+    return replace(setup(name, paper_optimizer(name, "as-published")), schedule=PLATEAU)
+
+
+def with_default(name: str) -> ExperimentConfig:
+    """NewtonSummary with the package's own defaults, the same for every setup."""
+    return setup(name, NewtonSummaryConfig(cuda_graph=SETUPS[name].cuda_graph))
 
 
 def with_adam(name: str) -> ExperimentConfig:
@@ -108,25 +133,10 @@ def with_kfac(name: str) -> ExperimentConfig:
     return setup(name, KFACConfig(lr=lr, damping=damping))
 
 
-def with_newton_summary(name: str) -> ExperimentConfig:
-    """NewtonSummary, with the paper's lambda_1 and lambda_int."""
-    return setup(name)
-
-
-def with_normalized(name: str) -> ExperimentConfig:
-    """NewtonSummary with the package's own defaults, the same for every setup."""
-    return setup(name, replace(DEFAULTS, cuda_graph=SETUPS[name].cuda_graph))
-
-
 def with_sgd(name: str) -> ExperimentConfig:
     """SGD with momentum, with Hbar in full batch before each epoch (Section 6.1)."""
     config = setup(name, SGDConfig(lr=SETUPS[name].sgd))
     return replace(config, measure=MeasureConfig(every=1))
-
-
-def with_lbfgs(name: str) -> ExperimentConfig:
-    """L-BFGS on batches of 5,000."""
-    return replace(setup(name, LBFGSConfig(lr=0.5)), batch_size=5000)
 
 
 # --- the studies of the appendices ---------------------------------------------------------------
@@ -135,28 +145,31 @@ def with_lbfgs(name: str) -> ExperimentConfig:
 def vgg_partition(partition: str) -> ExperimentConfig:
     """App. J: VGG-11' with another partition."""
     optimizer = replace(paper_optimizer("vgg_cifar10"), partition=partition)
-    return setup("vgg_cifar10", optimizer)
+    return replace(with_newton_summary("vgg_cifar10"), optimizer=optimizer)
 
 
 def diagonal(name: str) -> ExperimentConfig:
     """App. K: the off-diagonal of Hbar set to zero."""
-    return setup(name, replace(paper_optimizer(name), diagonal=True))
+    optimizer = replace(paper_optimizer(name), diagonal=True)
+    return replace(with_newton_summary(name), optimizer=optimizer)
 
 
-def vbigmlp_cifar10(optimizer: OptimizerConfig | None = None) -> ExperimentConfig:
-    """App. H: VBigMLP, 100 layers in five chunks of weights and biases."""
+def vbigmlp_cifar10() -> ExperimentConfig:
+    """App. H: VBigMLP in five chunks of weights and biases; lambdas as for BigMLP."""
     return ExperimentConfig(
         model=ModelConfig("vbig_mlp"),
         data=DataConfig("cifar10"),
         epochs=200,
-        optimizer=optimizer or NewtonSummaryConfig(lr=0.1, lambda_int=3.0, partition="chunks-5"),
-        measure=MeasureConfig(every=1, partition="chunks-5"),
+        optimizer=replace(paper_optimizer("bigmlp_cifar10"), partition="chunks-5"),
+        schedule=PLATEAU,
+        measure=MeasureConfig(every=1, partition="chunks-5", lambda_int=3.0),
     )
 
 
 def vbigmlp_cifar10_adam() -> ExperimentConfig:
     """App. H: VBigMLP with Adam; the paper gives no learning rate."""
-    return vbigmlp_cifar10(AdamConfig(lr=1e-5))
+    config = replace(vbigmlp_cifar10(), schedule=ScheduleConfig(), measure=MeasureConfig())
+    return replace(config, optimizer=AdamConfig(lr=1e-5))
 
 
 # --- small ones on the embedded images -----------------------------------------------------------
@@ -164,14 +177,13 @@ def vbigmlp_cifar10_adam() -> ExperimentConfig:
 
 def embedded(model: str, optimizer: OptimizerConfig) -> ExperimentConfig:
     """A small run on the images inside the package: seconds an epoch on a laptop."""
-    return ExperimentConfig(
-        model=ModelConfig(model), data=DataConfig("embedded"), epochs=10, optimizer=optimizer
-    )
+    data = DataConfig("embedded", pad=model == "lenet")
+    return ExperimentConfig(model=ModelConfig(model), data=data, epochs=10, optimizer=optimizer)
 
 
 def lenet_embedded() -> ExperimentConfig:
     """LeNet on 4,500 digits with NewtonSummary."""
-    return embedded("lenet", replace(DEFAULTS, curvature_batch_size=500))
+    return embedded("lenet", NewtonSummaryConfig(curvature_batch_size=500))
 
 
 def lenet_embedded_adam() -> ExperimentConfig:
@@ -186,7 +198,7 @@ def lenet_embedded_sgd() -> ExperimentConfig:
 
 def mlp_embedded() -> ExperimentConfig:
     """MLP on 4,500 digits with NewtonSummary."""
-    return embedded("mlp", replace(DEFAULTS, curvature_batch_size=500))
+    return embedded("mlp", NewtonSummaryConfig(curvature_batch_size=500))
 
 
 def mlp_embedded_adam() -> ExperimentConfig:
@@ -199,11 +211,6 @@ def mlp_embedded_kfac() -> ExperimentConfig:
     return embedded("mlp", KFACConfig(lr=1e-3, damping=1e-2))
 
 
-def mlp_embedded_lbfgs() -> ExperimentConfig:
-    """MLP on 4,500 digits with L-BFGS."""
-    return replace(embedded("mlp", LBFGSConfig(lr=0.5)), batch_size=1500)
-
-
 # --- our own -------------------------------------------------------------------------------------
 
 
@@ -213,7 +220,7 @@ def resnet18_cifar10() -> ExperimentConfig:
         model=ModelConfig("resnet18"),
         data=DataConfig("cifar10"),
         epochs=30,
-        optimizer=replace(DEFAULTS, partition="blocks-4", curvature_batch_size=500),
+        optimizer=NewtonSummaryConfig(partition="blocks-4", curvature_batch_size=500),
     )
 
 
@@ -228,16 +235,13 @@ def autoencoder_mnist() -> ExperimentConfig:
         model=ModelConfig("autoencoder"),
         data=DataConfig("mnist"),
         epochs=50,
-        optimizer=replace(DEFAULTS, lr=0.1),
+        optimizer=NewtonSummaryConfig(lr=0.1),
     )
 
 
 def autoencoder_embedded() -> ExperimentConfig:
     """The autoencoder on the digits inside the package."""
-    return embedded(
-        "autoencoder",
-        replace(DEFAULTS, lr=0.1, curvature_batch_size=500),
-    )
+    return embedded("autoencoder", NewtonSummaryConfig(lr=0.1, curvature_batch_size=500))
 
 
 def gpt_addition() -> ExperimentConfig:
@@ -246,8 +250,8 @@ def gpt_addition() -> ExperimentConfig:
         model=ModelConfig("gpt"),
         data=DataConfig("addition"),
         epochs=30,
-        optimizer=replace(
-            DEFAULTS, partition="blocks-2", direction="adam", curvature_batch_size=500
+        optimizer=NewtonSummaryConfig(
+            partition="blocks-2", direction="adam", curvature_batch_size=500
         ),
     )
 
@@ -267,14 +271,13 @@ def rosenbrock() -> ExperimentConfig:
         dtype="float64",
         device="cpu",
         optimizer=NewtonSummaryConfig(
+            variant="as-published",
             lr=1.0,
             momentum=0.0,
             summary_period=1,
             summary_window=1,
-            warmup=1,
             curvature_batch_size=1,
         ),
-        schedule=ScheduleConfig(factor=1.0),
     )
 
 
@@ -290,7 +293,7 @@ class Recipe:
     about: str
 
     def __call__(self) -> ExperimentConfig:
-        """Return the configuration, which remembers its name."""
+        """Return the configuration, with the name of its recipe."""
         return replace(self.make(), recipe=self.name)
 
 
@@ -302,22 +305,18 @@ def _registry() -> dict[str, Recipe]:
 
     ways = {
         "newton_summary": with_newton_summary,
-        "normalized": with_normalized,
+        "as_published": with_as_published,
+        "default": with_default,
         "adam": with_adam,
         "kfac": with_kfac,
         "sgd": with_sgd,
-        "lbfgs": with_lbfgs,
     }
     for name in SETUPS:
         for suffix, way in ways.items():
-            if (name, suffix) != ("vgg_cifar10", "lbfgs"):  # a batch of 5,000 is too large there
-                add(f"{name}_{suffix}", partial(way, name), way.__doc__)
-    for p in PARTITIONS:
-        add(
-            f"vgg_cifar10_{p.replace('-', '_')}",
-            partial(vgg_partition, p),
-            f"App. J: VGG-11' with the partition {p}.",
-        )
+            add(f"{name}_{suffix}", partial(way, name), way.__doc__)
+    for p in PARTITIONS[:-1]:  # the last is that of vgg_cifar10_newton_summary
+        about = f"App. J: VGG-11' with the partition {p}."
+        add(f"vgg_cifar10_{p.replace('-', '_')}", partial(vgg_partition, p), about)
     for name in ("lenet_cifar10", "vgg_cifar10"):
         add(f"{name}_diagonal", partial(diagonal, name), diagonal.__doc__)
     for function in (
@@ -329,7 +328,6 @@ def _registry() -> dict[str, Recipe]:
         mlp_embedded,
         mlp_embedded_adam,
         mlp_embedded_kfac,
-        mlp_embedded_lbfgs,
         resnet18_cifar10,
         resnet18_cifar10_adam,
         autoencoder_mnist,
@@ -346,7 +344,7 @@ RECIPES = _registry()
 
 
 def get_recipe(name: str) -> Recipe:
-    """Return a recipe by its name; hyphens will do for underscores."""
+    """Return a recipe by its name; hyphens may stand for underscores."""
     known = name.replace("-", "_")
     if known not in RECIPES:
         raise UserError(

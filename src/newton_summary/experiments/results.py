@@ -17,7 +17,6 @@ OPTIMIZER_LABELS = {
     "adam": "Adam",
     "kfac": "K-FAC",
     "sgd": "SGD",
-    "lbfgs": "L-BFGS",
 }
 MODEL_LABELS = {
     "mlp": "MLP",
@@ -52,7 +51,7 @@ class Outcome:
     test_accuracy: float  # at the best epoch
     last_test_loss: float
     last_test_accuracy: float
-    seconds: float  # of training alone
+    seconds: float  # of training alone; nan if runs shared the machine
     seconds_per_epoch: float
     memory_gib: float
 
@@ -63,7 +62,7 @@ def outcome(run: Run) -> Outcome:
     losses = [value for value in run.column("train_loss") if math.isfinite(value)]
     best = best_row(run)
     last = run.rows[-1] if run.rows else {}
-    seconds = [row["seconds"] for row in trained]
+    seconds = [row["seconds"] for row in trained] if ran_alone(run) else []
     return Outcome(
         status="diverged" if run.diverged else "finished" if run.finished else "unfinished",
         epochs=max(run.epoch, 0),
@@ -75,10 +74,16 @@ def outcome(run: Run) -> Outcome:
         test_accuracy=_number(best.get("test_accuracy")),
         last_test_loss=_number(last.get("test_loss")),
         last_test_accuracy=_number(last.get("test_accuracy")),
-        seconds=sum(seconds),
+        seconds=sum(seconds) if seconds else math.nan,
         seconds_per_epoch=statistics.median(seconds) if seconds else math.nan,
         memory_gib=_number(last.get("memory_gib")),
     )
+
+
+def ran_alone(run: Run) -> bool:
+    """Whether no other run was started beside it, so that its times mean something."""
+    sessions = run.environment().get("sessions", [])
+    return all(session.get("side_by_side", 1) == 1 for session in sessions)
 
 
 def best_row(run: Run) -> dict[str, Any]:
@@ -152,7 +157,7 @@ def optimizer_label(config: ExperimentConfig) -> str:
     marks = [
         optimizer.partition if optimizer.partition != "canonical" else "",
         "diagonal" if optimizer.diagonal else "",
-        optimizer.averaging if optimizer.averaging != "window" else "",
+        optimizer.variant if optimizer.variant != "as-run" else "",
         f"direction {optimizer.direction}" if optimizer.direction != "gradient" else "",
     ]
     marks = [mark for mark in marks if mark]
@@ -160,11 +165,11 @@ def optimizer_label(config: ExperimentConfig) -> str:
 
 
 def is_paper_mode(config: ExperimentConfig) -> bool:
-    """Whether the optimizer is the paper's: averages over a window, along the gradient."""
+    """Whether the optimizer is the paper's, as its author ran it."""
     optimizer = config.optimizer
     return (
         isinstance(optimizer, NewtonSummaryConfig)
-        and optimizer.averaging == "window"
+        and optimizer.variant == "as-run"
         and optimizer.direction == "gradient"
     )
 
@@ -178,7 +183,9 @@ def group_by(runs: Sequence[Run], key: Callable[[Run], Any]) -> dict[Any, list[R
 
 
 # Fields that do not tell one method from another.
-NOT_OF_A_METHOD = {"seed", "epochs", "recipe", "data.root", "data.download", "device"}
+NOT_OF_A_METHOD = {
+    *("seed", "epochs", "recipe", "data.root", "data.download", "device", "graph_steps"),
+}
 
 
 def method_labels(runs: Sequence[Run]) -> dict[Path, str]:

@@ -41,7 +41,7 @@ from newton_summary.run_directory import (
 )
 
 # Fields that may differ when a run goes on: where things are, and how long to train.
-FREE = {"data.root", "data.download", "epochs", "recipe"}
+FREE = {"data.root", "data.download", "epochs", "recipe", "graph_steps"}
 
 
 @dataclass

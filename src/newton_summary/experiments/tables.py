@@ -7,6 +7,7 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from newton_summary.experiments.config import NewtonSummaryConfig
 from newton_summary.experiments.recipes import PARTITIONS
@@ -146,7 +147,7 @@ def diagonal_table(runs: Sequence[Run]) -> Table | None:
         if not any(_optimizer(run).diagonal for run in group):
             continue
 
-        def settings(run: Run) -> tuple[bool, float, float]:
+        def settings(run: Run) -> tuple[bool, Any, Any]:
             optimizer = _optimizer(run)
             return optimizer.diagonal, optimizer.lr, optimizer.lambda_int
 
@@ -156,8 +157,8 @@ def diagonal_table(runs: Sequence[Run]) -> Table | None:
                 (
                     setup,
                     "diagonal" if diagonal else "full",
-                    f"{lr:g}",
-                    f"{lambda_int:g}",
+                    str(lr),
+                    str(lambda_int),
                     _range([result.epochs for result in results]),
                     str(spread(results, "best_train_loss")),
                     str(spread(results, "train_loss")),

@@ -14,7 +14,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -30,10 +30,15 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from newton_summary.errors import CannotDifferentiate, NotFiniteError, OtherRankError, UserError
 from newton_summary.experiments import torchrun
-from newton_summary.experiments.config import AdamConfig, ExperimentConfig, check
+from newton_summary.experiments.config import (
+    AdamConfig,
+    ExperimentConfig,
+    NewtonSummaryConfig,
+    check,
+)
 from newton_summary.experiments.data_parallel import Team, TeamWriter, assemble
 from newton_summary.experiments.datasets import Batches, Dataset, Split, load_dataset
-from newton_summary.experiments.optimizers import Stepper, checked_partition, make_stepper
+from newton_summary.experiments.optimizers import GraphedGradient, checked_partition, make_stepper
 from newton_summary.experiments.rundir import Run, RunWriter
 from newton_summary.experiments.tasks import Task, make_task
 from newton_summary.history import Measured
@@ -69,26 +74,34 @@ def train(
     reporter: Reporter | None = None,
     *,
     compare_speed: bool = False,
+    side_by_side: int = 1,
+    checkpoint_seconds: float = 0.0,
 ) -> Run:
-    """Train as configured, and write the run directory; go on with a run that was interrupted.
+    """Train as configured and write the run directory; resume a run that was interrupted.
 
     Args:
         config: The whole configuration.
         path: The run directory.
-        reporter: Is told of the progress.
+        reporter: Receives the progress.
         compare_speed: At the end, time some steps of Adam on the same model and data.
+        side_by_side: How many runs share the machine (0: unknown); stored, because times of an
+            epoch mean nothing then.
+        checkpoint_seconds: Least time from one checkpoint to the next; every epoch has one if 0.
 
     Returns:
         The run, with its metrics. One that diverged is an ordinary result: ``run.diverged``.
 
     Raises:
-        UserError: For what a user can mend; then nothing was written, or the run can go on.
+        UserError: For what the user can fix. Nothing was written then, or the run can be resumed.
     """
     check(config)
     try:
         device = find_device(config.device)
         with assemble(device) as team:
-            return _train(config, path, reporter or Reporter(), compare_speed, device, team)
+            session = partial(Session, config, device, team, checkpoint_seconds)
+            facts = environment(device) | {"side_by_side": side_by_side}
+            listener = reporter or Reporter()
+            return _train(config, path, listener, session, team, facts, compare_speed)
     except UserError as error:
         if not isinstance(error, OtherRankError):
             error.rank = torchrun.rank()
@@ -99,17 +112,18 @@ def _train(
     config: ExperimentConfig,
     path: Path,
     reporter: Reporter,
-    compare_speed: bool,
-    device: torch.device,
+    make_session: Callable[[], Session],
     team: Team,
+    facts: dict[str, Any],
+    compare_speed: bool,
 ) -> Run:
     writer = RunWriter(path, config) if team.size == 1 else TeamWriter(path, config, team)
     if writer.known is not None and writer.known.finished:
         return writer.known
     with _precision(config), _memory_errors():
-        session = team.agreed(lambda: Session(config, device, team))
+        session = team.agreed(make_session)
         try:
-            session.restore(writer.start(environment(device)))
+            session.restore(writer.start(facts))
             session.run(writer, reporter)
             if compare_speed and not isinstance(config.optimizer, AdamConfig):
                 writer.add_environment(adam_seconds=session.adam_seconds())
@@ -124,27 +138,27 @@ Writer = RunWriter | TeamWriter
 class Session:
     """One process's part of a run: data, model and optimizer in memory."""
 
-    def __init__(self, config: ExperimentConfig, device: torch.device, team: Team | None = None):
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        device: torch.device,
+        team: Team | None = None,
+        checkpoint_seconds: float = 0.0,
+    ):
         self.config, self.device = config, device
+        self.checkpoint_seconds, self.saved = checkpoint_seconds, time.monotonic()
         self.team = team = team or Team()
         dtype = getattr(torch, config.dtype)
-        load = partial(
-            load_dataset,
-            config.data.name,
-            root=config.data.root,
-            download=config.data.download,
-            validation=config.data.validation,
-            samples=config.data.samples,
-            dtype=dtype,
-            device=device,
-        )
+        load = partial(load_dataset, config.data, dtype, device)
         self.data: Dataset = team.first_on_each_machine(load)
         torch.manual_seed(config.seed)
         self.task: Task = make_task(config.model, self.data)  # on the CPU, the same for all devices
         self.task.model.to(device, dtype)
         _check_fit(self.task, self.data, config)
         _check_divisible(self.task, team)
-        self.stepper: Stepper = make_stepper(config.optimizer, self.task, self.data.train, team)
+        self.stepper = make_stepper(config.optimizer, self.task, self.data.train, team)
+        if config.graph_steps and device.type == "cuda" and team.size == 1:
+            self.stepper.gradient = GraphedGradient(self.stepper.gradient, self.stepper.params)
         if config.measure.every:
             self.measured_groups = checked_partition(self.task, config.measure.partition)
         self.scheduler = ReduceLROnPlateau(
@@ -176,8 +190,18 @@ class Session:
             self.epoch += 1
             row = {"epoch": self.epoch, "train_loss": loss, "lr": self.lr, "seconds": seconds}
             if math.isfinite(loss) and self.config.schedule.factor < 1:
-                self.scheduler.step(loss)
+                self._reduce_on_plateau(loss)
             self._complete(row, writer, reporter)
+
+    def _reduce_on_plateau(self, loss: float) -> None:
+        before = self.lr
+        self.scheduler.step(loss)
+        optimizer = self.config.optimizer
+        as_run = isinstance(optimizer, NewtonSummaryConfig) and optimizer.variant == "as-run"
+        if as_run and self.lr < before:
+            # The author's copy of the schedule forgets the best loss when it reduces the rate, so
+            # that a jump of the loss does not reduce it again and again.
+            self.scheduler.best = loss
 
     def train_epoch(self, reporter: Reporter) -> float:
         """Make a pass over the training set; return the mean loss of its batches."""
@@ -186,7 +210,7 @@ class Session:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         told = max(1, len(self.batches) // 50)
         for i, batch in enumerate(self.batches, start=1):
-            total += self.stepper.step(batch).double() * len(batch[0])
+            total.add_(self.stepper.step(batch), alpha=len(batch[0]))
             if i % told == 0:
                 reporter.step(self.epoch + 1, i)
         return float(self.team.total(total)) / len(self.data.train)
@@ -205,7 +229,7 @@ class Session:
             row |= self._measure(writer, reporter)
             row["measure_seconds"] = time.perf_counter() - start
         row["memory_gib"] = peak_memory(self.device)
-        writer.add_row(row, self.state_dict() if fine else None)
+        writer.add_row(row, self.state_dict() if fine and self._checkpoint_due() else None)
         reporter.row(row)
 
     # --- metrics ----------------------------------------------------------------------------------
@@ -246,6 +270,12 @@ class Session:
         if len(optimizer.partition) <= MANY_GROUPS:
             facts["eta"] = dict(zip(optimizer.partition.names, optimizer.eta.tolist()))
         return facts
+
+    def _checkpoint_due(self) -> bool:
+        now = time.monotonic()
+        due = self.epoch == self.config.epochs or now - self.saved >= self.checkpoint_seconds
+        self.saved = now if due else self.saved
+        return due
 
     def _measurement_due(self) -> bool:
         every = self.config.measure.every
