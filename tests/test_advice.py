@@ -226,7 +226,7 @@ def test_the_table_tells_everything():
     for part in ("body", "0.001", "factor", "±", "suggested", "no step", "predicted change"):
         assert part in table
     assert advice["body"].change == pytest.approx(min(20.0, 0.5 * advice["body"].factor))
-    with pytest.raises(KeyError, match="No group is called"):
+    with pytest.raises(KeyError, match="There is no group"):
         advice["tail"]
 
 

@@ -108,6 +108,17 @@ class Lists(nn.Module):
         (net(2), {"a": ["0.weight"], "b": ["1.weight"], "c": ["0.bias", "1.bias"]}, (0, 0, 0)),
         (nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), "canonical", (0, 0, 0)),
         (nn.Linear(1, 2), "discrete", (0, 0, 0, 0)),
+        (
+            nn.Sequential(nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2), net(1)),
+            "canonical",
+            (0,) * 4 + (1,) * 2,
+        ),
+        (nn.Sequential(nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2), net(2)), "layers", (0, 1, 2)),
+        (
+            nn.Sequential(nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2), net(2)),
+            "chunks-3",
+            (0, 0, 1, 1, 2, 2),
+        ),
     ],
 )
 def test_groups_of_one_module_are_one_layer(model, spec, expected):

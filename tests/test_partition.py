@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from newton_summary import Partition, make_partition
-from newton_summary.partition import PARTITIONS, find_layers, role
-from newton_summary.partition.schemes import Layer
+from newton_summary.partition import PARTITIONS, Layer, find_layers, role
 
 # --- models --------------------------------------------------------------------------------------
 
@@ -166,7 +165,9 @@ def test_discrete_has_one_group_for_each_number():
     assert partition.labels["0.weight"].tolist() == [[1, 2], [3, 4]]
 
 
-@pytest.mark.parametrize("spec", [s.replace("-k", "-2") for s in PARTITIONS])
+@pytest.mark.parametrize(
+    "spec", [s.replace("-k", "-1" if s == "modules-k" else "-2") for s in PARTITIONS]
+)
 @pytest.mark.parametrize("make", [vgg, GPT, lambda: deep_mlp(4)], ids=["vgg", "gpt", "mlp"])
 def test_every_number_is_in_one_group(make, spec):
     model = make()
@@ -202,7 +203,10 @@ def test_roles_are_told_by_the_name():
 
 def test_layers_of_a_sequence():
     model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1, bias=False))
-    assert find_layers(model) == [Layer(("0.weight",), ("0.bias",)), Layer(("2.weight",), ())]
+    assert find_layers(model) == [
+        Layer("0", ("0.weight",), ("0.bias",)),
+        Layer("2", ("2.weight",), ()),
+    ]
 
 
 def test_a_norm_belongs_to_the_layer_before():
@@ -214,9 +218,9 @@ def test_a_norm_belongs_to_the_layer_before():
         nn.Linear(2, 2),
     )
     assert find_layers(model) == [
-        Layer(("0.weight", "1.weight"), ("0.bias", "1.bias")),
-        Layer(("2.weight", "3.weight"), ("2.bias", "3.bias")),
-        Layer(("4.weight",), ("4.bias",)),
+        Layer("0", ("0.weight", "1.weight"), ("0.bias", "1.bias")),
+        Layer("2", ("2.weight", "3.weight"), ("2.bias", "3.bias")),
+        Layer("4", ("4.weight",), ("4.bias",)),
     ]
     assert len(make_partition(model, "blocks-2")) == 6
 
@@ -224,8 +228,8 @@ def test_a_norm_belongs_to_the_layer_before():
 def test_a_norm_that_comes_first_belongs_to_the_layer_after():
     model = nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2), nn.Linear(2, 1))
     first, last = find_layers(model)
-    assert first == Layer(("0.weight", "1.weight"), ("0.bias", "1.bias"))
-    assert last == Layer(("2.weight",), ("2.bias",))
+    assert first == Layer("1", ("0.weight", "1.weight"), ("0.bias", "1.bias"))
+    assert last == Layer("2", ("2.weight",), ("2.bias",))
 
 
 def test_a_model_of_norms_alone_has_layers_too():
@@ -252,7 +256,101 @@ def test_layers_of_a_transformer():
     assert layers[2].biases == ("blocks.0.ln_1.bias", "blocks.0.attn.in_proj_bias")
     assert layers[0].biases == layers[1].biases == ()
     untied = find_layers(GPT(tied=False))
-    assert untied[-1] == Layer(("head.weight",), ())
+    assert untied[-1] == Layer("head", ("head.weight",), ())
+
+
+def test_one_group_for_each_layer():
+    model = nn.Sequential(
+        nn.Conv1d(1, 2, 3),
+        nn.BatchNorm1d(2),
+        nn.ReLU(),
+        nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
+    )
+    assert groups_of(make_partition(model, "layers")) == {
+        "0": ["0.weight", "0.bias", "1.weight", "1.bias"],
+        "3": ["3.bias", *(f"3.parametrizations.weight.original{i}" for i in range(2))],
+    }
+    alone = make_partition(nn.Linear(2, 1), "layers")
+    assert groups_of(alone) == {"Linear": ["weight", "bias"]}
+    assert make_partition(GPT(), "layers").names == (
+        "GPT",
+        "wte",
+        *(
+            f"blocks.{i}.{name}"
+            for i in range(2)
+            for name in ("attn", "attn.out_proj", "mlp.0", "mlp.2")
+        ),
+    )
+
+
+def test_one_group_for_each_block_of_a_transformer():
+    """Parameters above the depth asked for are grouped by their own module."""
+    partition = make_partition(GPT(), "modules-2")
+    assert partition.names == ("GPT", "wte", "blocks.0", "blocks.1", "ln_f")
+    for name, members in groups_of(partition).items():
+        assert name in ("GPT", "wte") or all(member.startswith(f"{name}.") for member in members)
+    assert partition.titles[2:4] == ("blocks.0 (Block)", "blocks.1 (Block)")
+    assert make_partition(GPT(), "modules-1").names == ("GPT", "wte", "blocks", "ln_f")
+    finest = make_partition(GPT(), "modules-4")
+    assert "blocks.0.attn" in finest.names and "blocks.0.attn.out_proj" in finest.names
+    with pytest.raises(ValueError, match=r"at most 4 levels deep. Use a number from 1 to 4"):
+        make_partition(GPT(), "modules-5")
+    with pytest.raises(ValueError, match="no modules inside"):
+        make_partition(nn.Linear(2, 1), "modules-1")
+
+
+def test_a_model_and_its_child_of_the_same_name_are_two_groups():
+    class Linear(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+            self.Linear = nn.Linear(2, 2)
+
+    expected = {"Linear()": ["scale"], "Linear": ["Linear.weight", "Linear.bias"]}
+    assert groups_of(make_partition(Linear(), "layers")) == expected
+    assert groups_of(make_partition(Linear(), "modules-1")) == expected
+
+
+@pytest.mark.parametrize("spec", ["blocks-2", "alternate-2"])
+def test_a_tied_head_is_the_last_layer(spec):
+    """Listed as the embedding that it shares its weight with, it stands alone all the same."""
+    tied, untied = make_partition(GPT(), spec), make_partition(GPT(tied=False), spec)
+    assert tied.names[-1] == "wte.weight" and untied.names[-1] == "head.weight"
+    assert groups_of(tied)["wte.weight"] == ["wte.weight"]
+
+
+def test_a_tied_layer_with_a_bias_of_its_own_is_the_last_layer():
+    """An autoencoder that uses one matrix twice: the bias of the decoder is its own."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    model[2].weight = model[0].weight
+    assert make_partition(model, "blocks-1").names == ("block0.weights", "block0.biases", "2.bias")
+    model[2].bias = model[1].bias  # nothing of its own: that of its weight
+    assert make_partition(model, "blocks-1").names[-2:] == ("0.weight", "0.bias")
+
+
+def test_titles_name_the_type_of_numbered_modules():
+    model = nn.Sequential(nn.Conv2d(1, 1, 3), nn.ModuleDict({"head": nn.Linear(2, 2)}))
+    partition = make_partition(model)
+    expected = ("0.weight (Conv2d)", "0.bias (Conv2d)", "1.head.weight", "1.head.bias")
+    assert partition.titles == expected
+    assert partition.names == ("0.weight", "0.bias", "1.head.weight", "1.head.bias")
+    norm = nn.utils.parametrizations.weight_norm
+    wrapped = make_partition(nn.Sequential(norm(nn.Linear(2, 2))), "layers")
+    assert wrapped.titles == ("0 (Linear)",)
+    mine = make_partition(model, {"first": r"^0\.", "rest": ...})
+    assert mine.titles == mine.names
+    read = Partition.from_state_dict(partition.state_dict())
+    assert read.titles == expected and read.layers == partition.layers == (0, 0, 1, 1)
+
+
+def test_a_partition_of_an_old_file_has_no_types():
+    model = nn.Sequential(nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    state = make_partition(model).state_dict()
+    del state["types"]
+    old = Partition.from_state_dict(state)
+    assert old.titles == old.names
+    assert old.layers == (0, 0, 1, 1, 2, 2)  # a norm is not known to be one
+    assert make_partition(model).layers == (0, 0, 0, 0, 1, 1)
 
 
 def test_norms_of_other_libraries_are_known_by_their_name():
@@ -266,8 +364,8 @@ def test_norms_of_other_libraries_are_known_by_their_name():
 
     model = nn.Sequential(nn.Linear(3, 3), LlamaRMSNorm(), NormalisedLinear(3, 3))
     assert find_layers(model) == [
-        Layer(("0.weight", "1.weight"), ("0.bias",)),
-        Layer(("2.weight",), ("2.bias",)),
+        Layer("0", ("0.weight", "1.weight"), ("0.bias",)),
+        Layer("2", ("2.weight",), ("2.bias",)),
     ]
 
 
@@ -304,6 +402,7 @@ def test_models_without_any_bias():
 def test_recurrent_networks():
     model = nn.Sequential(nn.LSTM(2, 3, num_layers=2), nn.Linear(3, 1))
     assert find_layers(model)[0] == Layer(
+        "0",
         ("0.weight_ih_l0", "0.weight_hh_l0", "0.weight_ih_l1", "0.weight_hh_l1"),
         ("0.bias_ih_l0", "0.bias_hh_l0", "0.bias_ih_l1", "0.bias_hh_l1"),
     )
@@ -315,7 +414,9 @@ def test_parametrisations_are_seen_through():
     norm = nn.utils.parametrizations.weight_norm
     model = nn.Sequential(norm(nn.Linear(2, 3)), nn.Linear(3, 1))
     layer = Layer(
-        ("0.parametrizations.weight.original0", "0.parametrizations.weight.original1"), ("0.bias",)
+        "0",
+        ("0.parametrizations.weight.original0", "0.parametrizations.weight.original1"),
+        ("0.bias",),
     )
     assert {frozenset(found.weights) for found in find_layers(model)} == {
         frozenset(layer.weights),
@@ -337,8 +438,8 @@ def test_parameter_lists_are_layers_by_their_place():
             self.extra = nn.ParameterDict({"bias": nn.Parameter(torch.ones(2))})
 
     assert find_layers(Lists()) == [
-        *(Layer((f"weights.{i}",), (f"biases.{i}",)) for i in range(3)),
-        Layer((), ("extra.bias",)),
+        *(Layer(f"[{i}]", (f"weights.{i}",), (f"biases.{i}",)) for i in range(3)),
+        Layer("[bias]", (), ("extra.bias",)),
     ]
 
 
@@ -472,13 +573,13 @@ WRONG = {
     ),
     "in two lists": ([["0.weight"], ["0.weight", "0.bias"]], ["'0.weight'", "in two groups"]),
     "twice in one group": ({"a": ["0.weight", "0.weight"], "b": ...}, ["twice in group 'a'"]),
-    "alone in two groups": ([["0.weight"], ["0.weight"]], ["'0.weight'", "Name it once"]),
+    "alone in two groups": ([["0.weight"], ["0.weight"]], ["'0.weight'", "List it once"]),
     "in no group": ({"a": "weight"}, ["'0.bias' is in no group", "requires_grad_(False)", "..."]),
     "in no list": ([["0.weight"], BIASES], ["'1.weight' is in no group"]),
     "no groups": ({}, ["'0.weight' is in no group"]),
     "empty list": ({"a": [], "b": ...}, ["Group 'a' is empty", "Leave it out"]),
     "empty list of a list": ([[], names(deep_mlp(2))], ["Group 'group0' is empty"]),
-    "empty rest": ({"a": ".", "b": ...}, ["'b' takes the rest", "leave it out"]),
+    "empty rest": ({"a": ".", "b": ...}, ["'b' takes the rest", "Leave it out"]),
     "unknown name": (
         {"a": ["0.wieght"], "b": ...},
         ["Group 'a'", "'0.wieght'", "Did you mean '0.weight'"],
@@ -487,14 +588,16 @@ WRONG = {
         {"a": "attention", "b": ...},
         ["Group 'a'", "'attention' matches no", "'0.weight', '0.bias'"],
     ),
-    "no pattern": ({"a": "(", "b": ...}, ["Group 'a'", "'('", "no regular expression"]),
-    "two rests": ({"a": ..., "b": ...}, ["'a' and 'b'", "one group takes the rest"]),
+    "no pattern": ({"a": "(", "b": ...}, ["Group 'a'", "'('", "not a valid regular expression"]),
+    "two rests": ({"a": ..., "b": ...}, ["'a' and 'b'", "only one group can take the rest"]),
     "blocks": ("blocks-4", ["'blocks-4' needs 4 layers", "has 1", "from 1 to 1"]),
     "no blocks": ("blocks-0", ["'blocks-0'", "from 1 to 1"]),
     "alternate": ("alternate-2", ["'alternate-2' needs 2 layers", "has 1"]),
     "chunks": ("chunks-3", ["'chunks-3' needs 3 layers", "has 2", "from 1 to 2"]),
-    "no number": ("blocks", ["'blocks' needs a number", "'blocks-4'"]),
-    "letter for a number": ("alternate-k", ["needs a number", "'alternate-4'"]),
+    "no number": ("blocks", ["'blocks' needs a number", "'blocks-2'"]),
+    "letter for a number": ("alternate-k", ["needs a number", "'alternate-2'"]),
+    "too deep": ("modules-2", ["'modules-2'", "at most 1 levels deep", "from 1 to 1"]),
+    "depth 0": ("modules-0", ["'modules-0'", "from 1 to 1"]),
     "unknown": ("canonicle", ["Unknown partition 'canonicle'", "Did you mean 'canonical'"]),
     "half overlapping": (
         {"a": [("0.weight", 0)], "b": [("0.weight", slice(0, 2))], "c": ...},
@@ -514,11 +617,11 @@ WRONG = {
     ),
     "index out of range": (
         {"a": [("0.weight", 7)], "b": ...},
-        ["Group 'a': 7 is no index of parameter '0.weight' of shape (2, 2)"],
+        ["Group 'a': 7 is not a valid index into parameter '0.weight' of shape (2, 2)"],
     ),
     "index that takes nothing": (
         {"a": [("0.weight", slice(5, 5))], "b": ...},
-        ["takes no entry of parameter '0.weight'", "Leave it out"],
+        ["selects no entry of parameter '0.weight'", "Leave it out"],
     ),
 }
 
@@ -533,10 +636,10 @@ def test_every_mistake_names_the_culprit_and_says_what_to_write(kind):
 
 
 TYPES = {
-    "number": (3, ["not from 3"]),
+    "number": (3, ["3 does not describe a partition", "'canonical'"]),
     "list of names": (names(deep_mlp(2)), ["Group 0 is '0.weight'", "lists of parameter names"]),
     "number for a group": ({"a": 3}, ["Group 'a' is 3", "regular expression"]),
-    "number for a name": ({0: "weight", 1: ...}, ["name of a group is a string", "0"]),
+    "number for a name": ({0: "weight", 1: ...}, ["Group names are strings, not 0"]),
     "slice for a name": ({"a": ["0.weight", slice(2)], "b": ...}, ["Group 'a'", "(name, index)"]),
     "triple": ({"a": [("0.weight", 1, 2)], "b": ...}, ["Group 'a'", "(name, index)"]),
 }
@@ -560,9 +663,7 @@ def test_errors_about_frozen_and_tied_parameters():
         make_partition(model, {"a": r"^0\.weight", "b": ...})
     with pytest.raises(ValueError, match=r"'head\.weight', which is tied to 'wte\.weight'"):
         make_partition(GPT(), {"head": "^head", "rest": ...})
-    with pytest.raises(
-        ValueError, match=r"'wte\.weight' \(which is also 'head\.weight'\) is in two"
-    ):
+    with pytest.raises(ValueError, match=r"'wte\.weight' \(tied to 'head\.weight'\) is in two"):
         make_partition(GPT(), {"a": ["wte.weight"], "b": ["head.weight"], "c": ...})
 
 
@@ -578,7 +679,9 @@ def test_models_with_one_layer_or_none():
 
 
 def test_lazy_modules_have_no_shape_yet():
-    with pytest.raises(ValueError, match=r"'0\.weight' has no shape yet.*Call the model once"):
+    with pytest.raises(
+        ValueError, match=r"'0\.weight' belongs to a lazy module.*Call the model once"
+    ):
         make_partition(nn.Sequential(nn.LazyLinear(3)))
 
 
@@ -684,11 +787,13 @@ def test_table_of_a_transformer():
     partition = make_partition(model, {"attention": r"\.attn\.", "embedding": "^wte", "rest": ...})
     assert str(partition) == (
         "Partition(3 groups, 384 parameters)\n"
-        "   group      role    entries  parameters\n"
-        "0  attention  mixed       160  8 tensors: blocks.0.attn.in_proj_weight ... "
-        "blocks.1.attn.out_proj.bias\n"
-        "1  embedding  weight       20  wte.weight (5, 4) = head.weight\n"
-        "2  rest       mixed       204  19 tensors: position ... ln_f.bias"
+        "   group      module                      role    entries  parameters\n"
+        "0  attention  MultiheadAttention, Linear  mixed       160  "
+        "8 tensors: blocks.0.attn.in_proj_weight ... blocks.1.attn.out_proj.bias\n"
+        "1  embedding  Embedding                   weight       20  "
+        "wte.weight (5, 4) = head.weight\n"
+        "2  rest       GPT, LayerNorm, Linear      mixed       204  "
+        "19 tensors: position ... ln_f.bias"
     )
     assert repr(partition) == "Partition(3 groups, 384 parameters)"
 
@@ -699,8 +804,8 @@ def test_table_of_index_sets():
         {"first": [("weight", slice(0, 2))], "rest": [("weight", slice(2, 4)), "bias"]},
     )
     assert str(partition).splitlines()[2:] == [
-        "0  first  weight    2,000  weight 2,000 of (4, 1000)",
-        "1  rest   mixed     2,004  weight 2,000 of (4, 1000), bias (4,)",
+        "0  first  Linear  weight    2,000  weight 2,000 of (4, 1000)",
+        "1  rest   Linear  mixed     2,004  weight 2,000 of (4, 1000), bias (4,)",
     ]
 
 

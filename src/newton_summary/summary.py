@@ -86,6 +86,11 @@ class Summary:
             return self.partition.names
         return tuple(str(s) for s in range(len(self)))
 
+    @property
+    def titles(self) -> tuple[str, ...]:
+        """Names of the groups for readers, as in ``0.weight (Conv2d)``."""
+        return self.names if self.partition is None else self.partition.titles
+
     # --- arithmetic -------------------------------------------------------------------------------
 
     @staticmethod

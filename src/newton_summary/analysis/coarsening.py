@@ -110,7 +110,7 @@ def _merged_partition(
         moved = torch.tensor(new, device=label.device)[label]
         one = bool((moved == moved.flatten()[0]).all())
         labels[name] = int(moved.flatten()[0]) if one else moved
-    return Partition(names, partition.params, labels, partition.model)
+    return partition.regrouped(names, labels)
 
 
 # --- which groups could be merged -----------------------------------------------------------------

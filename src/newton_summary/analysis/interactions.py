@@ -38,25 +38,12 @@ def normalized(summary: Summary | Tensor) -> Tensor:
 def layer_numbers(summary: Summary | Tensor) -> tuple[int, ...]:
     """Return the number of each group's layer, counted in the order of the partition, (S,).
 
-    Groups that hold parameters of the same module, such as a weight and its bias, are of one layer.
-    A norm is a layer of its own. Without a partition every group counts as a layer.
+    Groups that hold parameters of the same layer have the same number: a weight and its bias, a
+    convolution and its batch norm (:func:`newton_summary.partition.layers.find_layers`). Without a
+    partition every group counts as a layer.
     """
     partition = _as_summary(summary).partition
-    if partition is None:
-        return tuple(range(len(summary)))
-    number_of: dict[str, int] = {}  # by owner
-    numbers: list[int] = []
-    for group in partition.members:
-        owners = {_owner(member.name) for member in group}
-        met = sorted({number_of[owner] for owner in owners if owner in number_of})
-        number = met[0] if met else len(numbers)
-        for owner, old in number_of.items():  # this group joins layers that were apart so far
-            number_of[owner] = number if old in met else old
-        numbers = [number if old in met else old for old in numbers]
-        number_of.update(dict.fromkeys(owners, number))
-        numbers.append(number)
-    order = {number: i for i, number in enumerate(dict.fromkeys(numbers))}
-    return tuple(order[number] for number in numbers)
+    return tuple(range(len(summary))) if partition is None else partition.layers
 
 
 # --- how much of the inverse is near its diagonal -------------------------------------------------
@@ -374,16 +361,6 @@ def _unit_diagonal(matrix: Tensor) -> Tensor:
     scale = matrix.detach().diagonal().abs().sqrt()
     scale = scale.where((scale > 0) & torch.isfinite(scale), torch.tensor(math.nan).to(scale))
     return matrix.detach() / scale[:, None] / scale[None, :]
-
-
-def _owner(name: str) -> str:
-    """Return the module that holds a parameter, as far as its name tells."""
-    owner, parametrized, _ = f".{name}".partition(".parametrizations.")
-    if parametrized:
-        return owner[1:]
-    owner, _, own = name.rpartition(".")
-    # Of parameter lists, such as weights.3 and biases.3, those at the same place belong together.
-    return f"{owner.rpartition('.')[0]}[{own}]" if own.isdecimal() else owner
 
 
 def _percent(share: float) -> str:

@@ -122,7 +122,7 @@ class InspectOptions(Output):
     out: Path = Path("report.html")
     """The page to write."""
     partition: str = "canonical"
-    """Groups: canonical (one a tensor), blocks-4, chunks-4, alternate-4, weights-biases, ..."""
+    """Groups: canonical (one per tensor), layers, modules-2, blocks-4, weights-biases, ..."""
     max_batches: int = 16
     """Measure on so many batches at most, the first of the data."""
     order: Literal[2, 3] = 3

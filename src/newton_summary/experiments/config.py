@@ -121,7 +121,7 @@ class NewtonSummaryConfig(OptimizerConfig):
     lambda_int: float | None = None
     """Strength of the cubic term."""
     partition: str = "canonical"
-    """canonical, trivial, weights-biases, blocks-K, alternate-K, chunks-K or discrete."""
+    """canonical, trivial, weights-biases, layers, modules-K, blocks-K, chunks-K, ..."""
     diagonal: bool = False
     """Ignore the interactions between groups (App. K)."""
     momentum: float | None = None

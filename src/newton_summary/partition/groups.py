@@ -1,14 +1,15 @@
-"""How the parameters of a model are grouped.
+"""The parameters of a model, divided into groups.
 
-A partition assigns every trainable entry of the parameters to exactly one of S groups. It plays the
-part of the matrix I_{S:P} of the paper (Section 4), which is never built: a parameter that lies in
-one group as a whole is known by that group's number, one that is divided by a tensor of numbers.
+A partition assigns every trainable entry of the parameters to exactly one of S groups. It stands
+for the paper's matrix I_{S:P} (Section 4), which is never built: a parameter that lies in one group
+as a whole is labelled with that group's number, one that is divided with a tensor of numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from newton_summary.display.html import html_table, paragraph
 from newton_summary.display.names import nearest
 from newton_summary.display.table import shorten, text_table
 from newton_summary.parallel.fsdp import whole
+from newton_summary.partition.layers import Types, layers_of, module_path, module_types
 from newton_summary.partition.parameters import Params, aliases_of, result_dtype, role
 
 
@@ -50,6 +52,15 @@ class Partition:
         labels: For each parameter, the number of its group, or a tensor of its shape that holds
             the number of the group of every entry.
         model: The model that was divided; None for a partition read from a file.
+        types: Name of the class of each module on the way to a parameter, by the module's path.
+            Empty for a partition of a file that does not have them.
+
+    >>> from newton_summary import make_partition
+    >>> partition = make_partition(nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)))
+    >>> partition.names
+    ('0.weight', '0.bias', '2.weight', '2.bias')
+    >>> partition.titles[0], partition.roles[0], partition.sizes[0], partition.layers
+    ('0.weight (Linear)', 'weight', 6, (0, 0, 1, 1))
     """
 
     def __init__(
@@ -58,9 +69,11 @@ class Partition:
         params: Params,
         labels: dict[str, int | Tensor],
         model: nn.Module | None = None,
+        types: Types | None = None,
     ):
         """Check that every entry lies in one group and that no group is empty."""
         self.model = model
+        self.types: Types = types or ({} if model is None else module_types(model))
         self.names: tuple[str, ...] = tuple(names)
         self.params = params
         self.labels = labels
@@ -68,7 +81,7 @@ class Partition:
         self.roles: tuple[str, ...] = tuple(_common_role(group) for group in self.members)
         if len(set(self.names)) < len(self.names):
             twice = next(name for name in self.names if self.names.count(name) > 1)
-            raise ValueError(f"Two groups are called {twice!r}. Give every group its own name.")
+            raise ValueError(f"Two groups are called {twice!r}. Group names must differ.")
 
     def _find_members(self) -> tuple[tuple[Member, ...], ...]:
         groups: list[list[Member]] = [[] for _ in self.names]
@@ -96,10 +109,46 @@ class Partition:
         """Number of entries in each group."""
         return tuple(sum(member.count for member in group) for group in self.members)
 
+    @property
+    def titles(self) -> tuple[str, ...]:
+        """Names for readers: with the type of a module that has a number for a name."""
+        return tuple(self._title(name) for name in self.names)
+
+    def _title(self, name: str) -> str:
+        path = module_path(name) if name in self.params else name
+        kind = self.types.get(path)
+        return f"{name} ({kind})" if kind and path.rpartition(".")[2].isdecimal() else name
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Number of the layer of each group, counted in the order of the groups.
+
+        Groups that hold parameters of the same layer have the same number, such as a weight and its
+        bias, or a convolution and its batch norm.
+        """
+        layer_of = {
+            name: layer.name
+            for layer in layers_of(self.params, self.types)
+            for name in layer.parameters
+        }
+        number_of: dict[str, int] = {}  # by layer
+        numbers: list[int] = []
+        for s, group in enumerate(self.members):
+            held = {layer_of[member.name] for member in group}
+            met = sorted({number_of[layer] for layer in held if layer in number_of})
+            number = met[0] if met else s
+            for layer, old in number_of.items():  # this group joins layers that were apart so far
+                number_of[layer] = number if old in met else old
+            numbers = [number if old in met else old for old in numbers]
+            number_of.update(dict.fromkeys(held, number))
+            numbers.append(number)
+        order = {number: i for i, number in enumerate(dict.fromkeys(numbers))}
+        return tuple(order[number] for number in numbers)
+
     def index(self, name: str) -> int:
         """Return the number of the group called ``name``."""
         if name not in self.names:
-            raise KeyError(f"No group is called {name!r}.{nearest(name, self.names)}")
+            raise KeyError(f"There is no group {name!r}.{nearest(name, self.names)}")
         return self.names.index(name)
 
     def inner(self, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
@@ -129,7 +178,7 @@ class Partition:
         return result
 
     def restrict(self, u: Mapping[str, Tensor], s: int) -> Params:
-        """Return U^s: the parts of ``u`` in group ``s``, by name, zero at others' entries."""
+        """Return U^s: the parts of ``u`` in group ``s``, by name, zero where other groups are."""
         part: Params = {}
         for member in self.members[s]:
             label, value = self.labels[member.name], u[member.name]
@@ -150,22 +199,22 @@ class Partition:
         """Return one named parameter group for each group, as torch optimizers take them.
 
         Args:
-            **defaults: Options that every group starts with, such as ``lr=0.1``.
+            **defaults: Options of every group, such as ``lr=0.1``.
 
         Raises:
             ValueError: If a parameter is divided among groups, which torch does not allow.
         """
         if any(p.is_meta for p in self.params.values()):
             raise ValueError(
-                "This partition was read from a file, so its parameters have no values. Make one "
-                "of the live model with make_partition(model, ...)."
+                "This partition was read from a file, so its parameters have no values. Use "
+                "make_partition(model, ...) to divide the live model."
             )
         divided = [name for name, label in self.labels.items() if not isinstance(label, int)]
         if divided:
             raise ValueError(
-                f"Parameter {divided[0]!r} is divided among groups, and a torch parameter group "
-                f"takes whole parameters only. Use a partition whose groups hold whole tensors, "
-                f"such as 'canonical'."
+                f"Parameter {divided[0]!r} is divided among groups, but torch parameter groups "
+                f"take whole parameters only. Use a partition into whole tensors, such as "
+                f"'canonical'."
             )
         return [
             {"params": [self.params[member.name] for member in group], "name": name, **defaults}
@@ -173,10 +222,10 @@ class Partition:
         ]
 
     def to(self, device: torch.device | str | None = None) -> Partition:
-        """Return the partition with its index tensors moved; the parameters stay as they are.
+        """Return the partition with its index tensors moved; the parameters stay where they are.
 
         Args:
-            device: Where to; if not given, to the device of the parameter that they divide.
+            device: The new device; by default that of the parameter they divide.
         """
         labels = {
             name: label if isinstance(label, int) else label.to(device or self.params[name].device)
@@ -184,44 +233,57 @@ class Partition:
         }
         if all(labels[name] is label for name, label in self.labels.items()):
             return self
-        return Partition(self.names, self.params, labels, self.model)
+        return self.regrouped(self.names, labels)
+
+    def regrouped(self, names: Sequence[str], labels: dict[str, int | Tensor]) -> Partition:
+        """Return other groups of the same parameters."""
+        return Partition(names, self.params, labels, self.model, self.types)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a file needs to describe the groups: no parameter values."""
+        """Return the groups as plain values and tensors, without the values of the parameters."""
         return {
             "names": list(self.names),
             "shapes": {name: list(p.shape) for name, p in self.params.items()},
             "labels": {n: x if isinstance(x, int) else x.cpu() for n, x in self.labels.items()},
+            "types": dict(self.types),
         }
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Partition:
-        """Rebuild a partition from a file; its parameters are placeholders without storage."""
+        """Rebuild a partition; its parameters are placeholders without storage."""
         params = {n: torch.empty(s, device="meta") for n, s in state["shapes"].items()}
-        return cls(state["names"], params, dict(state["labels"]))
+        return cls(state["names"], params, dict(state["labels"]), types=state.get("types"))
 
     def __repr__(self) -> str:
         """Return the number of groups and of parameters."""
-        return f"Partition({len(self)} groups, {sum(self.sizes):,} parameters)"
+        plural = "" if len(self) == 1 else "s"
+        return f"Partition({len(self)} group{plural}, {sum(self.sizes):,} parameters)"
 
     def __str__(self) -> str:
-        """Return a table: number, name, role, entries and parameters of each group."""
-        return f"{self!r}\n{text_table(self._rows(), right=(0, 3))}"
+        """Return a table: number, name, modules, role, entries and parameters of each group."""
+        return f"{self!r}\n{text_table(self._rows(), right=(0, 4))}"
 
     def _repr_html_(self) -> str:
         """Return the same for a notebook."""
-        return paragraph(repr(self)) + html_table(self._rows(), right=(0, 3))
+        return paragraph(repr(self)) + html_table(self._rows(), right=(0, 4))
 
     def _rows(self) -> list[tuple[str, ...]]:
-        rows = [("", "group", "role", "entries", "parameters")]
+        rows = [("", "group", "module", "role", "entries", "parameters")]
         aliases = {} if self.model is None else aliases_of(self.model)
         for s, (name, kind, size) in enumerate(
             zip(self.names, self.roles, self.sizes, strict=True)
         ):
-            rows.append(
-                (str(s), name, kind, f"{size:,}", _describe(self.members[s], name, aliases))
-            )
+            held = _describe(self.members[s], name, aliases)
+            rows.append((str(s), name, self._module_types(s), kind, f"{size:,}", held))
         return shorten(rows)
+
+    def _module_types(self, s: int) -> str:
+        """Return the types of the modules that own the parameters of a group."""
+        if self.names[s] in self.types:  # a module, such as a block
+            return self.types[self.names[s]]
+        paths = (module_path(member.name) for member in self.members[s])
+        found = list(dict.fromkeys(self.types.get(path, "") for path in paths))
+        return ", ".join(found[:3]) + (" ..." if len(found) > 3 else "")
 
 
 def _common_role(members: Sequence[Member]) -> str:
@@ -230,7 +292,7 @@ def _common_role(members: Sequence[Member]) -> str:
 
 
 def _describe(members: Sequence[Member], group: str, aliases: Mapping[str, str]) -> str:
-    """Tell the parameters of a group: each of a few, the first and the last of many."""
+    """Return the parameters of a group: each of a few, the first and the last of many."""
     if len(members) > 2:
         return f"{len(members)} tensors: {members[0].name} ... {members[-1].name}"
     parts = []

@@ -35,14 +35,14 @@ def result_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the module inside wrappers: of data parallelism, and of ``torch.compile``.
 
-    One that FSDP2 looks after is put into its sharded state: else it may show other parameters.
+    An FSDP2 module is put into its sharded state: otherwise it may show other parameters.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"The model is of type {type(model).__name__}: give a torch.nn.Module, the model "
-            f"itself and not its parameters or its class."
+            f"The model is of type {type(model).__name__}: pass a torch.nn.Module, the model "
+            f"itself, not its parameters or its class."
         )
-    compiler = sys.modules.get("torch._dynamo.eval_frame")  # loaded by who has compiled a model
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # loaded once somebody compiles a model
     compiled = compiler.OptimizedModule if compiler is not None else ()
     parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     while True:
@@ -59,9 +59,9 @@ def unwrap(model: nn.Module) -> nn.Module:
 def role(name: str) -> str:
     """Return ``"bias"`` or ``"weight"``, the role of a parameter.
 
-    What is added is a bias: a parameter whose own name contains ``bias`` (``bias``,
-    ``in_proj_bias``, ``bias_hh_l0``, ``biases.3`` of a list). Everything else is a weight, also the
-    scale of a norm layer, an embedding, and a bare parameter of a module.
+    A parameter whose own name contains ``bias`` is a bias (``bias``, ``in_proj_bias``,
+    ``bias_hh_l0``, ``biases.3`` of a list). Everything else is a weight, including the scale of a
+    norm, an embedding, and a bare parameter of a module.
 
     >>> role("encoder.0.in_proj_bias"), role("norm.weight"), role("cls_token")
     ('bias', 'weight', 'weight')

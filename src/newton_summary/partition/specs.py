@@ -1,4 +1,4 @@
-"""From what a user writes to a partition: names of schemes, patterns, lists of names."""
+"""Turn what a user writes into a partition: names of schemes, patterns, lists of names."""
 
 from __future__ import annotations
 
@@ -22,47 +22,51 @@ def make_partition(model: nn.Module, spec: Spec = "canonical") -> Partition:
     r"""Divide the trainable parameters of a model into groups.
 
     Args:
-        model: Any module; wrappers of data parallelism and of torch.compile are looked through.
+        model: Any module; wrappers of data parallelism and of ``torch.compile`` are looked through.
         spec: One of
 
             - ``"canonical"`` (one group per tensor), ``"trivial"`` (one group),
               ``"weights-biases"`` (two groups), ``"discrete"`` (one group per number);
-            - with any number, ``"chunks-5"`` (five runs of consecutive layers), ``"blocks-4"`` (the
-              same, with the last layer apart), ``"alternate-4"`` (every fourth layer together, with
-              the last layer apart); in each of these, weights and biases are groups of their own. A
+            - ``"layers"``: one group per layer, weight and bias together, named after the module. A
               norm counts with the layer beside it;
-            - a mapping from the name of a group to a regular expression that is searched in the
-              parameters' names, to ``...`` for all that no other group takes, or to a list as
-              below;
+            - ``"modules-3"``: one group per module three levels down the tree, such as the blocks
+              ``transformer.h.0``, ``transformer.h.1`` of a GPT-2; parameters above that level are
+              grouped by their own module;
+            - ``"chunks-5"`` (five runs of consecutive layers), ``"blocks-4"`` (four, with the last
+              layer apart), ``"alternate-4"`` (every fourth layer together, with the last layer
+              apart); in each of these, weights and biases are separate groups. The numbers are
+              yours to choose;
+            - a mapping from group names to regular expressions, searched in the parameters' names,
+              to ``...`` for everything no other group takes, or to lists as below;
             - a list of lists of parameter names. In place of a name, a pair ``(name, index)`` takes
-              a part of a parameter: ``index`` is what one would write between brackets.
+              part of a parameter: ``index`` is what you would write between brackets.
 
     Returns:
         The partition. Frozen parameters are not in it.
 
     Raises:
-        ValueError: If a parameter is in two groups or in none, a group is empty, a name is not
-            known, a pattern matches nothing, or there are fewer layers than blocks.
+        ValueError: If a parameter is in two groups or in none, a group is empty, a name is
+            unknown, a pattern matches nothing, or the model has too few layers or levels.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     >>> print(make_partition(net, {"first": r"^0\.", "rest": ...}))
     Partition(2 groups, 23 parameters)
-       group  role   entries  parameters
-    0  first  mixed       15  0.weight (3, 4), 0.bias (3,)
-    1  rest   mixed        8  2.weight (2, 3), 2.bias (2,)
+       group  module  role   entries  parameters
+    0  first  Linear  mixed       15  0.weight (3, 4), 0.bias (3,)
+    1  rest   Linear  mixed        8  2.weight (2, 3), 2.bias (2,)
     """
     model = unwrap(model)
     params = trainable(model)
     if not params:
         raise ValueError(
             "The model has no parameter that requires a gradient. "
-            "Call model.requires_grad_(True), or on the parameters to be measured."
+            "Call requires_grad_(True) on the model, or on the parameters to measure."
         )
     for name, p in params.items():
         if isinstance(p, nn.UninitializedParameter):
             raise ValueError(
-                f"Parameter {name!r} has no shape yet: it is of a lazy module. Call the model once "
-                f"on some data before it is divided."
+                f"Parameter {name!r} belongs to a lazy module and has no shape yet. Call the model "
+                f"once on some data first."
             )
     if isinstance(spec, str):
         groups = _named_spec(spec)(model)
@@ -72,8 +76,8 @@ def make_partition(model: nn.Module, spec: Spec = "canonical") -> Partition:
         groups = _name_lists(spec)
     else:
         raise TypeError(
-            f"A partition is made from the name of one, a mapping, or a list of lists, and not "
-            f"from {spec!r}."
+            f"{spec!r} does not describe a partition. Write a name such as 'canonical', a mapping, "
+            f"or a list of lists."
         )
     return _assemble(groups, model)
 
@@ -87,11 +91,10 @@ def _named_spec(spec: str) -> Callable[[nn.Module], Mapping[str, Sequence[Any]]]
         return lambda model: make(model, int(number))
     if f"{spec}-k" in PARTITIONS or spec in PARTITIONS:
         kind = spec.removesuffix("-k")
-        raise ValueError(f"{spec!r} needs a number of blocks: write for example '{kind}-4'.")
+        raise ValueError(f"{spec!r} needs a number: write for example '{kind}-2'.")
     raise ValueError(
         f"Unknown partition {spec!r}.{nearest(spec, PARTITIONS)} "
-        f"Write one of {', '.join(PARTITIONS)} (with a number for k), a mapping, or a list of "
-        f"lists."
+        f"Use one of {', '.join(PARTITIONS)} (k is a number), a mapping, or a list of lists."
     )
 
 
@@ -101,7 +104,7 @@ def _match_patterns(spec: Mapping[str, Any], model: nn.Module) -> dict[str, list
     groups: dict[str, list[Any]] = {}
     for group, rule in spec.items():
         if not isinstance(group, str):
-            raise TypeError(f"The name of a group is a string, and not {group!r}.")
+            raise TypeError(f"Group names are strings, not {group!r}.")
         if isinstance(rule, EllipsisType):
             groups[group] = []
         elif isinstance(rule, str | re.Pattern):
@@ -114,7 +117,9 @@ def _match_patterns(spec: Mapping[str, Any], model: nn.Module) -> dict[str, list
             )
     rests = [group for group, rule in spec.items() if isinstance(rule, EllipsisType)]
     if len(rests) > 1:
-        raise ValueError(f"Both {rests[0]!r} and {rests[1]!r} are `...`: one group takes the rest.")
+        raise ValueError(
+            f"Both {rests[0]!r} and {rests[1]!r} are `...`: only one group can take the rest."
+        )
     if rests:
         aliases = aliases_of(model)
         taken = {
@@ -125,7 +130,7 @@ def _match_patterns(spec: Mapping[str, Any], model: nn.Module) -> dict[str, list
         groups[rests[0]] = [name for name in names if name not in taken]
         if not groups[rests[0]]:
             raise ValueError(
-                f"Group {rests[0]!r} takes the rest, and nothing is left for it: leave it out."
+                f"Group {rests[0]!r} takes the rest, and nothing is left. Leave it out."
             )
     return groups
 
@@ -133,12 +138,12 @@ def _match_patterns(spec: Mapping[str, Any], model: nn.Module) -> dict[str, list
 def _search(
     pattern: str | re.Pattern[str], names: list[str], group: str, model: nn.Module
 ) -> list[str]:
-    """Return the names that a pattern is found in."""
+    """Return the names in which a pattern is found."""
     try:
         found = [name for name in names if re.search(pattern, name)]
     except re.error as error:
         raise ValueError(
-            f"Group {group!r}: {pattern!r} is no regular expression: {error}."
+            f"Group {group!r}: {pattern!r} is not a valid regular expression: {error}."
         ) from None
     if found:
         return found
@@ -149,9 +154,9 @@ def _search(
             if first not in names:
                 raise ValueError(f"{message} It matches {other!r}, which is frozen.")
             raise ValueError(
-                f"{message} It matches {other!r}, which is tied to {first!r}: match that name."
+                f"{message} It matches {other!r}, which is tied to {first!r}: match that instead."
             )
-    raise ValueError(f"{message} Their names are {first_names(names)}.")
+    raise ValueError(f"{message} The names are {first_names(names)}.")
 
 
 def _name_lists(spec: Iterable[Any]) -> dict[str, list[Any]]:
@@ -160,12 +165,12 @@ def _name_lists(spec: Iterable[Any]) -> dict[str, list[Any]]:
     for s, members in enumerate(spec):
         if not isinstance(members, list | tuple):
             raise TypeError(
-                f"Group {s} is {members!r}: a list of groups holds lists of parameter names."
+                f"Group {s} is {members!r}: a list of groups contains lists of parameter names."
             )
         alone = len(members) == 1 and isinstance(members[0], str)
         name = members[0] if alone else f"group{s}"
         if name in groups:
-            raise ValueError(f"Parameter {name!r} forms two groups of its own. Name it once.")
+            raise ValueError(f"Parameter {name!r} is listed as a group twice. List it once.")
         groups[name] = list(members)
     return groups
 
@@ -178,13 +183,13 @@ def _name_and_index(member: Any, group: str) -> tuple[str, Any]:
         return member
     held = "a tensor" if isinstance(member, Tensor) else repr(member)
     raise TypeError(
-        f"Group {group!r} holds {held}: write the name of a parameter, or a pair (name, index) "
-        f"for a part of one."
+        f"Group {group!r} contains {held}: write the name of a parameter, or a pair (name, index) "
+        f"for part of one."
     )
 
 
 def _assemble(groups: Mapping[str, Sequence[Any]], model: nn.Module) -> Partition:
-    """Turn lists of members into labels, and find what lies in two groups or in none."""
+    """Turn lists of members into labels; refuse what lies in two groups or in none."""
     params, aliases = trainable(model), aliases_of(model)
     names = list(groups)
     labels: dict[str, int | Tensor] = {}
@@ -218,7 +223,9 @@ def _assemble(groups: Mapping[str, Sequence[Any]], model: nn.Module) -> Partitio
         if isinstance(label, Tensor):
             if bool((label < 0).any()):
                 where = tuple((label < 0).nonzero()[0].tolist())
-                raise ValueError(f"Entry {where} of parameter {name!r} is in no group. Add it.")
+                raise ValueError(
+                    f"Entry {where} of parameter {name!r} is in no group. Add it to one."
+                )
             whole = bool((label == label.flatten()[0]).all())
             labels[name] = int(label.flatten()[0]) if whole else label.to(p.device)
     return Partition(names, params, {name: labels[name] for name in params}, model)
@@ -232,12 +239,12 @@ def _index_mask(label: Tensor, index: Any, name: str, group: str) -> Tensor:
         mask[... if index is None else index] = True
     except (IndexError, TypeError, RuntimeError, ValueError) as error:
         raise ValueError(
-            f"Group {group!r}: {index!r} is no index of parameter {name!r} "
+            f"Group {group!r}: {index!r} is not a valid index into parameter {name!r} "
             f"of shape {tuple(label.shape)}: {error}"
         ) from None
     if not bool(mask.any()):
         raise ValueError(
-            f"Group {group!r}: {index!r} takes no entry of parameter {name!r} "
+            f"Group {group!r}: {index!r} selects no entry of parameter {name!r} "
             f"of shape {tuple(label.shape)}. Leave it out."
         )
     return mask
@@ -248,18 +255,18 @@ def _unknown_name(
 ) -> str:
     if name in aliases:
         return (
-            f"Group {group!r} names {name!r}, which is frozen. Leave it out, or call "
+            f"Group {group!r} contains {name!r}, which is frozen. Leave it out, or call "
             f"requires_grad_(True) on it."
         )
-    return f"Group {group!r}: no parameter is called {name!r}.{nearest(name, params)}"
+    return f"Group {group!r}: the model has no parameter {name!r}.{nearest(name, params)}"
 
 
 def _in_two_groups(name: str, first: str, second: str, aliases: Mapping[str, str]) -> str:
     others = [other for other, same in aliases.items() if same == name and other != name]
-    tied = f" (which is also {', '.join(map(repr, others))})" if others else ""
+    tied = f" (tied to {', '.join(map(repr, others))})" if others else ""
     if first == second:
-        return f"Parameter {name!r}{tied} is twice in group {first!r}. Name it once."
+        return f"Parameter {name!r}{tied} is listed twice in group {first!r}. List it once."
     return (
         f"Parameter {name!r}{tied} is in two groups, {first!r} and {second!r}. "
-        f"Make their patterns or lists exclude each other."
+        f"Make the groups exclude each other."
     )
