@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import newton_summary as ns
 from newton_summary.derivatives.sweep import sharded as sharded_sweep
-from newton_summary.parallel import fsdp as sharded
+from newton_summary.parallel import fsdp
+from newton_summary.parallel import processes as sharded
 from problems import PROBLEMS
 
 STEPS = 50
@@ -356,7 +357,7 @@ def most_whole_at_a_time(rank):
     layers = [layer for _ in range(12) for layer in (nn.Linear(6, 6), nn.Tanh())]
     net = sharded_net(nn.Sequential(*layers).double())
     alive, most = set(), [0]
-    real = sharded.whole
+    real = fsdp.whole
 
     def watched(tensor):
         result = real(tensor)
@@ -367,11 +368,11 @@ def most_whole_at_a_time(rank):
             most[0] = max(most[0], sum(size for _, size in alive) // 8)
         return result
 
-    sharded.whole = watched
+    fsdp.whole = watched
     try:
         ns.summarize(net, lambda model, x: model(x).square().mean(), torch.ones(3, 6).double())
     finally:
-        sharded.whole = real
+        fsdp.whole = real
     return most[0], sum(p.numel() for p in net.parameters())
 
 
@@ -459,9 +460,9 @@ def fail_sharded(rank):
         "min_decrease": lambda: refresh(net, failing_later(rank), [batch], min_decrease=0.1),
     }
     found = {name: error_of(call) for name, call in failures.items()}
-    calls, gathered, whole = [], [], sharded.whole
+    calls, gathered, whole = [], [], fsdp.whole
     with counted(calls), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded, "whole", lambda tensor: gathered.append(tensor) or whole(tensor))
+        patch.setattr(fsdp, "whole", lambda tensor: gathered.append(tensor) or whole(tensor))
         again = ns.summarize(net, loss_fn, batch, direction=u)
     return {"errors": found, "and then": again.loss, "calls": calls, "gathered": len(gathered)}
 
@@ -550,7 +551,7 @@ def fail(rank, count):
 
 def interrupted_while_waiting(rank, call):
     """An interrupt that rank 1 hears of when its last message has come through."""
-    real, size = dist.all_reduce, 8 * 81  # of a summary of eight groups
+    real, size = dist.all_reduce, 8 * 84  # of a summary of eight groups
 
     def interrupted(tensor, *args, **kwargs):
         work = real(tensor, *args, **kwargs)
@@ -583,7 +584,13 @@ def differences(rank):
         "values": lambda: ns.summarize(moved, loss_fn, batch),
         "direction": lambda: ns.summarize(net, loss_fn, batch, direction=v),
         "optimizer": lambda: ns.NewtonSummary(ns.make_partition(net), summary_period=10 + rank),
-        "gradients": lambda: refresh(make_net(), loss_fn, [batch], seed=rank),
+        "diagonal": lambda: ns.NewtonSummary(ns.make_partition(net), diagonal=rank == 1),
+        **{
+            f"gradients, {spec}": lambda spec=spec: refresh(
+                make_net(), loss_fn, [batch], seed=rank, spec=spec
+            )
+            for spec in ("canonical", "weights-biases", "trivial")
+        },
     }
     return {name: error_of(call) for name, call in calls.items()}
 
@@ -597,15 +604,16 @@ def subgroups(rank):
     return own, error_of(lambda: ns.summarize(net, loss_fn, batch, distributed=other))
 
 
-def refresh(net, loss, data, seed=3, **options):
-    optimizer = ns.NewtonSummary(ns.make_partition(net), curvature=(loss, data), **options)
+def refresh(net, loss, data, seed=3, spec="canonical", **options):
+    partition = ns.make_partition(net, spec)
+    optimizer = ns.NewtonSummary(partition, curvature=(loss, data), **options)
     loss_fn(net, draw(seed)).backward()
     optimizer.step()
     optimizer.zero_grad()
     return optimizer
 
 
-def wait_in_vain(rank, count):
+def time_out(rank, count):
     """A group with a short time-out, in which only rank 0 measures."""
     hasty = dist.new_group(timeout=timedelta(seconds=1))
     start = time.monotonic()
@@ -665,6 +673,6 @@ def everything(rank, count):
         "sharded": measure_sharded(rank, count),
         "failed": fail(rank, count),
         "bytes": count_bytes(rank, count),
-        "waited": wait_in_vain(rank, count),
+        "waited": time_out(rank, count),
         "at the end": end_by_death,
     }

@@ -280,7 +280,7 @@ def test_wrong_use_is_told():
 def test_a_warning_names_the_callers_line():
     model = make_net()
     adam = torch.optim.Adam(model.parameters())
-    with pytest.warns(UserWarning, match="One batch tells no standard errors") as told:
+    with pytest.warns(UserWarning, match="Standard errors need at least two batches") as told:
         ns.suggest_lrs(model, loss_fn, DATA[:1], adam)
     assert [warning.filename for warning in told] == [__file__]
 

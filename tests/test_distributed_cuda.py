@@ -21,7 +21,7 @@ from distributed_cases import (
     train,
 )
 from newton_summary.cli import main as cli
-from newton_summary.parallel import fsdp as sharded
+from newton_summary.parallel import processes as sharded
 from newton_summary.parallel.ranks import Ranks
 from ranks import run_ranks
 from test_distributed_run import NEWTON, assert_same_metrics, rows, torchrun
@@ -52,7 +52,7 @@ def assert_close(summary, expected):
 
 
 def one_rank(given, params):
-    """Ranks as find_ranks returns them where there are several."""
+    """Ranks as find_processes returns them where there are several."""
     first = next(iter(params.values()))
     return Ranks(None, first.device, sharded.is_sharded(first))
 
@@ -65,7 +65,7 @@ def test_messages_travel_by_nccl(monkeypatch):
     """Also with a single rank, if it is not taken for one that works alone."""
     expected = ns.summarize(make_net(), loss_fn, draw(1), distributed=False)
 
-    monkeypatch.setattr("newton_summary.measuring.measurement.find_ranks", one_rank)
+    monkeypatch.setattr("newton_summary.measuring.measurement.find_processes", one_rank)
     batches = [on_gpu(cut(draw(1), rank, 2)) for rank in range(2)]
     assert_close(ns.summarize(make_net().cuda(), loss_fn, batches), expected)
     with_errors = ns.summarize(make_net().cuda(), loss_fn, batches, stderr=True)
@@ -75,10 +75,12 @@ def test_messages_travel_by_nccl(monkeypatch):
 
 
 def test_numbers_on_the_cpu_go_by_way_of_the_gpu():
-    ranks = Ranks(None, torch.device("cpu"), agreed=[2])
+    ranks = Ranks(None, torch.device("cpu"))
     with ranks.joint():
-        total = ranks.total(torch.tensor([1.0, 2.0]))
-    assert total.device.type == "cpu" and total.tolist() == [1.0, 2.0]
+        numbers = torch.tensor([1.0, 2.0])
+    means, total = ranks.mean({"numbers": numbers}, 3)
+    assert means["numbers"].device.type == "cpu"
+    assert means["numbers"].tolist() == [1.0, 2.0] and total == 3
 
 
 def test_training_under_ddp_and_fsdp():
@@ -107,7 +109,7 @@ def test_sharded_parameters(monkeypatch):
     net = sharded_net(make_net().cuda())
     assert all(sharded.is_sharded(p) for p in net.parameters())
     assert_close(ns.summarize(net, loss_fn, on_gpu(draw(1))), expected)
-    monkeypatch.setattr("newton_summary.measuring.measurement.find_ranks", one_rank)
+    monkeypatch.setattr("newton_summary.measuring.measurement.find_processes", one_rank)
     assert_close(ns.summarize(net, loss_fn, on_gpu(draw(1))), expected)
     with pytest.raises(KeyError):  # which failed on all ranks alike
         ns.summarize(net, broken, on_gpu(draw(1)))

@@ -91,7 +91,7 @@ def test_jackknife_of_a_mean_is_its_standard_error(model):
 
 
 def test_one_batch_tells_no_error(model):
-    with pytest.warns(UserWarning, match=r"One batch tells no standard errors.*microbatch"):
+    with pytest.warns(UserWarning, match=r"Standard errors need at least two batches.*microbatch"):
         s = ns.summarize(model, loss_fn, make_batches([8])[0], stderr=True)
     assert s.gbar_stderr is None and s.Hbar_stderr is None and len(s.parts) == 1
     assert ns.learning_rates(s).eta_stderr is None

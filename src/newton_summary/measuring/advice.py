@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from newton_summary.display.table import ShownAsTable
-from newton_summary.measuring.measurement import find_partition, summarize
-from newton_summary.parallel.agreement import live_values
-from newton_summary.parallel.ranks import agree, find_ranks, together
+from newton_summary.measuring.measurement import agree, find_partition, open_probe, summarize
+from newton_summary.parallel.processes import find_processes
 from newton_summary.partition import Params, Partition, Spec, unwrap
 from newton_summary.probe.directions import find_direction
-from newton_summary.probe.probe import LossFn, Probe
+from newton_summary.probe.probe import LossFn
 from newton_summary.solver import LearningRates, check_strength, learning_rates
 from newton_summary.summary import Summary
 
@@ -242,10 +241,11 @@ def suggest_lrs(
             _own_groups(model, optimizer) if partition is None else find_partition(model, partition)
         )
         source = data if direction_data is None else direction_data
-        ranks = find_ranks(distributed, part.params)
-        with together(ranks):
-            agree(ranks, [1], part, live_values(part, None), optimizer=type(optimizer).__name__)
-        with together(ranks), Probe(model, loss_fn, source, part, microbatch, ranks) as probe:
+        processes = find_processes(distributed, part.params)
+        with processes.joint():
+            probe = open_probe(model, loss_fn, source, part, microbatch, processes)
+        agree(processes, part, optimizer)
+        with probe:
             u = find_direction(optimizer, probe)
         summary = summarize(
             model,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,16 +15,13 @@ from torch import Tensor, nn
 from newton_summary.derivatives import AUTO, BACKENDS
 from newton_summary.derivatives.nested import Contraction, nested_taylor_terms, nested_tensor
 from newton_summary.derivatives.sweep import StackTooLarge, summarize_sweep
-from newton_summary.derivatives.sweep.sharded import summarize_sharded
+from newton_summary.derivatives.sweep.sharded import ShardedProbe, summarize_sharded
 from newton_summary.display.names import nearest
 from newton_summary.display.warn import warn_user
 from newton_summary.errors import CannotDifferentiate
-from newton_summary.parallel.agreement import live_values
-from newton_summary.parallel.fsdp import is_sharded, refuse_sharded
-from newton_summary.parallel.mean import mean_over_ranks, message_length, parts_of_all
-from newton_summary.parallel.ranks import OBJECTS, agree, find_ranks, together
+from newton_summary.parallel.processes import Processes, find_processes, is_sharded, refuse_sharded
 from newton_summary.partition import Params, Partition, Spec, make_partition, result_dtype, unwrap
-from newton_summary.probe.directions import Direction, find_direction, needs_gradient
+from newton_summary.probe.directions import Direction, find_direction
 from newton_summary.probe.probe import Closure, LossFn, Probe
 from newton_summary.summary import Summary
 
@@ -104,80 +101,124 @@ def summarize(
     >>> summary.D3[2:]
     tensor([0., 0.])
     """
-    ranks = find_ranks(distributed, dict(unwrap(model).named_parameters()))
-    with together(ranks):
-        partition, names = _checked(model, partition, order, backend, microbatch)
-        to_find = needs_gradient(direction)
-        lengths = [1] * to_find + [message_length(len(partition), order)] + [OBJECTS] * stderr
-        facts = {"direction": "to be found" if to_find else "given", "order": order}
-        values = live_values(partition, direction)
-        agree(ranks, lengths, partition, values, stderr=stderr, **facts)
-    with (
-        together(ranks),
-        Probe(model, loss_fn, data, partition, microbatch, ranks) as probe,
-    ):
+    processes = find_processes(distributed, dict(unwrap(model).named_parameters()))
+    with processes.joint():
+        if order not in (1, 2, 3):
+            raise ValueError(f"order={order!r}: write 1, 2 or 3, or see derivative_tensor.")
+        backends = backends_for(backend, microbatch, processes.sharded)
+        partition = find_partition(model, partition)
+        probe = open_probe(model, loss_fn, data, partition, microbatch, processes)
+    agree(processes, partition, direction, order=order, stderr=stderr)
+    with probe:
         u = find_direction(direction, probe)
-        reason = None
-        for name in names:
-            try:
-                if probe.shards is not None:
-                    run = partial(summarize_sharded, stack_limit=stack_limit, ranks=ranks)
-                    summary = _mean_summary(probe, u, run, order, _reporter(progress))
-                elif name == "sweep":
-                    summary = _within_limit(probe, u, order, _reporter(progress), stack_limit)
-                else:
-                    probe.recorded = False
-                    summary = _mean_summary(probe, u, BACKENDS[name], order, _reporter(progress))
-            except CannotDifferentiate as error:
-                if name == names[-1]:
-                    if backend in AUTO[:-1]:
-                        raise CannotDifferentiate(f"{error}. Try backend='auto'.") from error
-                    raise
-                reason = str(error)
-                following = names[names.index(name) + 1]
-                warn_user(
-                    f"Falling back from {name!r} to {following!r}, because "
-                    f"{reason.removeprefix(f'{name}: ')}"
-                )
+        with processes.joint():
+            own = measure(probe, u, order, backends, stack_limit, _reporter(progress))
+    summary = mean_over(processes, own, u)
+    if not stderr:
+        return summary
+    plain = [replace(part, partition=None).to("cpu") for part in own.parts]
+    parts = [
+        replace(part.to(summary.gbar.device), partition=partition)
+        for some in processes.gather(plain)
+        for part in some
+    ]
+    if len(parts) == 1:
+        warn_user(
+            "Standard errors need at least two batches, so there are none. Give several batches, "
+            "such as a DataLoader, or split this one with microbatch=..."
+        )
+    return summary.with_stderr(parts)
+
+
+def open_probe(
+    model: nn.Module,
+    loss_fn: LossFn,
+    data: Any,
+    partition: Partition,
+    microbatch: int | None,
+    processes: Processes,
+) -> Probe:
+    """Return a probe for a model that is whole, or divided among processes."""
+    kind = ShardedProbe if processes.sharded else Probe
+    return kind(model, loss_fn, data, partition, microbatch, processes)
+
+
+def agree(
+    processes: Processes, partition: Partition, direction: Direction | None, **facts: Any
+) -> None:
+    """Make sure that all processes are about to measure the same thing."""
+    if processes.agreed:
+        return
+    values = {f"parameter {name!r}": p for name, p in partition.params.items()}
+    if isinstance(direction, Mapping):
+        tensors = {name: u for name, u in direction.items() if isinstance(u, Tensor)}
+        values |= {f"the direction of {name!r}": u for name, u in tensors.items()}
+    kind = direction if isinstance(direction, str) else type(direction).__name__
+    whole = {name: value for name, value in values.items() if not is_sharded(value)}
+    processes.agree({**partition.facts(), "direction": kind, **facts}, whole)
+
+
+def measure(
+    probe: Probe,
+    u: Params,
+    order: int,
+    backends: Sequence[str],
+    stack_limit: int | None = None,
+    report: Callable[[int, int | None], None] = lambda done, total: None,
+) -> Summary:
+    """Return this process's summary along ``u``, by the first backend that can measure it.
+
+    Its ``parts`` are the summaries of the batches.
+    """
+    reason = None
+    for name, following in zip(backends, [*backends[1:], None], strict=True):
+        try:
+            if name == "sweep":
+                summary = _within_limit(probe, u, order, report, stack_limit)
             else:
-                parts, summary = summary.parts, replace(summary, reason=reason, parts=())
-                if ranks is not None:
-                    summary = mean_over_ranks(ranks, summary, u)
-                    parts = parts_of_all(ranks, parts, summary) if stderr else ()
-                if not stderr:
-                    return summary
-                if len(parts) == 1:
-                    warn_user(
-                        "One batch tells no standard errors, so there are none. Give several "
-                        "batches, such as a DataLoader, or split this one with microbatch=..."
-                    )
-                return summary.with_stderr(parts)
+                probe.recorded = False
+                summary = _mean_summary(probe, u, BACKENDS[name], order, report)
+            return replace(summary, reason=reason)
+        except CannotDifferentiate as error:
+            if following is None:
+                if name in AUTO[:-1] and not probe.processes.sharded:
+                    raise CannotDifferentiate(f"{error}. Try backend='auto'.") from error
+                raise
+            reason = str(error)
+            warn_user(
+                f"Falling back from {name!r} to {following!r}, because "
+                f"{reason.removeprefix(f'{name}: ')}"
+            )
     raise AssertionError("unreachable")
 
 
-def _checked(
-    model: nn.Module,
-    partition: Partition | Spec,
-    order: int,
-    backend: str,
-    microbatch: int | None,
-) -> tuple[Partition, tuple[str, ...]]:
-    """Return the partition, and the backends to try."""
-    if order not in (1, 2, 3):
-        raise ValueError(f"order={order!r}: a summary has order 1, 2 or 3. See derivative_tensor.")
+def mean_over(processes: Processes, summary: Summary, u: Params) -> Summary:
+    """Return the mean of the summaries of all processes, weighted by their numbers of samples.
+
+    Exact for a loss that is a mean over samples. The message of each process has S^2 + 2S + 4
+    numbers at order 3, whatever the size of the model.
+
+    Args:
+        processes: The processes.
+        summary: Of this process's data.
+        u: The direction, which has to be the same on all of them.
+    """
+    names = (*("gbar", "Hbar", "D3")[: summary.order], "loss")
+    parts = {name: getattr(summary, name) for name in names}
+    same = () if processes.sharded else u.values()
+    means, samples = processes.mean(parts, summary.num_samples, same)
+    return replace(summary, **means, num_samples=samples, parts=())
+
+
+def backends_for(backend: str, microbatch: int | None, sharded: bool) -> Sequence[str]:
+    """Return the backends to try, in order; raise if there is none."""
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(
             f"Unknown backend {backend!r}.{nearest(backend, BACKENDS)} "
             f"Write 'auto' or one of {', '.join(map(repr, BACKENDS))}."
         )
-    partition = find_partition(model, partition)
-    if any(is_sharded(p) for p in partition.params.values()):
-        return partition, _for_sharded(backend, microbatch)
-    return partition, AUTO if backend == "auto" else (backend,)
-
-
-def _for_sharded(backend: str, microbatch: int | None) -> tuple[str, ...]:
-    """Return the only backend that takes sharded parameters, or say that there is no other."""
+    if not sharded:
+        return AUTO if backend == "auto" else (backend,)
     if backend not in ("auto", "sweep"):
         raise ValueError(
             f"backend={backend!r}, and the model is sharded: only the sweep gathers parameters as "
@@ -326,6 +367,9 @@ def _within_limit(
     stack_limit: int | None,
 ) -> Summary:
     """Sweep all batches, in parts if the stack of a whole one would be too large."""
+    if isinstance(probe, ShardedProbe):
+        sharded = partial(summarize_sharded, stack_limit=stack_limit, ranks=probe.processes)
+        return _mean_summary(probe, u, sharded, order, report)
     probe.recorded = True
     known = _splits.setdefault(probe.model, {})
     modes = tuple(module.training for module in probe.model.modules())
@@ -366,14 +410,14 @@ def _mean_summary(
         report(done, total)
     if total is None:
         report(done, done)
-    if not summaries:  # other ranks have data
+    if not summaries:  # other processes have data
         return _nothing(probe, order)
     mean = summaries[0] if len(summaries) == 1 else Summary.mean(summaries, sizes)
     return replace(mean, parts=tuple(summaries))
 
 
 def _nothing(probe: Probe, order: int) -> Summary:
-    """Return the summary of no samples: zeros, which count nothing in the mean over ranks."""
+    """Return the summary of no samples: zeros, which count nothing in the mean over processes."""
     first = next(iter(probe.params.values()))
     zeros = torch.zeros(len(probe.partition), dtype=result_dtype(probe.params), device=first.device)
     return Summary(

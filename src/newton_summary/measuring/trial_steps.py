@@ -11,13 +11,11 @@ from torch import Tensor, nn
 
 from newton_summary.display.warn import warn_user
 from newton_summary.history import Trial
-from newton_summary.measuring.measurement import find_partition
-from newton_summary.parallel.agreement import live_values
-from newton_summary.parallel.mean import mean_loss
-from newton_summary.parallel.ranks import agree, find_ranks, together
+from newton_summary.measuring.measurement import agree, find_partition, open_probe
+from newton_summary.parallel.processes import find_processes
 from newton_summary.partition import Partition, Spec, trainable, unwrap
-from newton_summary.probe.directions import Direction, find_direction, needs_gradient
-from newton_summary.probe.probe import LossFn, Probe, check_finite
+from newton_summary.probe.directions import Direction, find_direction
+from newton_summary.probe.probe import LossFn, check_finite
 from newton_summary.probe.state import unmoved
 from newton_summary.solver import LearningRates, learning_rates
 from newton_summary.summary import Summary
@@ -109,13 +107,13 @@ def try_steps(
     """
     exact = summary.to("cpu", torch.float64)
     changes = []
-    ranks = find_ranks(distributed, groups.params)
-    lengths = [1] * needs_gradient(direction) + [2] * (1 + len(etas))  # of the messages
-    with together(ranks):
-        agree(ranks, lengths, groups, live_values(groups, direction), steps=len(etas))
-    with together(ranks), Probe(model, loss_fn, data, groups, microbatch, ranks) as probe:
+    processes = find_processes(distributed, groups.params)
+    with processes.joint():
+        probe = open_probe(model, loss_fn, data, groups, microbatch, processes)
+    agree(processes, groups, direction, steps=len(etas))
+    with probe:
         u = find_direction(direction, probe)
-        start = mean_loss(probe)
+        start = probe.mean_loss()
         check_finite(start)
         _compare(float(start), float(summary.loss))
         with unmoved(probe.params.values()) as copies:
@@ -125,7 +123,7 @@ def try_steps(
                     for (name, p), before in zip(probe.params.items(), copies, strict=True):
                         p.copy_(before - steps[name])
                 predicted = float(exact.predicted_change(eta))
-                changes.append((predicted, float(mean_loss(probe) - start)))
+                changes.append((predicted, float(probe.mean_loss() - start)))
     return changes
 
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from newton_summary.derivatives.differences import summarize_differences
 from newton_summary.derivatives.sweep import summarize_sweep
 from newton_summary.display.table import ShownAsTable
-from newton_summary.parallel.fsdp import refuse_sharded
+from newton_summary.parallel.processes import refuse_sharded
 from newton_summary.partition import Partition, Spec, make_partition, trainable, unwrap
 from newton_summary.probe.directions import Direction, find_direction
 from newton_summary.probe.probe import LossFn, Probe

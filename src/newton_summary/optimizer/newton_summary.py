@@ -29,7 +29,7 @@ from newton_summary.optimizer.rates import RateRules
 from newton_summary.optimizer.refresh import Refresh
 from newton_summary.optimizer.update import Factors, Motion, make_motion
 from newton_summary.parallel.fsdp import own_memory
-from newton_summary.parallel.ranks import agree, find_ranks, together
+from newton_summary.parallel.processes import find_processes
 from newton_summary.partition import Partition
 from newton_summary.probe.probe import LossFn
 from newton_summary.solver import LearningRates
@@ -203,19 +203,33 @@ class NewtonSummary(Optimizer):
         self.partition = partition
         self.direction = direction
         self.summary_period, self.warmup = summary_period, warmup
-        ranks = find_ranks(distributed, partition.params)
-        with together(ranks):
+        processes = find_processes(distributed, partition.params)
+        with processes.joint():
             self._loss_fn, self._data = check_curvature(curvature)
-            agree(  # on all that decides when they meet, and over what
-                *(ranks, [1], partition, {}),
-                lambda_int=lambda_int,
-                summary_period=summary_period,
-                warmup=warmup,
-                min_decrease=min_decrease,
-            )
-            several = curvature is not None and _has_several_batches(curvature[1])
-            if ranks is not None:
-                several = bool(ranks.total(torch.tensor([float(several)])) > 0)
+        options = {
+            "lambda_int": lambda_int,
+            "eta_momentum": eta_momentum,
+            "summary_period": summary_period,
+            "summary_window": summary_window,
+            "warmup": warmup,
+            "averaging": averaging,
+            "summary_decay": summary_decay,
+            "absolute_D3": absolute_D3,
+            "diagonal": diagonal,
+            "negative": negative,
+            "eta_average": eta_average,
+            "ridge": ridge,
+            "max_eta": max_eta,
+            "max_growth": max_growth,
+            "max_step": max_step,
+            "min_decrease": min_decrease,
+            "keep_last_good": keep_last_good,
+            "shorten": shorten,
+        }
+        processes.agree(partition.facts() | options, {})
+        several = any(
+            processes.gather(curvature is not None and _has_several_batches(curvature[1]))
+        )
         self.max_step = max_step if max_step is not None else MAX_STEP if several else math.inf
         self._refresh = Refresh(
             model,
@@ -387,7 +401,7 @@ class NewtonSummary(Optimizer):
         missing = max(1, self.warmup) - self._warmed_up if self.variant == "smoothed" else 1
         measured = False
         for _ in range(max(1, missing) if self._data is not None else 1):
-            with self._refresh.together():  # a loader that fails on one rank stops all
+            with self._refresh.processes().joint():  # a loader that fails on one rank stops all
                 loss_fn, batch = self._curvature_batch(closure)
             measured = self._refresh.measure(motion, loss_fn, batch)
             self._warmed_up += measured

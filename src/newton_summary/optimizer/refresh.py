@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from typing import Any
 
@@ -15,15 +15,20 @@ from torch import Tensor, nn
 
 from newton_summary.derivatives.sweep.cuda_graph import CannotCapture, SweepGraphs
 from newton_summary.errors import NotFiniteError, RankError
-from newton_summary.measuring.measurement import summarize
+from newton_summary.measuring.measurement import (
+    backends_for,
+    find_partition,
+    mean_over,
+    measure,
+    open_probe,
+)
 from newton_summary.optimizer.averaging import Average
 from newton_summary.optimizer.curvature_data import OneBatch
 from newton_summary.optimizer.rates import RateRules
 from newton_summary.optimizer.update import Factors, Motion, as_vector
-from newton_summary.parallel.mean import mean_loss, message_length
-from newton_summary.parallel.ranks import Ranks, find_ranks, together
+from newton_summary.parallel.processes import Processes, find_processes
 from newton_summary.partition import Params, Partition
-from newton_summary.probe.probe import LossFn, Probe
+from newton_summary.probe.probe import LossFn
 from newton_summary.solver import STATUS, LearningRates
 from newton_summary.summary import Summary
 
@@ -89,13 +94,9 @@ class Refresh:
         """The highest derivative that the rules need."""
         return 3 if self.rules.lambda_int > 0 else 2
 
-    def together(self) -> AbstractContextManager[None]:
-        """Return a context in which what fails on one rank ends the refresh on all."""
-        return together(self._ranks([message_length(len(self.partition), self.order)]))
-
-    def _ranks(self, lengths: Sequence[int]) -> Ranks | None:
-        """Return the ranks, which know that their next messages have these lengths."""
-        return find_ranks(self.distributed, self.partition.params, lengths)
+    def processes(self) -> Processes:
+        """Return the processes that measure together."""
+        return find_processes(self.distributed, self.partition.params)
 
     def measure(self, motion: Motion, loss_fn: LossFn, batch: Any) -> bool:
         """Add a summary along the present direction to the average.
@@ -145,21 +146,17 @@ class Refresh:
                 warnings.warn(
                     f"NewtonSummary: cuda_graph=True has no effect, because {error}.", stacklevel=7
                 )
-        return summarize(
-            self.model,
-            loss_fn,
-            OneBatch(batch),
-            partition=self.partition,
-            direction=u,
-            order=self.order,
-            backend=self.backend,
-            microbatch=self.microbatch,
-            distributed=self._ranks([message_length(len(self.partition), self.order)])
-            or self.distributed,
-        )
+        processes = self.processes()
+        with processes.joint():
+            backends = backends_for(self.backend, self.microbatch, processes.sharded)
+            partition = find_partition(self.model, self.partition)
+            given = (self.model, loss_fn, OneBatch(batch), partition, self.microbatch)
+            with open_probe(*given, processes) as probe:
+                summary = measure(probe, u, self.order, backends)
+        return mean_over(processes, summary, u)
 
     def _check_capture(self, batch: Any, u: Params) -> None:
-        if find_ranks(self.distributed, u) is not None:
+        if self.processes().count > 1:
             raise CannotCapture("there are several ranks")
         if batch is None:
             raise CannotCapture(
@@ -231,12 +228,11 @@ class Refresh:
         """Halve the solution until the curvature batch agrees; None if it never does."""
         summary = self.last_summary
         assert summary is not None and self.min_decrease is not None
-        ranks = self._ranks([2])
-        probed = (self.model, loss_fn, OneBatch(batch), self.partition)
+        given = (self.model, loss_fn, OneBatch(batch), self.partition, self.microbatch)
 
         def loss() -> Tensor:
-            with together(ranks), Probe(*probed, ranks=ranks) as probe:
-                return mean_loss(probe)
+            with open_probe(*given, self.processes()) as probe:
+                return probe.mean_loss()
 
         for _ in range(6):
             step = scale(solution)

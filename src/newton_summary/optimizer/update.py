@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from newton_summary.parallel.fsdp import is_sharded, like_sharded, local_part, local_rows
+from newton_summary.parallel.processes import is_sharded, like_sharded, local_part, local_rows
 from newton_summary.partition import Params, Partition, result_dtype
 
 Factors = Tensor | list[float]

@@ -3,8 +3,8 @@
 While a loss is measured the hooks of ``fully_shard`` rest, and every operation that uses a sharded
 parameter is given the whole of it. Nobody holds on to that: the backward pass and the sweep gather
 it again. So a rank has a few whole parameters in memory at a time, and never the whole model; and
-all ranks have to come by the same operations in the same order, as in training with FSDP itself.
-They meet before each gathering: a rank that has failed, or come elsewhere, keeps nobody waiting.
+all ranks have to pass the same operations in the same order, as in training with FSDP itself. They
+meet before each gathering: a rank that failed, or went elsewhere, keeps nobody waiting.
 """
 
 from __future__ import annotations
@@ -12,57 +12,25 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+
+from newton_summary.parallel.processes import (
+    fsdp_modules,
+    is_sharded,
+    like_sharded,
+    local_part,
+    whole,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Meeting = Callable[[str], AbstractContextManager[Any]]
 KEPT = 4  # whole parameters at a time: those of one layer, and of their directions
-
-
-def is_sharded(tensor: object) -> bool:
-    """Return whether a tensor is divided among ranks; does not import torch's code for it."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor: all of it, unless it is sharded.
-
-    Shares its memory, so what is written there is written to the tensor.
-    """
-    return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def local_rows(label: int | Tensor, p: Tensor) -> int | Tensor:
-    """Return the labels of what this rank has of a parameter."""
-    if isinstance(label, int) or not is_sharded(p):
-        return label
-    rows = -(-p.shape[0] // p.device_mesh.size())  # type: ignore[attr-defined]
-    start = rows * p.device_mesh.get_local_rank()  # type: ignore[attr-defined]
-    return label[start : start + rows]
-
-
-def like_sharded(local: Tensor, like: Tensor) -> Tensor:
-    """Return a rank's part as a tensor that is divided as another one is."""
-    if not is_sharded(like):
-        return local
-    module = sys.modules["torch.distributed.tensor"]
-    sharded: DTensor = like  # type: ignore[assignment]
-    return module.DTensor.from_local(  # type: ignore[no-any-return]
-        local,
-        sharded.device_mesh,
-        sharded.placements,
-        run_check=False,
-        shape=sharded.shape,
-        stride=sharded.stride(),
-    )
 
 
 def own_memory(value: Any) -> Any:
@@ -83,37 +51,8 @@ def scattered_sum(value: Tensor, like: Tensor) -> Tensor:
     return local_part(partial.redistribute(placements=sharded.placements))
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor, gathered from all ranks if it is sharded."""
-    return tensor.detach().full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def refuse_sharded(params: Mapping[str, Tensor], what: str) -> None:
-    """Raise if a parameter is sharded, for what takes whole models only."""
-    name = next((name for name, p in params.items() if is_sharded(p)), None)
-    if name is not None:
-        raise ValueError(
-            f"Parameter {name!r} is sharded, and {what} takes whole models only. Call it before "
-            f"fully_shard; summarize measures sharded models."
-        )
-
-
-def find_shards(
-    params: Mapping[str, Tensor], model: nn.Module, meeting: Meeting | None = None
-) -> Shards | None:
-    """Return the parameters as shards; None if they are ordinary ones.
-
-    Args:
-        params: The parameters, by name.
-        model: Their model.
-        meeting: As for :class:`Shards`.
-
-    Raises:
-        ValueError: If they are divided in another way than by ``fully_shard`` over one dimension.
-    """
-    sharded = {name: p for name, p in params.items() if is_sharded(p)}
-    if not sharded:
-        return None
+def check_shards(model: nn.Module) -> None:
+    """Raise unless parameters are divided by ``fully_shard`` over all ranks in one dimension."""
     for name, p in model.named_parameters():
         if not is_sharded(p):
             continue
@@ -133,7 +72,6 @@ def find_shards(
                 f"The shard of parameter {name!r} lies on {local_part(p).device} and is computed "
                 f"with on {mesh.device_type}: offloaded parameters cannot be measured."
             )
-    return Shards(params, meeting)
 
 
 class Shards(dict[str, Tensor]):
@@ -141,18 +79,18 @@ class Shards(dict[str, Tensor]):
 
     Args:
         params: The parameters.
-        meeting: Gives a context for what is gathered, or added up, from all ranks: it is told what
-            that is, and waits for them. None where there is one rank.
+        meeting: Gives a context for what is gathered, or added up, from all ranks: it takes the
+            name of that, and waits for them.
 
     Attributes:
         anchor: A leaf of autograd's graph that stands for all of them.
-        gathered: Is told of every whole parameter that an operation is given, and its name.
-        received: Is given the gradient of the whole parameter, for its name, in a backward pass.
+        gathered: Called with every whole parameter that an operation is given, and its name.
+        received: Called in a backward pass with a name and the gradient of the whole parameter.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], meeting: Meeting | None = None):
+    def __init__(self, params: Mapping[str, Tensor], meeting: Meeting):
         super().__init__(params)
-        self.meeting: Meeting = meeting or nullcontext
+        self.meeting = meeting
         self.names = {id(p): name for name, p in params.items()}
         device = next(local_part(p).device for p in params.values())
         self.anchor = torch.zeros((), device=device, requires_grad=True)
@@ -189,11 +127,18 @@ class Shards(dict[str, Tensor]):
             self.gathered(tensor, name)
         return tensor
 
+    def without_copies(self) -> AbstractContextManager[None]:
+        """Let graphs that are made in here gather again what a backward pass needs."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
     @contextmanager
-    def open(self) -> Iterator[None]:
-        """Let operations in here have whole parameters, and backward passes gather them again."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), _Gathering(self):
+    def receiving(self, receive: Callable[[str, Tensor], None]) -> Iterator[None]:
+        """Hand on the gradients of a backward pass in here."""
+        self.received = receive
+        try:
             yield
+        finally:
+            self.received = None
 
     def forget(self) -> None:
         """Let go of everything that was gathered."""
@@ -229,56 +174,11 @@ class _Gather(torch.autograd.Function):
         return torch.zeros_like(ctx.shards.anchor), None, None, None
 
 
-class _Gathering(TorchFunctionMode):
-    """Gives every operation whole parameters in the place of sharded ones."""
-
-    def __init__(self, shards: Shards):
-        from newton_summary.derivatives.sweep.torch_functions import look_up
-
-        super().__init__()
-        self.shards, self.look_up = shards, look_up
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        call = self.look_up(func)
-        if call.passes or call.accesses:
-            return func(*args, **kwargs)
-        found: dict[int, Tensor] = {}
-        return func(*self._gather(args, found), **self._gather(kwargs, found))
-
-    def _gather(self, tree: Any, found: dict[int, Tensor]) -> Any:
-        if isinstance(tree, tuple) and type(tree) is tuple:
-            return tuple(self._gather(x, found) for x in tree)
-        if isinstance(tree, list):
-            return [self._gather(x, found) for x in tree]
-        if isinstance(tree, dict):
-            return {key: self._gather(x, found) for key, x in tree.items()}
-        if not is_sharded(tree):
-            return tree
-        if id(tree) not in found:
-            found[id(tree)] = self.shards.leaf(tree)
-        return found[id(tree)]
-
-
-# --- the hooks of fully_shard ---------------------------------------------------------------------
-
-
-def settle(model: nn.Module) -> None:
-    """Put every module that FSDP2 looks after into its sharded state.
-
-    After a forward pass without a backward pass some of them hold whole parameters.
-    """
-    for module in _fsdp_modules(model):
-        module.reshard()
-
-
 @contextmanager
 def resting_hooks(model: nn.Module) -> Iterator[None]:
-    """Let the hooks rest that gather the parameters of a whole module."""
+    """Let the hooks of ``fully_shard`` rest that gather the parameters of a whole module."""
     with ExitStack() as stack:
-        for module in _fsdp_modules(model):
+        for module in fsdp_modules(model):
             state = module._get_fsdp_state()
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 stack.callback(_restore, hooks, dict(hooks))
@@ -296,11 +196,3 @@ def _is_method_of(hook: Any, state: Any) -> bool:
 def _restore(hooks: OrderedDict[int, Any], before: dict[int, Any]) -> None:
     hooks.clear()
     hooks.update(before)
-
-
-def _fsdp_modules(model: nn.Module) -> list[Any]:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    kind = getattr(fsdp, "FSDPModule", None)
-    return (
-        [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
-    )

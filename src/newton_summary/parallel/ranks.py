@@ -1,169 +1,105 @@
-"""The processes of torch.distributed that work together, and how none waits for one that failed.
+"""Several processes of torch.distributed, and how none waits for one that failed.
 
-Ranks exchange messages that each of them knows to be next: sums of vectors, and small objects. A
-rank that fails sends its part of the next message all the same, with not-a-number in it. Then all
-ranks know, tell each other what happened, and raise. Nothing more is sent for this as long as all
-goes well.
-
-With sharded parameters a rank that fails cannot know what the others wait for. There every message,
-and every gathering of a parameter, is preceded by a meeting: three whole numbers that tell whether
-all ranks are well and have come to the same place.
+Each rank does its part of the work, then all of them meet: three whole numbers tell whether all are
+well and have reached the same place. If so, they exchange results; if not, they tell each other
+what happened, and all raise. Ranks among which the parameters are divided also meet before each
+parameter is gathered.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from newton_summary.errors import NotFiniteError, RankError, RankNotFiniteError
-from newton_summary.parallel.agreement import Plan, find_difference, spread_too_far
-from newton_summary.parallel.fsdp import is_sharded
-from newton_summary.partition import Partition
 
-OBJECTS = 0  # in the place of a length: a message that is no vector
-SOME = 8  # ranks that failed alike are named
+T = TypeVar("T")
+SHOWN = 8  # ranks that failed alike are named
+ALIKE = 1e-3  # of a tensor's norm: what replicas may drift apart on machines of different kinds
+SAME = 1e-5  # of a norm: what ranks may differ by in adding up the same numbers
 
 
 class Ranks:
-    """The processes that measure together, each on data of its own.
+    """The ranks that measure together, each on data of its own.
 
     Args:
         group: The process group; None for all processes. Its time-out is how long a rank waits.
         device: Where the numbers lie that are exchanged.
         sharded: Whether parameters are divided among the ranks.
-        agreed: The lengths of the messages to come, where ranks know already that they will do the
-            same; None if they have to :meth:`agree` first.
 
     Attributes:
-        count: How many processes there are.
+        count: How many ranks there are.
+        agreed: Whether they know that they are about to do the same.
     """
 
-    def __init__(
-        self,
-        group: Any,
-        device: torch.device,
-        sharded: bool = False,
-        agreed: Sequence[int] | None = None,
-    ):
-        self.group, self.sharded, self.agreed = group, sharded, agreed
+    def __init__(self, group: Any, device: torch.device, sharded: bool = False):
+        self.group, self.sharded, self.agreed = group, sharded, False
         needs_gpu = dist.get_backend(group) == "nccl" and device.type == "cpu"
         self.device = torch.device("cuda", torch.cuda.current_device()) if needs_gpu else device
         self.count = dist.get_world_size(group)
         self._numbers = dist.get_process_group_ranks(group or dist.group.WORLD)  # among all ranks
-        self._expected: list[int] = []  # lengths of the messages to come
-        self._over: RankError | None = None  # why the ranks have parted
-        self._sending = False  # or a message was begun and did not end: then nothing can be told
+        self._over: BaseException | None = None  # why the ranks have parted
+
+    # --- work, and whether it succeeded -----------------------------------------------------------
 
     @contextmanager
     def joint(self) -> Iterator[None]:
-        """Work together: what fails here on one rank is raised on all of them.
+        """Do this rank's part of the work: what fails here on one rank is raised on all of them.
 
-        An interrupt is one of the things that fail; where it came it stays what it is. It can only
-        be told between two messages: else the others hear of it when the process ends.
+        An interrupt is one of the things that fail; where it came it stays what it is.
         """
-        self._expected = [OBJECTS] if self.agreed is None else list(self.agreed)
+        self._begin()
         try:
             yield
-        except Exception as error:
-            if self._over is None:
-                self._tell(error)
-                raise  # nobody waits any more, or all ranks failed alike
-            if error is self._over:
-                raise
-            # What others have made of it on its way: a rule of the sweep, a loss.
         except BaseException as error:
             if self._over is None:
-                with suppress(RankError):
-                    self._tell(error)
-            raise
+                with suppress(RankError) if not isinstance(error, Exception) else nullcontext():
+                    self.meet("an error", error)
+                raise  # an interrupt, or all ranks failed alike
+            if error is self._over or not isinstance(error, Exception):
+                raise
+            # What others have made of the reason on its way: a rule of the sweep, a loss.
         if self._over is not None:
             raise self._over
+        self.meet("the end of its part")
 
-    def agree(self, plan: Plan, lengths: Sequence[int]) -> None:
-        """Make sure that all ranks are about to do the same.
+    def _begin(self) -> None:
+        self._over = None
 
-        Args:
-            plan: What this rank is about to do.
-            lengths: How many numbers the messages have that will be exchanged, in their order.
-
-        Raises:
-            RankError: If the plans differ; the message tells in what.
-        """
-        if self.agreed is None:
-            extremes = plan.extremes().to(self.device)
-            told = self.gather(plan.digest)
-            if len(set(told)) > 1:
-                plans = self._exchange(plan.facts)
-                self.stop(find_difference(plans, self._numbers))
-            self._compare_values(plan, extremes)
-            self.agreed = list(lengths)
-        self._expected = list(self.agreed)
-
-    def total(self, numbers: Tensor) -> Tensor:
-        """Return the sum of a vector over all ranks, in float64; the same on all to the last bit.
+    def meet(self, place: str, error: BaseException | None = None) -> None:
+        """Wait until all ranks have reached a place, or failed.
 
         Raises:
-            RankError: If a rank has failed on the way to this message.
+            RankError: If a rank failed (unless all did, and alike) or is at another place.
         """
-        if self.sharded:
-            self.meet("a sum over ranks")
-        message = numbers.to(self.device, torch.float64, copy=True)
-        assert message.shape == (self._expected[0],)
-        self._reduce(message)
-        self._expected.pop(0)
-        if not bool(torch.isfinite(message).all()):
-            self._exchange(None)
-        return message.to(numbers.device)
-
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Replace every tensor by its sum over ranks; they travel side by side."""
-        with self._message():
-            works = [dist.all_reduce(x, group=self.group, async_op=True) for x in tensors]
-            for work in works:
-                work.wait()
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return what every rank gives, in their order; any small object.
-
-        Raises:
-            RankError: If a rank has failed on the way to this message.
-        """
-        if self._expected[0] != OBJECTS:  # between two sums: it takes a meeting
-            self.meet("what ranks tell each other")
-            return self._exchange(value)
-        values = self._exchange(value)
-        self._expected.pop(0)
-        return values
-
-    def meet(self, place: str, failed: bool = False) -> None:
-        """Wait until all ranks have come to a place, or one of them has failed.
-
-        Raises:
-            RankError: If a rank has failed, or has come to another place.
-        """
-        code = zlib.crc32(place.encode())
-        flags = torch.tensor([failed, code, -code], device=self._flag_device())
-        self._reduce(flags, largest=True)
-        any_failed, largest, smallest = flags.tolist()
-        if failed:
+        if not self._differ(place, error is not None):
             return
-        if any_failed:
-            self._exchange(None)
-        if largest != -smallest:
-            places = self._exchange(place)
-            i, other = next((i, told) for i, told in enumerate(places) if told != places[0])
+        failure = None if error is None else (_in_words(error), isinstance(error, NotFiniteError))
+        told = self.gather((place, failure))
+        failed = {i: what for i, (_, what) in enumerate(told) if what is not None}
+        if not failed:
+            i = next(i for i, (other, _) in enumerate(told) if other != told[0][0])
             self.stop(
-                f"The ranks are not in step: rank {self._numbers[0]} has come to {places[0]}, and "
-                f"rank {self._numbers[i]} to {other}. All ranks have to take the same path through "
-                f"a sharded model."
+                f"The ranks are not in step: rank {self._numbers[0]} has reached {told[0][0]}, and "
+                f"rank {self._numbers[i]} {told[i][0]}. All ranks have to take the same path."
             )
+        texts = sorted({text for text, _ in failed.values()})
+        if len(failed) == self.count and len(texts) == 1:
+            self._over = error
+            return
+        not_finite = all(flag for _, flag in failed.values())
+        by_text = {text: [i for i in failed if failed[i][0] == text] for text in texts}
+        words = " ".join(f"{self._name(*i)}: {text}" for text, i in by_text.items())
+        self._over = (RankNotFiniteError if not_finite else RankError)(words)
+        raise self._over from error
 
     @contextmanager
     def meeting(self, place: str) -> Iterator[None]:
@@ -172,64 +108,121 @@ class Ranks:
         with self._message():
             yield
 
+    def tell(self, what: str, value: T) -> list[T]:
+        """Meet, and return the small object that each rank gives."""
+        self.meet(what)
+        return self.gather(value)
+
     def stop(self, why: str) -> NoReturn:
         """Raise what all ranks have found out, from what they all know."""
-        raise self._end(RankError(why))
+        self._over = RankError(why)
+        raise self._over
 
-    # --- failures ---------------------------------------------------------------------------------
+    # --- messages ---------------------------------------------------------------------------------
 
-    def _tell(self, error: BaseException) -> None:
-        """Let the others know of an error; raise unless they failed alike, or wait for nothing."""
-        expected, self._expected = self._expected, []
-        if not expected or self._sending:
-            return
-        if expected[0] != OBJECTS and self.sharded:
-            self.meet("a failure", failed=True)
-        elif expected[0] != OBJECTS:
-            unknown = torch.full((expected[0],), float("nan"), dtype=torch.float64)
-            self._reduce(unknown.to(self.device))
-        self._exchange(None, error)
+    def agree(self, facts: Mapping[str, object], values: Mapping[str, Tensor]) -> None:
+        """Make sure that facts, and the values of whole tensors, are the same on all ranks.
 
-    def _exchange(self, value: Any, error: BaseException | None = None) -> list[Any]:
-        """Return what every rank gives; raise if some failed, unless all did and alike."""
-        failure = None if error is None else (_in_words(error), isinstance(error, NotFiniteError))
-        told: list[Any] = [None] * self.count
+        Messages of different lengths would end the processes, or wait for ever. Tensors that were
+        drawn differently differ in their sums by as much as their norm.
+        """
+        known = {name: f"{x.dtype} {tuple(x.shape)}" for name, x in values.items()}
+        known |= {name: str(fact) for name, fact in facts.items()}
+        if self._differ(repr(known)):
+            self.stop(_difference(self.gather(known), self._numbers))
+        if values:
+            sums = torch.stack(
+                [self._send(x.detach().sum(dtype=torch.float64)) for x in values.values()]
+            )
+            extremes = torch.stack([sums, -sums, self._norms(values.values())])
+            extremes = extremes.nan_to_num(0.0, 1e300, -1e300)
+            self._reduce(extremes, largest=True)
+            largest, smallest, norm = extremes.cpu()
+            apart = (largest + smallest > ALIKE * norm).tolist()
+            if any(apart):
+                self.stop(
+                    f"The ranks differ in the values of {list(values)[apart.index(True)]}: they "
+                    f"have to measure one model along one direction. Draw these after the same "
+                    f"torch.manual_seed on all ranks, or wrap the model in "
+                    f"DistributedDataParallel; distributed=False measures each rank's own."
+                )
+        self.agreed = True
+
+    def mean(
+        self, parts: Mapping[str, Tensor], weight: int, same: Iterable[Tensor] = ()
+    ) -> tuple[Mapping[str, Any], int]:
+        """Return the weighted mean of small tensors over ranks, and the sum of the weights.
+
+        One message. The mean is the same on all ranks to the last bit. With ``same`` the message
+        has two numbers more, the norm of these tensors and its square, from which all ranks see
+        whether it is the same on each.
+        """
+        norm = self._norms(same).norm().reshape(-1)
+        numbers = [weight * self._send(x).flatten() for x in parts.values()]
+        message = torch.cat([*numbers, norm.new_tensor([weight]), norm, norm.square()])
+        self._reduce(message)
+        sizes = [x.numel() for x in parts.values()] + [1, 1, 1]
+        *sums, total, norms, squares = torch.split(message, sizes)
+        self._check_weight(float(total))
+        self._check_norms(float(norms) / self.count, float(squares) / self.count)
+        means = {
+            name: (some / total).reshape(x.shape).to(x)
+            for (name, x), some in zip(parts.items(), sums, strict=True)
+        }
+        return means, round(float(total))
+
+    def average_(self, tensors: Sequence[Tensor], weight: int) -> None:
+        """Replace tensors, of any size, by their weighted mean over ranks; they travel in turn."""
+        total = self._send(torch.tensor([float(weight)]))
+        self._reduce(total)
+        self._check_weight(float(total))
+        torch._foreach_mul_(list(tensors), weight / float(total))
+        with self._message():
+            works = [dist.all_reduce(x, group=self.group, async_op=True) for x in tensors]
+            for work in works:
+                work.wait()
+
+    def gather(self, value: T) -> list[T]:
+        """Return the small object that each rank gives, in their order."""
+        values: list[Any] = [None] * self.count
         here = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
         with self._message(), here:
-            dist.all_gather_object(told, (failure, value), group=self.group)
-        failed = {i: what for i, (what, _) in enumerate(told) if what is not None}
-        texts = {text for text, _ in failed.values()}
-        if failed and not (len(failed) == self.count and len(texts) == 1):
-            hopeless = all(not_finite for _, not_finite in failed.values())
-            kind = RankNotFiniteError if hopeless else RankError
-            told_by = {text: [i for i in failed if failed[i][0] == text] for text in sorted(texts)}
-            text = " ".join(f"{self._name(*i)}: {x}" for x, i in told_by.items())
-            raise self._end(kind(text)) from error
-        return [value for _, value in told]
+            dist.all_gather_object(values, value, group=self.group)
+        return values
 
-    def _compare_values(self, plan: Plan, extremes: Tensor) -> None:
-        """Raise on all ranks if the parameters of one are others than those of another."""
-        if not plan.values:
-            return
-        self._reduce(extremes, largest=True)
-        what = spread_too_far(plan, extremes.cpu())
-        if what is not None:
+    def _differ(self, place: str, failed: bool = False) -> bool:
+        """Return whether a rank is at another place, or failed."""
+        code = zlib.crc32(place.encode())
+        flags = torch.tensor([failed, code, -code], device=self._flag_device())
+        self._reduce(flags, largest=True)
+        any_failed, largest, smallest = flags.tolist()
+        return bool(any_failed) or largest != -smallest
+
+    def _check_weight(self, total: float) -> None:
+        if total == 0:
+            raise ValueError("The data is empty on all ranks: there is no batch to measure.")
+
+    def _check_norms(self, norm: float, square: float) -> None:
+        """Raise on all ranks if norms differ, from the means over ranks of norm and norm^2.
+
+        Different gradients have different norms, but for a chance that nobody needs to fear.
+        """
+        spread = math.sqrt(max(square - norm**2, 0.0)) / norm if norm > 0 else 0.0
+        if spread > SAME:
             self.stop(
-                f"The ranks differ in the values of {what}, and they have to measure one model "
-                f"along one direction. Draw these after the same torch.manual_seed on all ranks, "
-                f"or wrap the model in DistributedDataParallel; distributed=False measures each "
-                f"rank's own."
+                f"The ranks measured along different directions: their norms differ by "
+                f"{spread:.1e} of their mean. Gradients have to be the same on all ranks when "
+                f"step() is called: wrap the model in DistributedDataParallel, and make the last "
+                f"backward() before step() outside of no_sync()."
             )
 
-    def _end(self, error: RankError) -> RankError:
-        """Remember that all ranks know of this, and that none of them waits any more."""
-        self._over = error
-        return error
+    def _send(self, numbers: Tensor) -> Tensor:
+        return numbers.to(self.device, torch.float64)
 
-    def _name(self, *indices: int) -> str:
-        numbers = ", ".join(str(self._numbers[i]) for i in indices[:SOME])
-        more = ", ..." if len(indices) > SOME else ""
-        return f"Rank{'s' * (len(indices) > 1)} {numbers}{more} of {dist.get_world_size()}"
+    def _norms(self, tensors: Iterable[Tensor]) -> Tensor:
+        """Return the norm of each tensor, in float64 where messages lie."""
+        norms = [torch.linalg.vector_norm(x.detach(), dtype=_wide(x.dtype)) for x in tensors]
+        return torch.stack([self._send(x) for x in norms or [torch.zeros(())]])
 
     def _flag_device(self) -> torch.device:
         """Where flags lie: on the CPU if the group sends from there, which waits for no GPU."""
@@ -245,38 +238,38 @@ class Ranks:
 
     @contextmanager
     def _message(self) -> Iterator[None]:
-        """Exchange something with the other ranks in here."""
-        if self._over is not None:  # and somebody has gone on all the same
+        """Exchange something with the other ranks in here; they do not hear of what fails here."""
+        if isinstance(self._over, RankError):  # and somebody has gone on all the same
             raise self._over
-        self._sending = True
         try:
             yield
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # of any backend, when a rank has gone or the time is over
+        except BaseException as error:
+            self._over = error
+            if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+                raise
+            # Of any backend, when a rank has gone or the time is over.
             reason = re.sub(r"^\[[^]]*\] *", "", str(error).strip()).split(". ")[0]
-            text = (
-                f"{self._name(dist.get_rank(self.group))} waited for the others in vain: one has "
-                f"ended, has not made this call (distributed=False is for one rank alone), or is "
-                f"too slow for the time-out of init_process_group(timeout=...). See what the other "
-                f"ranks wrote. ({reason})"
+            self._over = RankError(
+                f"{self._name(dist.get_rank(self.group))} timed out waiting for the other ranks, "
+                f"or lost the connection: one has exited, has not made this call "
+                f"(distributed=False is for one rank alone), or is too slow for the time-out of "
+                f"init_process_group(timeout=...). See the output of the other ranks. ({reason})"
             )
-            raise self._end(RankError(text)) from error
-        self._sending = False
+            raise self._over from error
+
+    def _name(self, *indices: int) -> str:
+        numbers = ", ".join(str(self._numbers[i]) for i in indices[:SHOWN])
+        more = ", ..." if len(indices) > SHOWN else ""
+        return f"Rank{'s' * (len(indices) > 1)} {numbers}{more} of {dist.get_world_size()}"
 
 
-def find_ranks(
-    distributed: str | bool | Any,
-    params: Mapping[str, Tensor],
-    agreed: Sequence[int] | None = None,
-) -> Ranks | None:
+def find_ranks(distributed: str | bool | Any, device: torch.device, sharded: bool) -> Ranks | None:
     """Return the ranks to measure with; None if this process works alone.
 
     Args:
-        distributed: ``"auto"`` for all processes where a process group is initialised, ``True``
-            (an error if there is none), ``False``, a process group, or the ranks themselves.
-        params: The parameters; the numbers that are exchanged lie on the device of the first.
-        agreed: As for :class:`Ranks`.
+        distributed: As for :func:`newton_summary.parallel.processes.find_processes`.
+        device: Where the numbers lie that are exchanged.
+        sharded: Whether parameters are divided among ranks.
     """
     if isinstance(distributed, Ranks):
         return distributed
@@ -294,38 +287,37 @@ def find_ranks(
         raise ValueError(
             f"distributed={distributed!r}: write 'auto', True, False, or a process group."
         )
-    if distributed is True and not initialized:
+    if not initialized:
         raise ValueError(
             "distributed=True, and no process group is initialised. Call "
             "torch.distributed.init_process_group first, or write distributed='auto'."
         )
-    sharded = any(is_sharded(p) for p in params.values())
     if sharded and (distributed is False or group is not None):
         raise ValueError(
             f"distributed={distributed!r}, and the model is sharded: all ranks have to take part. "
             f"Write distributed='auto'."
         )
-    if distributed is False or not initialized or dist.get_world_size(group) < 2:
+    if distributed is False or (dist.get_world_size(group) < 2 and not sharded):
         return None
-    device = next((p.device for p in params.values()), torch.device("cpu"))
-    return Ranks(group, device, sharded, agreed)
+    return Ranks(group, device, sharded)
 
 
-def together(ranks: Ranks | None) -> AbstractContextManager[None]:
-    """Return :meth:`Ranks.joint`, or a context that does nothing where there is one process."""
-    return nullcontext() if ranks is None else ranks.joint()
+def _difference(known: Sequence[Mapping[str, str]], numbers: Sequence[int]) -> str:
+    """Return in words the first thing in which the facts of ranks differ."""
+    first = known[0]
+    for number, facts in zip(numbers[1:], known[1:], strict=True):
+        for name in [*first, *facts]:
+            a, b = first.get(name, "missing"), facts.get(name, "missing")
+            if a != b:
+                return (
+                    f"The ranks are not in step: {name} is {a} on rank {numbers[0]} and {b} on "
+                    f"rank {number}. All ranks have to make the same call, for the same model."
+                )
+    raise AssertionError("the facts are the same")
 
 
-def agree(
-    ranks: Ranks | None,
-    lengths: Sequence[int],
-    partition: Partition,
-    values: Mapping[str, Tensor],
-    **facts: Any,
-) -> None:
-    """Call :meth:`Ranks.agree` with a plan, unless there is one process or they have agreed."""
-    if ranks is not None and ranks.agreed is None:
-        ranks.agree(Plan(partition, values, **facts), lengths)
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _in_words(error: BaseException) -> str:

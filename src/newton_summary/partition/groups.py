@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from newton_summary.display.html import html_table, paragraph
 from newton_summary.display.names import nearest
 from newton_summary.display.table import shorten, text_table
-from newton_summary.parallel.fsdp import whole
+from newton_summary.parallel.processes import is_sharded, whole
 from newton_summary.partition.layers import Types, layers_of, module_path, module_types
 from newton_summary.partition.parameters import Params, aliases_of, result_dtype, role
 
@@ -194,6 +194,21 @@ class Partition:
             factor = eta[label] if isinstance(label, int) else eta[label.to(eta.device)]
             scaled[name] = u[name] * factor.to(u[name])
         return scaled
+
+    def facts(self) -> dict[str, str]:
+        """Return what processes that measure together have to have alike, by what it is."""
+        found = {}
+        for name, p in self.params.items():
+            label = self.labels[name]
+            if isinstance(label, int):
+                where = repr(self.names[label])
+            else:
+                groups, counts = torch.unique(label, return_counts=True)
+                some = dict(zip(groups.tolist()[:3], counts.tolist()[:3]))
+                where = f"{some}, {len(groups)} in all"
+            kind = "sharded " if is_sharded(p) else ""
+            found[f"parameter {name!r}"] = f"{kind}{p.dtype} {tuple(p.shape)} in group {where}"
+        return found
 
     def param_groups(self, **defaults: Any) -> list[dict[str, Any]]:
         """Return one named parameter group for each group, as torch optimizers take them.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from newton_summary.parallel.fsdp import settle
+from newton_summary.parallel.processes import settle
 
 Params = dict[str, Tensor]
 

@@ -11,74 +11,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from newton_summary.display.names import nearest
-from newton_summary.parallel.fsdp import Shards, like_sharded, local_part, scattered_sum
+from newton_summary.parallel.processes import local_part
 from newton_summary.partition import Params
-from newton_summary.probe.probe import Probe, check_depends, check_finite
+from newton_summary.probe.probe import Probe
 from newton_summary.probe.state import unmoved
 
 Direction = str | Mapping[str, Tensor] | Optimizer
 
 
 def gradient(probe: Probe) -> Params:
-    """Return the gradient of the mean loss over all of the probe's data, on all ranks."""
-    if probe.shards is not None:
-        return sharded_gradient(probe, probe.shards)
-    leaves = list(probe.params.values())
-    wide = [torch.promote_types(p.dtype, torch.float32) for p in leaves]
-    mean = [torch.zeros_like(p, dtype=dtype) for p, dtype in zip(leaves, wide, strict=True)]
-    samples = 0
-    for closure, size in probe.closures():
-        loss = closure()
-        check_finite(loss)
-        check_depends(loss, probe.params)
-        grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
-        samples += size
-        with torch.no_grad():
-            batch_mean = [g.to_dense().to(d) for g, d in zip(grads, wide, strict=True)]
-            torch._foreach_lerp_(mean, batch_mean, size / samples)
-    if probe.ranks is not None:
-        count = torch.tensor([float(samples)], dtype=torch.float64, device=leaves[0].device)
-        total = float(probe.ranks.total(count))
-        if total == 0:
-            raise ValueError("The data is empty on all ranks: there is no batch to measure.")
-        torch._foreach_mul_(mean, samples / total)
-        probe.ranks.add_up(mean)
-    return {name: g.to(p.dtype) for (name, p), g in zip(probe.params.items(), mean, strict=True)}
-
-
-def sharded_gradient(probe: Probe, shards: Shards) -> Params:
-    """Return the same for sharded parameters: each rank gets its shard of the gradient."""
-    sums = {
-        name: torch.zeros_like(local_part(p), dtype=torch.promote_types(p.dtype, torch.float32))
-        for name, p in shards.items()
-    }
-    samples = 0
-    for closure, size in probe.closures():
-        loss = closure()
-        check_depends(loss, {"all": shards.anchor})
-        check_finite(loss)
-
-        def receive(name: str, grad: Tensor, size: int = size) -> None:
-            with shards.meeting(f"the sum of the gradients of {name}"):
-                sums[name] += scattered_sum(size * grad.to(sums[name].dtype), shards[name])
-
-        shards.received = receive
-        torch.autograd.grad(loss, shards.anchor)
-        shards.received = None
-        samples += size
-    total = float(samples)
-    if probe.ranks is not None:
-        count = torch.tensor([total], dtype=torch.float64, device=shards.anchor.device)
-        total = float(probe.ranks.total(count))
-    return {
-        name: like_sharded((part / total).to(shards[name].dtype), shards[name])
-        for name, part in sums.items()
-    }
-
-
-def needs_gradient(direction: Direction) -> bool:
-    """Return whether a direction is made from a gradient, which ranks then have to exchange."""
-    return not isinstance(direction, Mapping)
+    """Return the gradient of the mean loss over all of the probe's data."""
+    return probe.gradient()
 
 
 DIRECTIONS: dict[str, Callable[[Probe], Params]] = {"gradient": gradient}
@@ -100,9 +43,12 @@ def find_direction(direction: Direction, probe: Probe) -> Params:
             )
         return DIRECTIONS[direction](probe)
     if isinstance(direction, Optimizer):
-        return optimizer_step(direction, gradient(probe), probe.params)
+        u = probe.gradient()
+        with probe.processes.joint():
+            return optimizer_step(direction, u, probe.params)
     if isinstance(direction, Mapping):
-        return _checked(direction, probe.params, probe.model)
+        with probe.processes.joint():
+            return _checked(direction, probe.params, probe.model)
     raise TypeError(
         f"The direction is of type {type(direction).__name__}: write 'gradient', a mapping from "
         f"parameter name to tensor, or an optimizer."

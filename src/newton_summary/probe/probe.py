@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from newton_summary.errors import CoupledSamplesError, NotFiniteError
-from newton_summary.parallel.fsdp import find_shards, resting_hooks
-from newton_summary.partition import Partition, unwrap
+from newton_summary.parallel.processes import ALONE, Processes
+from newton_summary.partition import Params, Partition, unwrap
 from newton_summary.probe.batches import _as_batches as _as_batches
 from newton_summary.probe.batches import count_samples, outside_inference_mode, take_samples
 from newton_summary.probe.eager import running_plainly
@@ -61,7 +61,10 @@ class Probe:
         data: One batch, or an iterable of batches.
         partition: The groups, and with them the parameters.
         microbatch: Split batches into parts of at most so many samples.
-        ranks: The processes whose data counts together with this one's, if there are any.
+        processes: The processes whose data counts together with this one's.
+
+    Attributes:
+        params: The live parameters by name.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class Probe:
         data: Any,
         partition: Partition,
         microbatch: int | None = None,
-        ranks: Any = None,
+        processes: Processes = ALONE,
     ):
         if microbatch is not None and not (isinstance(microbatch, int) and microbatch >= 1):
             raise ValueError(f"microbatch={microbatch}: write a number of samples, 1 or more.")
@@ -85,9 +88,9 @@ class Probe:
         self.random = RandomState((p.device for p in partition.params.values()), _generators(data))
         self.num_parts: int | None = None  # known after the first pass over the data
         self._params_checked = False
-        self.ranks = ranks
-        meeting = None if ranks is None else ranks.meeting
-        self.shards = find_shards(partition.params, self.model, meeting)
+        self.processes = processes
+        self.params: Params = partition.params
+        self._batches: Iterable[Any] | None = None  # read when they are first needed
         self.recorded = False  # whether a recorder sees to it that the parameters do not change
 
     # --- leaving no trace -------------------------------------------------------------------------
@@ -95,14 +98,11 @@ class Probe:
     def __enter__(self) -> Probe:
         """Remember everything that an evaluation may change."""
         self._start = self.random.capture()
-        self._batches = _as_batches(self.data)
-        self.random.forget()  # reading the data may have drawn
         self._last_batch: Any = None
         self._model_state = ModelState(self.model)
         self._model_state.rest()
         self._contexts = ExitStack()
         self._contexts.enter_context(running_plainly())
-        self._contexts.enter_context(resting_hooks(self.model))
         self._contexts.enter_context(torch.inference_mode(False))
         self._contexts.enter_context(torch.enable_grad())
         return self
@@ -115,8 +115,6 @@ class Probe:
     ) -> None:
         """Put everything back, also after an error."""
         self._model_state.release()
-        if self.shards is not None:
-            self.shards.forget()
         self._contexts.close()
         self.random.restore(self._start)
 
@@ -127,20 +125,22 @@ class Probe:
 
         Every call goes through the same batches, also if they are shuffled or augmented.
         """
+        if self._batches is None:
+            self._batches = _as_batches(self.data)
+            self.random.forget()  # reading the data may have drawn
         self.random.restore(self._start)
         count = 0
         state = self._start
+        several = self.processes.count > 1  # then this one may have no data
         is_list = isinstance(self._batches, list)  # reading it draws no random numbers
         if not is_list:
             self.random.forget()
-        in_step = self.shards is not None and self.ranks is not None
-        batches = self._in_step() if in_step else self._batches
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(self._in_step(self._batches)):
             batch = outside_inference_mode(batch)
             if not is_list:
                 self.random.forget()
-            if self.ranks is not None and count_samples(batch) == 0:
-                continue  # the share of a rank for which nothing was left
+            if several and count_samples(batch) == 0:
+                continue  # the share of a process for which nothing was left
             for part in self._parts(batch):
                 if is_list and count:
                     self.random.jump(state)
@@ -151,26 +151,44 @@ class Probe:
                 if not is_list:  # the next batch must not depend on how much this one has drawn
                     self.random.jump(state)
                 count += 1
-        if count == 0 and self.ranks is None:
+        if count == 0 and not several:
             raise ValueError("The data is empty: it gave no batch to measure.")
         self.num_parts = count
 
-    def _in_step(self) -> Iterator[Any]:
-        """Give batches as long as all ranks have one: they gather sharded parameters together."""
-        batches = iter(self._batches)
-        while True:
-            batch = next(batches, self)
-            has_samples = batch is not self and count_samples(batch) > 0
-            told = self.ranks.gather((batch is not self, has_samples))
-            if not any(has_one for has_one, _ in told):
-                return
-            lacking = next((r for r, has in enumerate(told) if has != (True, True)), None)
-            if lacking is not None:
-                raise ValueError(
-                    f"With a sharded model every rank needs as many batches, and rank {lacking} "
-                    f"has fewer, or one without samples."
-                )
-            yield batch
+    def _in_step(self, batches: Iterable[Any]) -> Iterable[Any]:
+        """Give batches as long as all processes have one, where these have to be in step."""
+        return batches
+
+    def gradient(self) -> Params:
+        """Return the gradient of the mean loss over all data, of all processes."""
+        leaves = list(self.params.values())
+        wide = [torch.promote_types(p.dtype, torch.float32) for p in leaves]
+        mean = [torch.zeros_like(p, dtype=dtype) for p, dtype in zip(leaves, wide, strict=True)]
+        samples = 0
+        with self.processes.joint():
+            for closure, size in self.closures():
+                loss = closure()
+                check_finite(loss)
+                check_depends(loss, self.params)
+                grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
+                samples += size
+                with torch.no_grad():
+                    batch_mean = [g.to_dense().to(d) for g, d in zip(grads, wide, strict=True)]
+                    torch._foreach_lerp_(mean, batch_mean, size / samples)
+        self.processes.average_(mean, samples)
+        return {name: g.to(p.dtype) for (name, p), g in zip(self.params.items(), mean, strict=True)}
+
+    def mean_loss(self) -> Tensor:
+        """Return the mean loss over all data, of all processes, in float64 on the CPU."""
+        first = next(iter(self.params.values()))
+        total, samples = torch.zeros((), dtype=torch.float64, device=first.device), 0
+        with self.processes.joint():
+            for closure, size in self.closures():
+                total += size * closure().detach().reshape(()).to(total)
+                samples += size
+        means, _ = self.processes.mean({"loss": total / max(samples, 1)}, samples)
+        loss: Tensor = means["loss"]
+        return loss.cpu()
 
     def split_to_fit(self, fraction: float, loss: Tensor) -> int | None:
         """Split batches into equal parts, each at most a fraction of the last one, where allowed.
@@ -218,12 +236,11 @@ class Probe:
                 self.random.restore(state)
                 self._model_state.restore()
                 torch.clear_autocast_cache()  # of an outer autocast: it may hold moved parameters
-                # Of sharded parameters a loss gets copies, so it cannot change them.
-                known = self._params_checked or self.recorded or self.shards is not None
+                known = self._params_checked or self.recorded
                 watch = ParameterWatch(self.params, in_detail=not known)
                 self.random.forget()
             try:
-                with WholeBatchOnly() if is_part else nullcontext(), self._open_shards():
+                with WholeBatchOnly() if is_part else nullcontext(), self._evaluating():
                     loss = self.loss_fn(self.model, batch)
             except TypeError as error:
                 clearer = explain(error, self.model, self.data)
@@ -258,13 +275,9 @@ class Probe:
         if not loss.dtype.is_floating_point:
             raise TypeError(f"{where} returned a loss of dtype {loss.dtype}: it has to be real.")
 
-    def _open_shards(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.shards is None else self.shards.open()
-
-    @property
-    def params(self) -> dict[str, Tensor]:
-        """The live parameters by name."""
-        return self.partition.params if self.shards is None else self.shards
+    def _evaluating(self) -> AbstractContextManager[None]:
+        """Return a context in which the loss is evaluated."""
+        return nullcontext()
 
 
 def check_finite(loss: Tensor) -> None:

@@ -18,23 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from newton_summary.derivatives.sweep.chunked_logits import find_chunked_logits
 from newton_summary.derivatives.sweep.engine import (
-    KNOWN,
     Layout,
-    Sweep,
-    backward,
-    find_cut,
+    Leaves,
+    contributions,
     joined,
-    mark_needed,
+    prepared,
     with_totals,
+    without_autocast,
 )
-from newton_summary.derivatives.sweep.recorder import Recorder
-from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.partition import Params, Partition, result_dtype
 from newton_summary.probe.batches import count_samples
-from newton_summary.probe.probe import LossFn, Probe, check_finite
+from newton_summary.probe.probe import Closure, LossFn, Probe, check_finite
 from newton_summary.summary import Summary
 
 WARM_UP = 2  # runs on the capturing stream, in which libraries make their choices
@@ -141,9 +137,10 @@ class SweepGraph:
         held = pytree.tree_unflatten(self._inputs, structure)
         self._graph = torch.cuda.CUDAGraph()
         with Probe(model, loss_fn, [held], partition) as probe:
+            given = Leaves(probe.params, u, partition)
 
             def run() -> tuple[Layout, Tensor]:
-                return _run(lambda: loss_fn(probe.model, held), probe.params, u, partition, order)
+                return _run(lambda: loss_fn(probe.model, held), given, order)
 
             try:
                 _check_repeatable(probe.model, run)
@@ -180,28 +177,22 @@ class SweepGraph:
         return with_totals(first, totals, self.order)
 
 
-def _run(
-    closure: Callable[[], Tensor], params: Params, u: Params, partition: Partition, order: int
-) -> tuple[Layout, Tensor]:
+def _run(closure: Closure, leaves: Leaves, order: int) -> tuple[Layout, Tensor]:
     """Sweep without waiting for the device.
 
     Returns:
         The loss and all contributions end to end, in float64, and what the latter belong to.
     """
-    tape = Recorder(params, KNOWN, PREPARE, DECOMPOSED).record(closure)
-    tape.cut = find_cut(tape)
+    tape = prepared(closure, leaves, order)
     if tape.cut is None:
         raise CannotCapture(
             "the loss is linear in the parameters, or has complex numbers on the way"
         )
-    last_uses = mark_needed(tape)
-    tape.chunked = find_chunked_logits(tape, len(partition), order)
-    _, adjoints = backward(tape, params)
-    with torch.no_grad():
-        sweep = Sweep(tape, adjoints, u, partition, order, range(len(partition)))
-        sweep.run(last_uses, consume=True)
-        layout, pieces = sweep.contributions()
-        return layout, joined([tape.loss.detach().reshape(1), *pieces]).double()
+    with without_autocast("cuda"):
+        _, adjoints = leaves.backward(tape)
+        groups = range(len(leaves.partition))
+        layout, numbers = contributions(tape, adjoints, leaves, order, groups)
+    return layout, joined([tape.loss.detach().reshape(1), numbers]).double()
 
 
 def _check_repeatable(model: nn.Module, run: Callable[[], Any]) -> None:

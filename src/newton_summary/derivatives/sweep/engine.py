@@ -14,7 +14,7 @@ not needed. Each rule adds its terms of the other two with :meth:`Sweep.add_Hbar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -47,34 +47,61 @@ from newton_summary.probe.probe import Closure, check_depends, check_finite
 from newton_summary.summary import Summary
 
 KNOWN = frozenset(RULES)
+Adjoints = dict[int, Tensor | None]  # of the loss, by the slot of a value; None for zero
+
+
+class Leaves:
+    """The parameters that a loss is differentiated by, and the direction in which they move.
+
+    Args:
+        params: The parameters theta, by name; leaves of the graph.
+        u: Direction, one tensor per parameter.
+        partition: Assignment of the parameters to S groups.
+    """
+
+    chunks_logits = True  # whether many logits may be passed some rows at a time
+
+    def __init__(self, params: Params, u: Params, partition: Partition):
+        self.params, self.u, self.partition = params, u, partition
+
+    def record(self, closure: Closure) -> Tape:
+        """Run the loss and return its tape."""
+        tape = Recorder(self.params, KNOWN, PREPARE, DECOMPOSED).record(closure)
+        check_depends(tape.loss, self.params)
+        return tape
+
+    def backward(self, tape: Tape) -> tuple[Tensor, Adjoints]:
+        """Return gbar, zero where the tape has a cut, and the adjoints."""
+        gradient, adjoints = backward(tape, self.params)
+        return self.partition.inner(gradient, self.u), adjoints
+
+    def tangents(self, slots: dict[int, str], groups: set[int]) -> dict[int, Tangent]:
+        """Return the derivatives of the parameters in their slots: U^s, for these groups."""
+        found = {
+            slot: leaf_tangent(self.u[name], self.partition.labels[name], groups)
+            for slot, name in slots.items()
+        }
+        return {slot: tangent for slot, tangent in found.items() if tangent is not None}
+
+    def in_parts(self, parts: int) -> int:
+        """Return in how many parts to sweep the groups, given how many this process needs."""
+        return parts
 
 
 class Sweep:
     """The state of a forward sweep over a tape."""
 
     def __init__(
-        self,
-        tape: Tape,
-        adjoints: dict[int, Tensor | None],
-        u: Params,
-        partition: Partition,
-        order: int,
-        groups: Sequence[int],
+        self, tape: Tape, adjoints: Adjoints, leaves: Leaves, order: int, groups: Sequence[int]
     ):
         """Start from the tangents of the parameters: U^s, and nothing of second order."""
         self.tape = tape
         self.adjoints = adjoints
         self.order = order
-        self.partition = partition
-        self.tangents: dict[int, Tangent] = {}
+        self.tangents = leaves.tangents(tape.leaves, set(groups))
         self._gbar: list[tuple[Groups, Tensor]] = []
         self._Hbar: list[tuple[Groups, Groups, Tensor]] = []
         self._D3: list[tuple[Groups, Tensor]] = []
-        chosen = set(groups)
-        for slot, name in tape.leaves.items():
-            tangent = leaf_tangent(u[name], partition.labels[name], chosen)
-            if tangent is not None:
-                self.tangents[slot] = tangent
 
     # --- what rules use ---------------------------------------------------------------------------
 
@@ -99,16 +126,15 @@ class Sweep:
 
     # --- the sweep --------------------------------------------------------------------------------
 
-    def run(self, last_uses: list[list[int]], consume: bool) -> None:
+    def run(self, consume: bool) -> None:
         """Pass every operation once, in order, and forget what no later one uses.
 
         Args:
-            last_uses: For every operation, the slots that no later one needs.
             consume: Whether to let go of the tape on the way; it cannot be swept again then.
         """
         cut = self.tape.cut
         chunked = {i: logits for logits in self.tape.chunked for i in logits.ops}
-        for i, (op, finished) in enumerate(zip(self.tape.ops, last_uses, strict=True)):
+        for i, op in enumerate(self.tape.ops):
             if cut is not None and i == cut.index:
                 self.read_slopes(cut)
             if i in chunked:
@@ -116,7 +142,7 @@ class Sweep:
                     pass_in_pieces(self, chunked[i])
             elif op.passed and any(slot in self.tangents for slot in op.inputs):
                 self.pass_op(op)
-            for slot in finished:
+            for slot in op.finishes:
                 self.tangents.pop(slot, None)
             if consume:
                 for value in op.outputs:
@@ -149,21 +175,15 @@ class Sweep:
             if value is not None and tangent is not None and value.slot in self.tape.needed:
                 self.tangents[value.slot] = tangent.to(value.tensor.dtype)
 
-    def contributions(self) -> tuple[Layout, list[Tensor]]:
-        """Return all contributions as vectors, and what they belong to."""
+    def contributions(self) -> tuple[Layout, Tensor]:
+        """Return all contributions end to end, and what they belong to."""
         layout = Layout(
             [groups for groups, _ in self._gbar],
             [(rows, columns) for rows, columns, _ in self._Hbar],
             [groups for groups, _ in self._D3],
         )
         every = [*self._gbar, *((rows, x) for rows, _, x in self._Hbar), *self._D3]
-        return layout, [entries.reshape(-1) for _, entries in every]
-
-    def totals(self) -> Totals:
-        """Return gbar, Hbar and D3: all contributions, added up in float64."""
-        layout, pieces = self.contributions()
-        numbers = joined(pieces).double().cpu().numpy() if pieces else np.zeros(0)
-        return layout.add_up(numbers, len(self.partition))
+        return layout, joined([entries.reshape(-1) for _, entries in every])
 
 
 class Totals(NamedTuple):
@@ -203,6 +223,8 @@ class Layout:
 
 def joined(pieces: list[Tensor]) -> Tensor:
     """Return vectors end to end, in the widest of their types, float32 at least."""
+    if not pieces:
+        return torch.zeros(0)
     wide = torch.float64 if any(p.dtype == torch.float64 for p in pieces) else torch.float32
     device = pieces[0].device
     return torch.cat([p.to(device, wide) for p in pieces])
@@ -218,23 +240,20 @@ def leaf_tangent(U: Tensor, label: int | Tensor, chosen: set[int]) -> Tangent | 
     return Tangent(tuple(groups), (), rows)
 
 
-def mark_needed(tape: Tape) -> list[list[int]]:
+def mark_needed(tape: Tape) -> None:
     """Find which results a later operation needs, and after which operation each is done with.
 
     The derivatives of a result are needed where a later operation is curved, or passes them on to
     one that is. The loss itself needs none: its adjoint carries all that is linear.
     """
-    last_uses: list[list[int]] = []
     if tape.cut is not None:
         tape.needed.add(tape.cut.slot)
     for op in reversed(tape.ops):
         op.wanted = any(value is not None and value.slot in tape.needed for value in op.outputs)
         op.passed = op.wanted or is_curved(op)
-        last_uses.append([])
         if op.passed:
-            last_uses[-1] = [slot for slot in dict.fromkeys(op.inputs) if slot not in tape.needed]
+            op.finishes = [slot for slot in dict.fromkeys(op.inputs) if slot not in tape.needed]
             tape.needed.update(op.inputs)
-    return last_uses[::-1]
 
 
 def find_cut(tape: Tape) -> Cut | None:
@@ -266,13 +285,13 @@ def find_cut(tape: Tape) -> Cut | None:
     return None if end.edge is None else Cut(len(tape.ops), end)
 
 
-def backward(tape: Tape, params: Params) -> tuple[list[Tensor], dict[int, Tensor | None]]:
-    """One ordinary backward pass: the adjoint of every curved operation, and the gradient.
+def backward(tape: Tape, params: Params) -> tuple[Params, Adjoints]:
+    """One ordinary backward pass: the gradient, and the adjoint of every curved operation.
 
-    Where the tape has a cut there is no need for the gradient: then the parameters are not gone
-    back to, and the adjoint of the value at the cut is kept with it.
+    Where the tape has a cut there is no need for the gradient: then backward stops before the
+    parameters, and the adjoint of the value at the cut is kept with it.
     """
-    leaves = [] if tape.cut is not None else list(params.values())
+    leaves = {} if tape.cut is not None else params
     wanted = {
         value.slot: value
         for op in tape.ops
@@ -282,13 +301,12 @@ def backward(tape: Tape, params: Params) -> tuple[list[Tensor], dict[int, Tensor
     }
     if tape.cut is not None:
         wanted[tape.cut.slot] = tape.cut.value
-    grads = torch.autograd.grad(
-        tape.loss, [*leaves, *(value.edge for value in wanted.values())], allow_unused=True
-    )
-    gradient = [
-        torch.zeros_like(p) if grad is None else grad.detach()
-        for p, grad in zip(leaves, grads, strict=False)
-    ]
+    inputs = [*leaves.values(), *(value.edge for value in wanted.values())]
+    grads = torch.autograd.grad(tape.loss, inputs, allow_unused=True)
+    gradient = {
+        name: torch.zeros_like(p) if grad is None else grad.detach()
+        for (name, p), grad in zip(leaves.items(), grads, strict=False)
+    }
     adjoints = {
         slot: value.own_adjoint(grad)
         for (slot, value), grad in zip(wanted.items(), grads[len(leaves) :], strict=True)
@@ -315,7 +333,7 @@ def summarize_sweep(
     stack_limit: int | None = None,
     may_split: bool = False,
 ) -> Summary:
-    """Compute a summary with one backward pass and one forward sweep (DESIGN, section 2).
+    """Compute a summary with one backward pass and one forward sweep (docs/sweep.md).
 
     About (S/2 + 4)/3 gradients for order 2 and (S + 4)/3 for order 3, where nested differentiation
     takes 7 to 10 gradients for each of the S groups.
@@ -338,63 +356,80 @@ def summarize_sweep(
     Raises:
         CannotDifferentiate: If the tape has a gap, or an operation has no second derivative.
     """
-    tape = Recorder(params, KNOWN, PREPARE, DECOMPOSED).record(closure)
-    check_depends(tape.loss, params)
-    loss = tape.loss.detach().reshape(())
+    return sweep_batch(closure, Leaves(params, u, partition), order, stack_limit, may_split)
+
+
+def sweep_batch(
+    closure: Closure,
+    leaves: Leaves,
+    order: int,
+    stack_limit: int | None = None,
+    may_split: bool = False,
+) -> Summary:
+    """Compute a summary; arguments as for :func:`summarize_sweep`."""
+    tape = prepared(closure, leaves, order, stack_limit)
+    loss, S = tape.loss.detach().reshape(()), len(leaves.partition)
     parts = 1
     if order > 1:
-        tape.cut = find_cut(tape)
-        last_uses = mark_needed(tape)
-        tape.chunked = find_chunked_logits(tape, len(partition), order, stack_limit)
-        needed = stack_bytes(tape, last_uses, partition, order)
-        limit = stack_limit
-        if limit is None:
-            limit = default_limit(loss.device, needed, may_split)
+        needed = stack_bytes(tape, leaves.partition, order)
+        limit = stack_limit or default_limit(loss.device, needed, may_split)
         if needed > limit:
             check_finite(loss)
             if may_split:
                 raise StackTooLarge(needed, limit, loss)
-            parts = min(-(-needed // limit), len(partition))
+            parts = min(-(-needed // limit), S)
+        parts = leaves.in_parts(parts)
     with without_autocast(loss.device.type):
-        gradient, adjoints = backward(tape, params)
-        gbar = partition.inner(dict(zip(params, gradient)), u)  # zero where there is a cut
-    how = {"loss": loss, "partition": partition, "backend": "sweep"}
-    if order == 1:
-        check_finite(loss)
-        return Summary(gbar, **how)  # type: ignore[arg-type]
-
-    def start(groups: Sequence[int]) -> Sweep:
-        return Sweep(tape, adjoints, u, partition, order, groups)
-
-    with without_autocast(loss.device.type):
-        totals = swept(start, len(partition), parts, last_uses)
+        gbar, adjoints = leaves.backward(tape)
+        totals = None if order == 1 else swept(tape, adjoints, leaves, order, parts)
     check_finite(loss)  # only now, when the GPU has been waited for anyway
-    if tape.cut is not None:
+    if totals is not None and tape.cut is not None:
         gbar = torch.from_numpy(totals.gbar).to(gbar)
-    return with_totals(Summary(gbar, **how), totals, order)  # type: ignore[arg-type]
+    summary = Summary(gbar, loss=loss, partition=leaves.partition, backend="sweep")
+    return summary if totals is None else with_totals(summary, totals, order)
 
 
-def swept(
-    start: Callable[[Sequence[int]], Sweep], S: int, parts: int, last_uses: list[list[int]]
-) -> Totals:
-    """Sweep all groups, or sets of them one after the other, and return the totals.
+def prepared(closure: Closure, leaves: Leaves, order: int, stack_limit: int | None = None) -> Tape:
+    """Record the loss, and find out what a sweep of the tape has to carry along."""
+    tape = leaves.record(closure)
+    if order > 1:
+        tape.cut = find_cut(tape)
+        mark_needed(tape)
+        if leaves.chunks_logits:
+            tape.chunked = find_chunked_logits(tape, len(leaves.partition), order, stack_limit)
+    return tape
 
-    Args:
-        start: Makes the sweep of some of the groups.
-        S: Number of groups.
-        parts: In how many parts they are swept.
-        last_uses: As for :meth:`Sweep.run`.
-    """
+
+def swept(tape: Tape, adjoints: Adjoints, leaves: Leaves, order: int, parts: int) -> Totals:
+    """Sweep all groups, or sets of them one after the other, and return the totals."""
+    S = len(leaves.partition)
     whole = Totals(np.zeros(S), np.zeros((S, S)), np.zeros(S))
     for groups in group_chunks(S, parts):
-        with torch.no_grad():
-            sweep = start(groups)
-            sweep.run(last_uses, consume=parts == 1)
-            totals = sweep.totals()
+        layout, numbers = contributions(tape, adjoints, leaves, order, groups, consume=parts == 1)
+        totals = layout.add_up(numbers.double().cpu().numpy(), S)
         whole.gbar[list(groups)] = totals.gbar[list(groups)]
         whole.Hbar[np.ix_(groups, groups)] = totals.Hbar[np.ix_(groups, groups)]
         whole.D3[list(groups)] = totals.D3[list(groups)]
     return whole
+
+
+@torch.no_grad()
+def contributions(
+    tape: Tape,
+    adjoints: Adjoints,
+    leaves: Leaves,
+    order: int,
+    groups: Sequence[int],
+    consume: bool = True,
+) -> tuple[Layout, Tensor]:
+    """Sweep once, without waiting for the device.
+
+    Returns:
+        All contributions end to end, and what they belong to.
+    """
+    sweep = Sweep(tape, adjoints, leaves, order, groups)
+    sweep.run(consume)
+    return sweep.contributions()
 
 
 def with_totals(first: Summary, totals: Totals, order: int) -> Summary:

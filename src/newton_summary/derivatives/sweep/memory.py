@@ -31,7 +31,7 @@ class StackTooLarge(Exception):
         self.needed, self.limit, self.loss = needed, limit, loss
 
 
-def stack_bytes(tape: Tape, last_uses: list[list[int]], partition: Partition, order: int) -> int:
+def stack_bytes(tape: Tape, partition: Partition, order: int) -> int:
     """Estimate the peak of all stacks that are alive at the same time.
 
     Goes over the tape as the sweep does, with sets of groups in the place of tensors.
@@ -45,7 +45,7 @@ def stack_bytes(tape: Tape, last_uses: list[list[int]], partition: Partition, or
     sizes: dict[int, int] = {}
     alive = peak = 0
     chunked = {i: logits for logits in tape.chunked for i in logits.ops}
-    for i, (op, finished) in enumerate(zip(tape.ops, last_uses, strict=True)):
+    for i, op in enumerate(tape.ops):
         logits = chunked.get(i)
         if op.passed:
             union = frozenset().union(*[met[slot] for slot in op.inputs if slot in met])
@@ -64,7 +64,7 @@ def stack_bytes(tape: Tape, last_uses: list[list[int]], partition: Partition, or
                     if second:
                         second_order.add(value.slot)
             peak = max(peak, alive + WORKING_COPIES * work)
-        for slot in finished:
+        for slot in op.finishes:
             alive -= sizes.pop(slot, 0)
             met.pop(slot, None)
     return peak

@@ -8,10 +8,8 @@ calls are noted instead; calls that do not touch the parameters are left alone.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ from torch.utils._device import DeviceContext
 
 from newton_summary.derivatives.sweep.tape import (
     Op,
-    ShardedValue,
     Tape,
     Value,
     changed_in_place,
@@ -36,7 +33,6 @@ from newton_summary.derivatives.sweep.torch_functions import (
     look_up,
 )
 from newton_summary.errors import CannotDifferentiate
-from newton_summary.parallel.fsdp import Shards
 from newton_summary.partition import Params
 from newton_summary.probe.probe import Closure
 
@@ -69,9 +65,6 @@ class Recorder(TorchFunctionMode):
         self.leaves: dict[int, str] = {}
         self.unseen: dict[int, str] = {}  # slots of what was made out of sight, and by what
         self.slots = 0
-        if isinstance(params, Shards):
-            params.gathered = partial(self._meet_shard, params)
-            params = {}
         self.memory = {p.untyped_storage().data_ptr(): n for n, p in params.items() if p.numel()}
         for name, p in params.items():
             self.leaves[self.slots] = name
@@ -250,17 +243,6 @@ class Recorder(TorchFunctionMode):
         self.values[id(tensor)] = value
         self.sharing.setdefault(id(owner_of(tensor)), []).append(value)
         return value
-
-    def _meet_shard(self, shards: Shards, tensor: Tensor, name: str) -> None:
-        """Give a slot to a whole parameter that an operation is about to use.
-
-        It is not kept: the value gathers it again.
-        """
-        value = ShardedValue(partial(shards.whole, shards[name]), self.slots, tensor._version)
-        self.leaves[self.slots] = name
-        self.slots += 1
-        self.values[id(tensor)] = value
-        weakref.finalize(tensor, self.values.pop, id(tensor), None)
 
     def _constant(self, tensor: Tensor) -> Value:
         value = Value(tensor, None)

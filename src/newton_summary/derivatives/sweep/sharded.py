@@ -1,70 +1,242 @@
 """The sweep of a model whose parameters are divided among ranks (FSDP2).
 
-The same tape, backward pass and rules as in :func:`summarize_sweep`; parameters and directions are
-gathered when an operation needs them, and the gradient of a parameter becomes its part of gbar as
-soon as it is there. All ranks do this at the same time, each with data of its own.
+The same driver, tape and rules as for a model that is whole. Parameters and directions are gathered
+when an operation needs them, and the gradient of a parameter is used as soon as it is there. All
+ranks do this at the same time, each with data of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from newton_summary.derivatives.sweep.engine import (
     KNOWN,
-    Sweep,
+    Adjoints,
+    Leaves,
     backward,
     leaf_tangent,
-    mark_needed,
-    swept,
-    with_totals,
-    without_autocast,
+    sweep_batch,
 )
-from newton_summary.derivatives.sweep.memory import default_limit, stack_bytes
 from newton_summary.derivatives.sweep.recorder import Recorder
 from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE
 from newton_summary.derivatives.sweep.tangent import Tangent
-from newton_summary.parallel.fsdp import Shards
-from newton_summary.partition import Params, Partition, result_dtype
-from newton_summary.probe.probe import Closure, check_depends, check_finite
+from newton_summary.derivatives.sweep.tape import Tape, Value
+from newton_summary.derivatives.sweep.torch_functions import look_up
+from newton_summary.parallel.fsdp import Shards, check_shards, resting_hooks, scattered_sum
+from newton_summary.parallel.processes import is_sharded, like_sharded, local_part
+from newton_summary.parallel.ranks import Ranks
+from newton_summary.partition import Params, Partition
+from newton_summary.probe.batches import count_samples
+from newton_summary.probe.probe import Closure, Probe, check_depends, check_finite
 from newton_summary.summary import Summary
+
+
+class ShardedProbe(Probe):
+    """The loss of a sharded model on some data; all ranks evaluate it at the same time."""
+
+    processes: Ranks
+    params: Shards
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        """Take what :class:`Probe` takes; the processes are ranks."""
+        super().__init__(*args, **kwargs)
+        check_shards(self.model)
+        self.params = Shards(self.partition.params, self.processes.meeting)
+        self._params_checked = True  # a loss gets copies of them, so it cannot change them
+
+    def __enter__(self) -> ShardedProbe:
+        """Let the hooks of ``fully_shard`` rest, besides all else."""
+        super().__enter__()
+        self._contexts.enter_context(resting_hooks(self.model))
+        self._contexts.callback(self.params.forget)
+        return self
+
+    def _in_step(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Give batches as long as all ranks have one: they gather parameters together."""
+        remaining = iter(batches)
+        while True:
+            batch = next(remaining, self)
+            has_samples = batch is not self and count_samples(batch) > 0
+            told = self.processes.tell("the next batch", (batch is not self, has_samples))
+            if not any(has_one for has_one, _ in told):
+                return
+            lacking = next((r for r, has in enumerate(told) if has != (True, True)), None)
+            if lacking is not None:
+                raise ValueError(
+                    f"With a sharded model every rank needs the same number of batches, and rank "
+                    f"{lacking} has fewer, or one without samples."
+                )
+            yield batch
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        with self.params.without_copies(), Gathering(self.params):
+            yield
+
+    def gradient(self) -> Params:
+        """Return this rank's shards of the gradient of the mean loss."""
+        shards, samples = self.params, 0
+        sums = {
+            name: torch.zeros_like(local_part(p), dtype=torch.promote_types(p.dtype, torch.float32))
+            for name, p in shards.items()
+        }
+        with self.processes.joint():
+            for closure, size in self.closures():
+                loss = closure()
+                check_depends(loss, {"all": shards.anchor})
+                check_finite(loss)
+
+                def receive(name: str, grad: Tensor, size: int = size) -> None:
+                    with shards.meeting(f"the sum of the gradients of {name}"):
+                        sums[name] += scattered_sum(size * grad.to(sums[name].dtype), shards[name])
+
+                with shards.receiving(receive):
+                    torch.autograd.grad(loss, shards.anchor)
+                samples += size
+        total = sum(self.processes.gather(samples))
+        return {
+            name: like_sharded((part / total).to(shards[name].dtype), shards[name])
+            for name, part in sums.items()
+        }
+
+
+class Gathering(TorchFunctionMode):
+    """Gives every operation whole parameters in the place of sharded ones."""
+
+    def __init__(self, shards: Shards):
+        super().__init__()
+        self.shards = shards
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        call = look_up(func)
+        if call.passes or call.accesses:
+            return func(*args, **kwargs)
+        found: dict[int, Tensor] = {}
+        return func(*self._gather(args, found), **self._gather(kwargs, found))
+
+    def _gather(self, tree: Any, found: dict[int, Tensor]) -> Any:
+        if isinstance(tree, tuple) and type(tree) is tuple:
+            return tuple(self._gather(x, found) for x in tree)
+        if isinstance(tree, list):
+            return [self._gather(x, found) for x in tree]
+        if isinstance(tree, dict):
+            return {key: self._gather(x, found) for key, x in tree.items()}
+        if not is_sharded(tree):
+            return tree
+        if id(tree) not in found:
+            found[id(tree)] = self.shards.leaf(tree)
+        return found[id(tree)]
+
+
+class ShardedValue(Value):
+    """A parameter that is divided among ranks: gathered whenever it is looked at."""
+
+    __slots__ = ("_gather",)
+
+    def __init__(self, gather: Callable[[], Tensor], slot: int, version: int):
+        self._gather, self.slot, self.version = gather, slot, version
+        self.edge = self.part = None
+
+    @property
+    def tensor(self) -> Tensor:  # type: ignore[override]
+        """The whole parameter."""
+        return self._gather()
+
+    @property
+    def now(self) -> Tensor:
+        """The whole parameter, which nobody changes during a measurement."""
+        return self._gather()
+
+
+class ShardedRecorder(Recorder):
+    """A recorder that meets the parameters one by one, when an operation is about to use them."""
+
+    def meet(self, shards: Shards, tensor: Tensor, name: str) -> None:
+        """Give a slot to a whole parameter; it is not kept, the value gathers it again."""
+        value = ShardedValue(lambda: shards.whole(shards[name]), self.slots, tensor._version)
+        self.leaves[self.slots] = name
+        self.slots += 1
+        self.values[id(tensor)] = value
+        weakref.finalize(tensor, self.values.pop, id(tensor), None)
+
+
+class ShardedLeaves(Leaves):
+    """Sharded parameters: gathered, with their direction, when an operation needs them."""
+
+    params: Shards
+    chunks_logits = False  # ranks with fewer rows would gather the weights less often
+
+    def __init__(self, params: Shards, u: Params, partition: Partition, ranks: Ranks):
+        super().__init__(params, u, partition)
+        self.ranks = ranks
+
+    def direction(self, name: str) -> Tensor:
+        """Return the whole direction of a parameter."""
+        return self.params.whole(self.u[name])
+
+    def record(self, closure: Closure) -> Tape:
+        """Run the loss and return its tape."""
+        recorder = ShardedRecorder({}, KNOWN, PREPARE, DECOMPOSED)
+        self.params.gathered = partial(recorder.meet, self.params)
+        tape = recorder.record(closure)
+        self.params.gathered = None
+        check_depends(tape.loss, {"all": self.params.anchor})
+        return tape
+
+    def backward(self, tape: Tape) -> tuple[Tensor, Adjoints]:
+        """Return gbar, zero where the tape has a cut, and the adjoints."""
+        gbar = self.partition.inner({}, {})
+
+        def receive(name: str, grad: Tensor) -> None:
+            gbar.add_(self.partition.inner({name: grad}, {name: self.direction(name)}))
+
+        with self.params.receiving(receive):
+            _, adjoints = backward(tape, {"all": self.params.anchor})
+        return gbar, adjoints
+
+    def tangents(self, slots: dict[int, str], groups: set[int]) -> dict[int, Tangent]:
+        """Return the derivatives of the parameters, which are made when they are asked for."""
+        return Tangents(slots, self, groups)
+
+    def in_parts(self, parts: int) -> int:
+        """Return in how many parts the rank with the least memory needs to sweep."""
+        return max(self.ranks.tell("the number of parts to sweep in", parts))
 
 
 class Tangents(dict[int, Tangent]):
     """Tangents by slot; those of parameters are made from the direction when they are asked for."""
 
-    def __init__(
-        self,
-        leaves: dict[int, str],
-        shards: Shards,
-        u: Params,
-        partition: Partition,
-        groups: set[int],
-    ):
+    def __init__(self, slots: dict[int, str], leaves: ShardedLeaves, groups: set[int]):
         super().__init__()
-        self.shards, self.u, self.partition, self.groups = shards, u, partition, groups
-        self.leaves = {slot: name for slot, name in leaves.items() if self._moves(name)}
+        self.leaves, self.groups = leaves, groups
+        self.slots = {slot: name for slot, name in slots.items() if self._moves(name)}
 
     def _moves(self, name: str) -> bool:
-        label = self.partition.labels[name]
+        label = self.leaves.partition.labels[name]
         present = {label} if isinstance(label, int) else set(torch.unique(label).tolist())
         return not present.isdisjoint(self.groups)
 
     def __contains__(self, slot: object) -> bool:
         """Return whether a value has derivatives."""
-        return slot in self.leaves or super().__contains__(slot)
+        return slot in self.slots or super().__contains__(slot)
 
     def get(self, slot: int, default: Any = None) -> Any:
         """Return the derivatives of a value."""
-        name = self.leaves.get(slot)
+        name = self.slots.get(slot)
         if name is None:
             return super().get(slot, default)
-        U = self.shards.whole(self.u[name])
-        label = self.partition.labels[name]
+        U, label = self.leaves.direction(name), self.leaves.partition.labels[name]
         label = label if isinstance(label, int) else label.to(U.device)
         return leaf_tangent(U, label, self.groups)
 
@@ -76,9 +248,10 @@ def summarize_sharded(
     partition: Partition,
     order: int = 3,
     stack_limit: int | None = None,
-    ranks: Any = None,
+    *,
+    ranks: Ranks,
 ) -> Summary:
-    """Compute a rank's summary of a sharded model; the arguments are those of the sweep.
+    """Compute a rank's summary of a sharded model.
 
     Args:
         closure: Evaluates the loss of this rank's batch.
@@ -88,38 +261,6 @@ def summarize_sharded(
         order: Highest derivative to compute, 1 to 3.
         stack_limit: As for :func:`summarize_sweep`. Groups are swept in as many chunks as the rank
             with the least memory needs.
-        ranks: The ranks that take part; None if there is one.
+        ranks: The ranks that take part.
     """
-    tape = Recorder(params, KNOWN, PREPARE, DECOMPOSED).record(closure)
-    params.gathered = None
-    check_depends(tape.loss, {"all": params.anchor})
-    loss = tape.loss.detach().reshape(())
-    check_finite(loss)
-    parts, last_uses = 1, []
-    if order > 1:
-        last_uses = mark_needed(tape)
-        needed = stack_bytes(tape, last_uses, partition, order)
-        limit = stack_limit or default_limit(loss.device, needed, may_split=False)
-        parts = min(-(-needed // limit), len(partition)) if needed > limit else 1
-        parts = parts if ranks is None else max(ranks.gather(parts))
-    gbar = torch.zeros(len(partition), dtype=result_dtype(params), device=loss.device)
-
-    def receive(name: str, grad: Tensor) -> None:
-        gbar.add_(partition.inner({name: grad}, {name: params.whole(u[name])}).to(gbar.device))
-
-    with without_autocast(loss.device.type):
-        params.received = receive
-        _, adjoints = backward(tape, {"all": params.anchor})
-        params.received = None
-    how = {"loss": loss, "partition": partition, "backend": "sweep"}
-    if order == 1:
-        return Summary(gbar, **how)  # type: ignore[arg-type]
-
-    def start(groups: Sequence[int]) -> Sweep:
-        sweep = Sweep(replace(tape, leaves={}), adjoints, {}, partition, order, groups)
-        sweep.tangents = Tangents(tape.leaves, params, u, partition, set(groups))
-        return sweep
-
-    with without_autocast(loss.device.type):
-        totals = swept(start, len(partition), parts, last_uses)
-    return with_totals(Summary(gbar, **how), totals, order)  # type: ignore[arg-type]
+    return sweep_batch(closure, ShardedLeaves(params, u, partition, ranks), order, stack_limit)

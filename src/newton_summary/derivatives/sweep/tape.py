@@ -39,26 +39,6 @@ class Value:
         return adjoint.reshape(-1)[self.part]
 
 
-class ShardedValue(Value):
-    """A parameter that is divided among ranks: gathered whenever it is looked at."""
-
-    __slots__ = ("_gather",)
-
-    def __init__(self, gather: Callable[[], Tensor], slot: int, version: int):
-        self._gather, self.slot, self.version = gather, slot, version
-        self.edge = self.part = None
-
-    @property
-    def tensor(self) -> Tensor:  # type: ignore[override]
-        """The whole parameter."""
-        return self._gather()
-
-    @property
-    def now(self) -> Tensor:
-        """The whole parameter, which nobody changes during a measurement."""
-        return self._gather()
-
-
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was changed; one made under inference_mode does not count."""
     try:
@@ -106,6 +86,7 @@ class Op:
     inputs: list[int] = field(default_factory=list)  # slots that the operation depends on
     wanted: bool = True  # whether a later operation needs the derivatives of the outputs
     passed: bool = True  # whether the sweep has anything to do here
+    finishes: list[int] = field(default_factory=list)  # slots that no later operation needs
     complex: bool = False  # whether a tensor among arguments and results is complex
 
     @property
