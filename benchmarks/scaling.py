@@ -39,7 +39,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import newton_summary as ns
 from newton_summary.experiments import models
-from newton_summary.parallel.mean import message_length
 
 SAMPLES = 400  # in a batch of all processes together
 PROCESSES = (1, 2, 4)
@@ -95,7 +94,7 @@ def work(rank: int, count: int, folder: str, rounds: int) -> None:
     gradient()
     u = {name: p.grad.clone() for name, p in partition.params.items() if p.grad is not None}
     summary = ns.summarize(model, loss_fn, mine, partition=partition, direction=u)
-    message = torch.zeros(message_length(S, 3), dtype=torch.float64)
+    message = torch.zeros(message_bytes(S) // 8, dtype=torch.float64)
     vector = torch.zeros(P)
     sent = count_bytes(fresh.step) if count > 1 else 0
     runs: dict[str, Callable[[], Any]] = {
@@ -117,6 +116,11 @@ def work(rank: int, count: int, folder: str, rounds: int) -> None:
         row = facts | {"bytes of a gradient": 4 * P if count > 1 else 0, "ms": slowest}
         Path(folder, f"{count}.json").write_text(json.dumps(row))
     dist.destroy_process_group()
+
+
+def message_bytes(S: int) -> int:
+    """Return the bytes of a summary: gbar, Hbar, D3, loss, samples, norm of u and its square."""
+    return 8 * (S * S + 2 * S + 4)
 
 
 def count_bytes(run: Callable[[], Any]) -> int:
@@ -189,7 +193,7 @@ def on_paper(engine: dict[str, Any], network: Network) -> list[dict[str, Any]]:
         with torch.device("meta"):
             P = sum(p.numel() for p in builds[name]().parameters())
         S = sweep["S"]
-        size = 8 * message_length(S, 3)
+        size = message_bytes(S)
         solution = solution_ms(S)
         for gpus in GPUS:
             message = network.all_reduce_ms(size, gpus)

@@ -392,14 +392,18 @@ def test_ranks_are_in_step_after_failures(two):
 def test_time_outs_are_passed_through(two):
     """A group with a time-out of a second, in which only rank 0 measures."""
     error, seconds = two[0]["waited"]
-    assert error[0] == "RankError" and error[1].startswith("Rank 0 of 2 timed out waiting for the other ranks")
+    assert error[0] == "RankError" and error[1].startswith(
+        "Rank 0 of 2 timed out waiting for the other ranks"
+    )
     assert "init_process_group(timeout=...)" in error[1]
     assert seconds < 20  # the other group's is 30
 
 
 def test_a_rank_that_dies_ends_the_others(two):
     error, seconds = two[0]["end"]
-    assert error[0] == "RankError" and error[1].startswith("Rank 0 of 2 timed out waiting for the other ranks")
+    assert error[0] == "RankError" and error[1].startswith(
+        "Rank 0 of 2 timed out waiting for the other ranks"
+    )
     assert seconds < 20
 
 

@@ -130,7 +130,7 @@ class NewtonSummary(Optimizer):
         microbatch: Split curvature batches into parts of so many samples, see :func:`summarize`.
         distributed: Whether summaries are averaged over ranks, see :func:`summarize`. Gradients
             have to be the same on all ranks, as DistributedDataParallel leaves them; then so are
-            the rates. A refresh exchanges one message, other steps none; when the optimizer is
+            the rates. A refresh exchanges one summary, other steps nothing; when the optimizer is
             made, ranks make sure that they do the same, and agree on ``max_step``.
         cuda_graph: On a GPU, capture the measurement as a CUDA graph after the first refreshes, and
             replay it: several times faster for small models, whose kernels are shorter than their
