@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from newton_summary import NewtonSummary, make_partition
+from newton_summary import NewtonSummary, make_partition, summarize
 from newton_summary.derivatives.sweep import cuda_graph
 from newton_summary.derivatives.sweep.cuda_graph import CannotCapture, SweepGraphs
+from newton_summary.derivatives.sweep.engine import Leaves
 
 
 class Net(nn.Module):
@@ -104,10 +105,26 @@ def test_parameters_on_another_device_than_the_current_one(monkeypatch: pytest.M
 @pytest.mark.parametrize("convert", [lambda y: y, torch.fft.fft], ids=["linear", "complex"])
 def test_a_loss_without_a_place_to_read_its_slope_off(convert: Any) -> None:
     model, x = nn.Linear(3, 2, bias=False), torch.randn(4, 3)
-    graphs, u = graphs_of(model)
-    params = graphs.partition.params
+    leaves = leaves_of(model)
     with pytest.raises(CannotCapture, match="linear in the parameters, or has complex numbers"):
-        cuda_graph._run(lambda: convert(model(x)).real.sum(), params, u, graphs.partition, 3)
+        cuda_graph._run(lambda: convert(model(x)).real.sum(), leaves, 3)
+
+
+def leaves_of(model: nn.Module) -> Leaves:
+    graphs, u = graphs_of(model)
+    return Leaves(graphs.partition.params, u, graphs.partition)
+
+
+def test_what_is_captured_is_the_sweep() -> None:
+    """The loss and all contributions in one vector, which a replay writes anew."""
+    model, batch = Net().double(), (torch.randn(4, 3, dtype=torch.float64),)
+    leaves = leaves_of(model)
+    layout, numbers = cuda_graph._run(lambda: loss_fn(model, batch), leaves, 3)
+    totals = layout.add_up(numbers[1:].numpy(), len(leaves.partition))
+    expected = summarize(model, loss_fn, batch, direction=leaves.u, backend="nested")
+    for name in ("gbar", "Hbar", "D3"):
+        torch.testing.assert_close(torch.from_numpy(getattr(totals, name)), getattr(expected, name))
+    torch.testing.assert_close(numbers[0], expected.loss)
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def _run(closure: Closure, leaves: Leaves, order: int) -> tuple[Layout, Tensor]:
         raise CannotCapture(
             "the loss is linear in the parameters, or has complex numbers on the way"
         )
-    with without_autocast("cuda"):
+    with without_autocast(tape.loss.device.type):
         _, adjoints = leaves.backward(tape)
         groups = range(len(leaves.partition))
         layout, numbers = contributions(tape, adjoints, leaves, order, groups)
