@@ -277,6 +277,26 @@ for kind in ("RNN", "GRU", "LSTM"):
         lambda k=kind: Recurrent(k, [1, 3, 2], bidirectional=True),
         (3, 3, 2),
     )
+    layer(
+        f"{kind} with a norm on its weights, written to",
+        lambda k=kind: _Written(parametrizations.weight_norm(getattr(nn, k)(2, 2), "weight_hh_l0")),
+        (3, 2, 2),
+    )
+
+
+class _Written(nn.Module):
+    """A recurrent layer of which only the last state is used, once its outputs are written to."""
+
+    def __init__(self, layers: nn.Module):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs, state = self.layers(x)
+        outputs.zero_()
+        return state[1] if isinstance(state, tuple) else state
+
+
 layer("RNN relu", lambda: Recurrent("RNN", nonlinearity="relu"), (3, 2, 2))
 layer("LSTM with a projection", lambda: Recurrent("LSTM", proj_size=1), (3, 2, 2))
 

@@ -22,7 +22,8 @@ from newton_summary.derivatives.sweep.rules.decomposed import DECOMPOSED
 from newton_summary.derivatives.sweep.rules.generic import generic
 from newton_summary.derivatives.sweep.rules.linear import LINEAR, zero
 from newton_summary.derivatives.sweep.rules.normalize import NORMALIZE
-from newton_summary.derivatives.sweep.rules.selection import PREPARE, SELECTION
+from newton_summary.derivatives.sweep.rules.recurrence import PREPARE_RECURRENCES, RECURRENCES
+from newton_summary.derivatives.sweep.rules.selection import PREPARE_SELECTION, SELECTION
 from newton_summary.derivatives.sweep.tape import Op
 
 STRAIGHT: dict[str, Callable[..., Any]] = {
@@ -40,7 +41,9 @@ RULES: dict[str, Callable[..., Any]] = {
     **{name: elementwise.curved(f) for name, f in elementwise.CURVED.items()},
     **{name: elementwise.curved(f, relative=True) for name, f in elementwise.RELATIVE.items()},
     **NORMALIZE,
+    **RECURRENCES,
 }
+PREPARE: dict[str, Callable[..., tuple[Any, Any]]] = {**PREPARE_SELECTION, **PREPARE_RECURRENCES}
 
 
 def rule_for(op: Op) -> Callable[..., Any]:

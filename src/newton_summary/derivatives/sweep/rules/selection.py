@@ -126,7 +126,7 @@ POOLING: dict[str, int] = {  # over how many dimensions
     **{f"fractional_max_pool{n}d": n for n in (2, 3)},
 }
 
-PREPARE: dict[str, Callable[..., tuple[Any, Any]]] = {
+PREPARE_SELECTION: dict[str, Callable[..., tuple[Any, Any]]] = {
     **dict.fromkeys(EXTREMA, keep_result),
     **{name: with_indices(name) for name in POOLING},
     **{f"max_pool{n}d_with_indices": keep_result for n in (1, 2, 3)},

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from newton_summary.derivatives.sweep.rules.recurrence import gru_recurrence, lstm_recurrence
+
 State = tuple[Tensor, ...]  # (h,), or (h, c) of an LSTM
 Cell = Callable[[Tensor, Tensor, State], State]  # gates of the input, gates of h, state -> state
 
@@ -72,19 +74,20 @@ def layers(cell: Cell) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         if isinstance(args[3], Sequence):  # packed: (data, batch_sizes, hx, weights, ...)
             data, batch_sizes, start, weights, *settings = args
-            sequence = list(data.split_with_sizes(batch_sizes.tolist()))
-            outputs, state = stack(cell, sequence, start, weights, *settings)
-            return torch.cat(outputs), *state
+            outputs, state = stack(cell, data, batch_sizes.tolist(), start, weights, *settings)
+            return outputs, *state
         x, start, weights, *settings, batch_first = args
-        outputs, state = stack(cell, list(x.unbind(int(batch_first))), start, weights, *settings)
-        return torch.stack(outputs, int(batch_first)), *state
+        x = x.transpose(0, 1) if batch_first else x
+        outputs, state = stack(cell, x, None, start, weights, *settings)
+        return outputs.transpose(0, 1) if batch_first else outputs, *state
 
     return run
 
 
 def stack(
     cell: Cell,
-    sequence: list[Tensor],
+    sequence: Tensor,
+    sizes: list[int] | None,
     start: Any,
     weights: Sequence[Tensor],
     has_biases: bool,
@@ -92,43 +95,81 @@ def stack(
     dropout: float,
     train: bool,
     bidirectional: bool,
-) -> tuple[list[Tensor], State]:
-    """Pass a sequence, one tensor (samples, features) a step, through all layers."""
+) -> tuple[Tensor, State]:
+    """Pass a sequence through all layers.
+
+    Args:
+        cell: What happens in a step.
+        sequence: (steps, samples, features); packed, (steps and samples, features).
+        sizes: Of a packed sequence, the number of samples in each step.
+        start: The first states.
+        weights: Of all layers.
+        has_biases: As torch has them, like all that follow.
+        num_layers: See there.
+        dropout: See there.
+        train: See there.
+        bidirectional: See there.
+    """
     starts = (start,) if isinstance(start, Tensor) else tuple(start)
     directions = 2 if bidirectional else 1
     per_direction = len(weights) // (num_layers * directions)
     ends: list[State] = []
     for layer in range(num_layers):
         if layer > 0 and dropout > 0 and train:
-            dropped = torch.dropout(torch.cat(sequence), dropout, True)
-            sequence = list(dropped.split_with_sizes([len(x) for x in sequence]))
+            sequence = torch.dropout(sequence, dropout, True)
         results = []
         for direction in range(directions):
             which = layer * directions + direction
             mine = weights[which * per_direction : (which + 1) * per_direction]
             state = tuple(h[which] for h in starts)
-            outputs, end = one_layer(
-                cell, sequence[::-1] if direction else sequence, state, mine, has_biases
-            )
-            results.append(outputs[::-1] if direction else outputs)
+            outputs, end = one_layer(cell, sequence, sizes, state, mine, has_biases, direction == 1)
+            results.append(outputs)
             ends.append(end)
-        sequence = [torch.cat(parts, -1) for parts in zip(*results, strict=True)]
+        sequence = results[0] if len(results) == 1 else torch.cat(results, -1)
     return sequence, tuple(torch.stack(parts) for parts in zip(*ends, strict=True))
 
 
 def one_layer(
-    cell: Cell, sequence: list[Tensor], start: State, weights: Sequence[Tensor], has_biases: bool
+    cell: Cell,
+    sequence: Tensor,
+    sizes: list[int] | None,
+    start: State,
+    weights: Sequence[Tensor],
+    has_biases: bool,
+    reverse: bool,
+) -> tuple[Tensor, State]:
+    """Pass a sequence through one layer in one direction."""
+    w_ih, w_hh, *rest = weights
+    b_ih, b_hh = rest[:2] if has_biases else (None, None)
+    w_hr = rest[-1] if len(rest) in (1, 3) else None
+    gates = F.linear(sequence, w_ih, b_ih)
+    alike = {x.dtype for x in (gates, w_hh, *start)} == {gates.dtype}  # not so under autocast
+    if cell in WHOLE and sizes is None and w_hr is None and alike:
+        outputs, *end = WHOLE[cell](gates, w_hh, b_hh, reverse, *start)
+        return outputs, (outputs[0 if reverse else -1], *end)
+    steps = gates.unbind(0) if sizes is None else gates.split_with_sizes(sizes)
+    results, state = step_by_step(cell, steps[::-1] if reverse else steps, start, w_hh, b_hh, w_hr)
+    results = results[::-1] if reverse else results
+    return torch.stack(results) if sizes is None else torch.cat(results), state
+
+
+WHOLE: dict[Cell, Callable[..., Any]] = {lstm_cell: lstm_recurrence, gru_cell: gru_recurrence}
+
+
+def step_by_step(
+    cell: Cell,
+    gates: Sequence[Tensor],
+    start: State,
+    w_hh: Tensor,
+    b_hh: Tensor | None,
+    w_hr: Tensor | None,
 ) -> tuple[list[Tensor], State]:
-    """Pass a sequence through one layer in one direction.
+    """Go through the steps one by one.
 
     The samples of a packed sequence are sorted by length: going forward the last ones end first,
     going backward they join in last.
     """
-    w_ih, w_hh, *rest = weights
-    b_ih, b_hh = rest[:2] if has_biases else (None, None)
-    w_hr = rest[-1] if len(rest) in (1, 3) else None
-    gates = F.linear(torch.cat(sequence), w_ih, b_ih).split_with_sizes([len(x) for x in sequence])
-    state = tuple(h[: len(sequence[0])] for h in start)
+    state = tuple(h[: len(gates[0])] for h in start)
     outputs: list[Tensor] = []
     ended: list[State] = []
     for x in gates:
