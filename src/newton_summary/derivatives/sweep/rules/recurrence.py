@@ -88,9 +88,10 @@ def recurrence(
     x, W, B, *states = (sweep.tangent(v) for v in (gates, w, b, *start))
     first = union(*(t.first for t in (x, W, B, *states) if t is not None))
     deltas = [None if v is None else sweep.adjoint(v) for v in op.outputs]
-    run.adjoint = None
     if any(d is not None for d in deltas):
         run.backward(*deltas)  # that of the loss: there may have been others, or none
+    else:
+        run.adjoint = None
     jets = Jets(len(first), third, run.y)
     walk = Walk(run, first, third, [x, W, B])
     rows = [run.y.new_zeros((walk.rows, *run.y.shape[1:])) for _ in start]
