@@ -6,6 +6,7 @@ from torch import nn
 import newton_summary as ns
 
 NAMES = ("0.weight", "0.bias", "2.weight", "2.bias")
+TITLES = tuple(f"{name} (Linear)" for name in NAMES)
 
 
 def small_model():

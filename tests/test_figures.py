@@ -49,7 +49,7 @@ def test_heatmap_names_every_group(size):
     figure = figures.heatmap(summary, "normalized")
     axis = figure.axes[0]
     for ticks in (axis.get_xticklabels(), axis.get_yticklabels()):
-        assert [tick.get_text() for tick in ticks] == list(summary.names)
+        assert [tick.get_text() for tick in ticks] == list(summary.titles)
         height = ticks[0].get_fontsize() / 72  # inches, of a cell that is as high
         assert height <= figure.get_size_inches()[1] / size
     assert axis.images[0].get_array().diagonal().tolist() == pytest.approx([1.0] * size)
@@ -72,9 +72,9 @@ def test_heatmap_of_a_block():
     axis = figures.heatmap(summary, block="weight-bias").axes[0]
     assert axis.images[0].get_array().tolist() == summary.Hbar[0::2, 1::2].tolist()
     assert [tick.get_text() for tick in axis.get_yticklabels()] == [
-        "0.weight",
-        "1.weight",
-        "2.weight",
+        "0.weight (Linear)",
+        "1.weight (Linear)",
+        "2.weight (Linear)",
     ]
     with pytest.raises(ValueError, match="'weight-weight', 'weight-bias', 'bias-bias'"):
         figures.heatmap(summary, block="bias-weight")
@@ -138,7 +138,7 @@ def test_rates_weights_solid_biases_dotted_negative_marked():
     assert finite.tolist() == [3]
     assert lost.get_offsets()[:, 0].tolist() == [2]
     labels = [text.get_text() for text in axis.get_legend().get_texts()]
-    assert labels == ["0.weight", "0.bias", "negative: size", "not finite"]
+    assert labels == ["0.weight (Linear)", "0.bias (Linear)", "negative: size", "not finite"]
 
 
 def test_long_rates_are_averaged_as_in_the_paper():
@@ -239,7 +239,10 @@ def test_pairs():
         red, _, blue, _ = bar.get_facecolor()
         assert (red > blue) == (pair.interaction > 0)
     first = strongest_pairs(summary, 1)[0]
-    assert axis.get_yticklabels()[0].get_text() == f"{first.first} – {first.second}"
+    text = axis.get_yticklabels()[0].get_text()
+    assert text == f"{first.first} (Linear) – {first.second} (Linear)"
+    bare = figures.pairs(summary.Hbar, 1).axes[0].get_yticklabels()[0].get_text()
+    assert bare == " – ".join(str(summary.names.index(name)) for name in first[:2])
     assert png(figure) and "no pair" in texts(figures.pairs(Summary(torch.ones(1), torch.eye(1))))
 
 

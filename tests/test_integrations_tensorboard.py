@@ -59,10 +59,10 @@ def test_a_summary_is_read_back_from_tensorboard(setup, tmp_path):
         (scalar,) = events.Scalars(tag)
         assert scalar.step == 7
         assert scalar.value == pytest.approx(value, rel=1e-6), tag
-    for tag, what in (("Hbar", "Hbar"), ("interactions", "normalized")):
+    for tag, what in (("Hbar", ("Hbar", "symlog")), ("interactions", ("normalized", "raw"))):
         (image,) = events.Images(f"newton_summary/{tag}")
         picture = np.asarray(Image.open(io.BytesIO(image.encoded_image_string)).convert("RGB"))
-        canvas = FigureCanvasAgg(heatmap(summary, what))
+        canvas = FigureCanvasAgg(heatmap(summary, *what))
         canvas.draw()
         assert np.array_equal(picture, np.asarray(canvas.buffer_rgba())[..., :3])
 

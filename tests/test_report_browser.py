@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import newton_summary as ns
-from report_cases import NAMES, random_summary, small_history
+from report_cases import NAMES, TITLES, random_summary, small_history
 
 pytest.importorskip("plotly")
 
@@ -168,7 +168,7 @@ def test_controls_change_the_heat_map(page, history):
     assert hovered(hover(page, 1, 0, 2))[0] == pytest.approx(float(H[2, 1]), rel=1e-5)
     rows = panels.first.locator(".yaxislayer-above text, .ytick text").all_text_contents()
     columns = panels.first.locator(".xaxislayer-above text, .xtick text").all_text_contents()
-    assert set(rows) == {"0.weight", "2.weight"} and set(columns) == {"0.bias", "2.bias"}
+    assert set(rows) == set(TITLES[0::2]) and set(columns) == set(TITLES[1::2])
 
 
 def test_the_slider_goes_through_training(page, history):
@@ -264,7 +264,7 @@ def test_markup_in_names_is_text(show):
 
 def test_the_table_of_groups_sorts(page, history):
     eta = history.measured[-1].eta.tolist()
-    by_rate = [name for _, name in sorted(zip(eta, NAMES, strict=True))]
+    by_rate = [name for _, name in sorted(zip(eta, TITLES, strict=True))]
     head = page.locator("#groups thead button", has_text="Rate")
     head.click()
     assert column(page, "Group") == by_rate[::-1]
@@ -272,7 +272,7 @@ def test_the_table_of_groups_sorts(page, history):
     page.keyboard.press("Enter")  # the button keeps the focus
     assert column(page, "Group") == by_rate
     page.locator("#groups thead button", has_text="Group").click()
-    assert column(page, "Group") == sorted(NAMES)
+    assert column(page, "Group") == sorted(TITLES)
     page.locator("#groups thead button", has_text="Entries").click()
     assert column(page, "Entries") == ["12", "8", "4", "2"]
 
@@ -381,4 +381,4 @@ def test_the_data_can_be_downloaded(page, history):
 def test_an_old_browser_is_told_and_has_the_tables(show, history):
     page = show(history, before="delete window.DecompressionStream")
     assert "DecompressionStream" in page.locator("#problem").text_content()
-    assert column(page, "Group") == list(NAMES)
+    assert column(page, "Group") == list(TITLES)

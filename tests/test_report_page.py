@@ -44,6 +44,8 @@ def test_numbers_keep_seven_digits(tmp_path):
     history = small_history()
     run = carried(ns.report(history, tmp_path / "page.html"))["runs"][0]
     assert [group["name"] for group in run["groups"]] == list(NAMES)
+    assert [group["title"] for group in run["groups"]] == [f"{name} (Linear)" for name in NAMES]
+    assert [group["layer"] for group in run["groups"]] == [0, 0, 1, 1]
     assert [group["size"] for group in run["groups"]] == [12, 4, 8, 2]
     assert [group["role"] for group in run["groups"]] == ["weight", "bias"] * 2
     for shown, measured in zip(run["measured"], history.measured, strict=True):
@@ -304,7 +306,8 @@ def test_signs_are_told_apart_by_every_eye(blindness):
     scales = [scale.split() for scale in re.findall(r"--diverging: (.*?);", css)]
     assert len(scales) == 2  # light and dark
     for scale in scales:
-        low, half_low, middle, half_high, high = (lab(colour, blindness) for colour in scale)
+        places = [round(share * (len(scale) - 1)) for share in (0, 0.25, 0.5, 0.75, 1)]
+        low, half_low, middle, half_high, high = (lab(scale[k], blindness) for k in places)
         for one, other in ((low, high), (half_low, half_high), (low, middle), (high, middle)):
             assert np.linalg.norm(one - other) > 30
         assert abs(low[0] - middle[0]) > 35 and abs(high[0] - middle[0]) > 35  # also printed grey

@@ -281,7 +281,7 @@ class Summary:
         rows = self._rows()
         parts = [html_table(rows, right=range(1, len(rows[0])))]
         if self.Hbar is not None:
-            parts.append(html_heatmap(self.names, self.Hbar))
+            parts.append(html_heatmap(self.titles, self.Hbar))
         return paragraph(self._title()) + side_by_side(parts)
 
     def _rows(self) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""How results look in a notebook: tables, and a small heat map as inline SVG. Names are escaped."""
+"""Results in a notebook, as HTML: tables, and a small heat map. Names are escaped."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_NAMED = 24  # groups whose names and values the heat map shows
-MOST_DRAWN = 100
-SIDE = 320.0  # of the map, in pixels
-LEVELS = 24  # of colour, on each side of zero
-BLUE, WHITE, RED, GREY = (33, 102, 172), (247, 247, 247), (178, 24, 43), "#bbb"
+MOST_DRAWN = 48  # groups in the heat map
+
+# From negative to positive in every heat map: matplotlib's RdBu_r, which figures and the page have.
+DIVERGING = (
+    *("#053061", "#2166ac", "#4393c3", "#92c5de", "#d1e5f0", "#f7f7f7"),
+    *("#fddbc7", "#f4a582", "#d6604d", "#b2182b", "#67001f"),
+)
+UNKNOWN = "#bbbbbb"
 
 
 def html_table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
@@ -38,74 +41,48 @@ def paragraph(text: str) -> str:
 
 
 def side_by_side(parts: Sequence[str]) -> str:
-    """Return pieces of a page next to each other, below each other where there is no room."""
+    """Return pieces of a page next to each other, or below each other on a narrow page."""
     cells = "".join(f"<div>{part}</div>" for part in parts)
     return f'<div style="display:flex;flex-wrap:wrap;gap:2em;align-items:flex-start">{cells}</div>'
 
 
 def html_heatmap(names: Sequence[str], matrix: Tensor) -> str:
-    """Return a matrix as a picture: red above zero, blue below, logarithmic in between.
-
-    Values appear under the pointer. Entries that are not finite are grey and crossed.
-    """
-    size = len(names)
-    if size > MOST_DRAWN:
+    """Return a matrix as a grid of coloured cells, logarithmic, with values under the pointer."""
+    if len(names) > MOST_DRAWN:
         return paragraph(
-            f"{size} groups are too many for a small picture: see newton_summary.figures.heatmap."
+            f"{len(names)} groups are too many for a small picture: "
+            f"see newton_summary.figures.heatmap."
         )
     values = matrix.detach().double().cpu().tolist()
-    finite = [abs(v) for row in values for v in row if math.isfinite(v) and v]
-    largest = max(finite, default=1.0)
-    smallest = max(min(finite, default=1.0), largest * 1e-12)
-    by_colour: dict[str, list[str]] = {}
-    titles, crosses = [], []
-    for s, row in enumerate(values):
-        for t, value in enumerate(row):
-            colour = _colour(value, smallest, largest)
-            by_colour.setdefault(colour, []).append(f"M{t} {s}h1v1h-1z")
-            if not math.isfinite(value):
-                crosses.append(f"M{t} {s}l1 1M{t} {s + 1}l1-1")
-            if size <= MOST_NAMED:
-                said = escape(f"{names[s]}, {names[t]}: {value:.4g}")
-                titles.append(
-                    f'<path fill-opacity="0" d="M{t} {s}h1v1h-1z"><title>{said}</title></path>'
-                )
-    cells = "".join(
-        f'<path fill="{colour}" d="{"".join(path)}"/>' for colour, path in by_colour.items()
-    )
-    cells += f'<path stroke="#555" stroke-width=".06" d="{"".join(crosses)}"/>{"".join(titles)}'
-    scale, labels, margin = SIDE / max(size, 1), "", 4.0
-    if size <= MOST_NAMED:
-        margin = 7.0 * max(map(len, names), default=0) + 8
-        scale = min(scale, 28.0)
-        labels = "".join(
-            f'<text x="{margin - 5:g}" y="{(s + 0.5) * scale + 4:g}" text-anchor="end" '
-            f'font-size="11" fill="currentColor">{escape(name)}</text>'
-            for s, name in enumerate(names)
-        )
-    width, height = margin + size * scale + 2, size * scale + 2
-    unknown = sum(not math.isfinite(v) for row in values for v in row)
+    sizes = [abs(value) for row in values for value in row if math.isfinite(value) and value]
+    largest = max(sizes, default=1.0)
+    smallest = max(min(sizes, default=1.0), largest * 1e-12)
+    cells = []
+    for name, row in zip(names, values, strict=True):
+        cells.append(f'<span style="text-align:right;padding-right:.4em">{escape(name)}</span>')
+        for other, value in zip(names, row, strict=True):
+            colour, mark = UNKNOWN, "×"
+            if math.isfinite(value):
+                colour, mark = _colour(value, smallest, largest), ""
+            title = escape(f"{name}, {other}: {value:.4g}")
+            cells.append(f'<b style="background:{colour}" title="{title}">{mark}</b>')
+    unknown = sum(not math.isfinite(value) for row in values for value in row)
     legend = (
         f"Hbar: red is positive, blue negative, logarithmic from {smallest:.1e} to {largest:.1e}"
     )
-    legend += f"; crossed: {unknown} entries that are not finite" if unknown else ""
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
-        f'role="img" aria-label="heat map of Hbar">{labels}'
-        f'<g transform="translate({margin:g} 1) scale({scale:g})">{cells}</g></svg>'
-        f'<div style="max-width:{max(width, 300):g}px">{paragraph(legend)}</div>'
-    )
+    legend += f"; ×: {unknown} entries that are not finite" if unknown else ""
+    grid = f"display:grid;grid-template-columns:auto repeat({len(names)},1.3em);line-height:1.3em"
+    return f'<div style="{grid}">{"".join(cells)}</div>{paragraph(legend)}'
 
 
 def _colour(value: float, smallest: float, largest: float) -> str:
-    """Return the colour of an entry; its strength tells the order of magnitude."""
-    if not math.isfinite(value):
-        return GREY
-    strength = 0.0
+    """Return the colour of an entry: its sign, and its order of magnitude."""
+    share = 0.0
     if value:
         span = math.log(largest / smallest)
         above = math.log(max(abs(value), smallest) / smallest)
-        strength = 0.08 + 0.92 * (above / span if span > 0 else 1.0)
-    strength = math.ceil(strength * LEVELS) / LEVELS
-    end = RED if value > 0 else BLUE
-    return "#" + "".join(f"{round(w + strength * (e - w)):02x}" for w, e in zip(WHITE, end))
+        share = math.copysign(0.08 + 0.92 * (above / span if span > 0 else 1.0), value)
+    place = (share + 1) / 2 * (len(DIVERGING) - 1)
+    i = min(int(place), len(DIVERGING) - 2)
+    ends = ([int(hexes[k : k + 2], 16) for k in (1, 3, 5)] for hexes in DIVERGING[i : i + 2])
+    return "#" + "".join(f"{round(x + (place - i) * (y - x)):02x}" for x, y in zip(*ends))

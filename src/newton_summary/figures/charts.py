@@ -75,7 +75,7 @@ def heatmap(
         matrix = makers[what]()
     except ValueError as error:
         return message_figure(title, str(error))
-    shown = _block(summary, matrix, block)
+    shown = _titled(summary, _block(summary, matrix, block))
     if 0 in shown.values.shape:
         return message_figure(title, f"No group is in the block {block}.")
     rows, columns = shown.values.shape
@@ -98,12 +98,19 @@ def _block(summary: Summary, matrix: Tensor, name: str | None) -> Block:
     return blocks[name]
 
 
+def _titled(summary: Summary, block: Block) -> Block:
+    """Return a block with titles in place of names."""
+    titles = dict(zip(summary.names, summary.titles, strict=True))
+    rows, columns = (tuple(titles[n] for n in names) for names in (block.rows, block.columns))
+    return Block(rows, columns, block.values)
+
+
 def _cell(count: int) -> float:
     """Return the size of a cell in inches: large enough for a name, small enough for a page."""
     return 0.5 if count <= 10 else max(0.08, min(0.5, 7 / count))
 
 
-def pairs(summary: Summary, count: int = 15) -> Figure:
+def pairs(summary: Summary | Tensor, count: int = 15) -> Figure:
     """Draw the strongest interactions between groups, and how far apart in depth they are."""
     strongest = strongest_pairs(summary, count)
     if not len(strongest):
@@ -119,7 +126,11 @@ def pairs(summary: Summary, count: int = 15) -> Figure:
         apart = "same layer" if pair.distance == 0 else f"{pair.distance} apart"
         text = f" {pair.interaction:+.2f}, {apart}"
         axis.text(abs(pair.interaction), row, text, va="center", fontsize=7)
-    names = [f"{short_name(pair.first, 24)} – {short_name(pair.second, 24)}" for pair in strongest]
+    titles = dict(zip(summary.names, summary.titles)) if isinstance(summary, Summary) else {}
+    names = [
+        " – ".join(short_name(titles.get(name, name), 24) for name in (pair.first, pair.second))
+        for pair in strongest
+    ]
     axis.set_yticks(range(len(names)), names, fontsize=7)
     axis.set_ylim(len(names) - 0.5, -0.5)
     axis.margins(x=0.25)
@@ -164,6 +175,7 @@ def rate_bars(summary: Summary | LearningRates, lambda_int: float = 1.0) -> Figu
     found = summary if isinstance(summary, LearningRates) else learning_rates(summary, lambda_int)
     eta: Array = found.eta.detach().double().cpu().numpy()
     names = found.names or tuple(str(s) for s in range(len(eta)))
+    names = summary.titles if isinstance(summary, Summary) else names
     error = found.eta_stderr
     errors = np.zeros_like(eta) if error is None else error.detach().double().cpu().numpy()
     figure = Picture(

@@ -28,6 +28,7 @@ from matplotlib.patches import Patch as Patch
 from matplotlib.ticker import MaxNLocator as MaxNLocator
 
 from newton_summary.analysis.interactions import layer_numbers, smooth
+from newton_summary.display.html import DIVERGING
 from newton_summary.history import History
 from newton_summary.summary import Block
 
@@ -36,7 +37,7 @@ Array = npt.NDArray[np.float64]
 # Okabe and Ito's colours, which most colour-blind readers tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 POSITIVE, NEGATIVE, UNKNOWN = COLOURS[0], COLOURS[1], "#808080"
-AGAINST, TOGETHER = "#c0392f", "#3a86be"  # signs of an interaction, as in the heat maps
+AGAINST, TOGETHER = DIVERGING[-3], DIVERGING[2]  # signs of an interaction, as in the heat maps
 PANEL = (4.2, 3.2)  # inches
 DECADES = (3, 12)  # of a matrix on the logarithmic scale, at least and at most
 MOST_NAMES = 45  # in a legend
@@ -153,7 +154,7 @@ def draw_rates(axis: Axes, history: History, window: int | None = None) -> None:
     roles = ("weight",) * len(summary) if summary.partition is None else summary.partition.roles
     layers = layer_numbers(summary)
     colours = _layer_colours(max(layers) + 1)
-    for s, name in enumerate(summary.names):
+    for s, name in enumerate(summary.titles):
         line, style = values[:, s], ":" if roles[s] == "bias" else "-"
         colour = colours[layers[s]]
         up, down = np.where(line > 0, line, np.nan), np.where(line < 0, -line, np.nan)

@@ -54,5 +54,6 @@ def log_measured(logger: Logger, measured: Measured, step: int, figures: bool = 
     if figures and measured.kind == "full" and importlib.util.find_spec("matplotlib"):
         from newton_summary.figures import heatmap
 
-        for what, name in (("Hbar", "Hbar"), ("normalized", "interactions")):
-            logger.figure(f"{PREFIX}/{name}", heatmap(measured.summary, what), step)
+        summary = measured.summary
+        logger.figure(f"{PREFIX}/Hbar", heatmap(summary, "Hbar", scale="symlog"), step)
+        logger.figure(f"{PREFIX}/interactions", heatmap(summary, "normalized"), step)

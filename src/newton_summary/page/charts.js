@@ -65,16 +65,19 @@ function drawChart(div, traces, layout) {
   Plotly.react(div, traces, { ...full, width: div.clientWidth }, plotOptions());
 }
 
-/** Colour of a group by its place between the first and the last. */
-const depthColour = (s, count) => between(colours("depth"), count > 1 ? s / (count - 1) : 0);
+/** Colour of each group, by its layer's place between the first and the last. */
+function depthColours(run) {
+  const last = Math.max(...run.groups.map((group) => group.layer));
+  return run.groups.map((group) => between(colours("depth"), last > 0 ? group.layer / last : 0));
+}
 
 /** Learning rates of all groups at one moment. */
 function drawRates(div, run, measured, range) {
   const [eta, error] = [numbers(measured.eta), numbers(measured.eta_stderr)];
-  const names = run.groups.map((group) => group.name);
+  const names = run.groups.map((group) => group.title);
   const short = labels(names, lettersFor(div.clientWidth));
   const chosen = ticks([0, names.length - 1], names.length, div.clientWidth - 70);
-  const palette = names.map((_, s) => depthColour(s, names.length));
+  const palette = depthColours(run);
   const trace = {
     type: "scatter",
     mode: "markers",
@@ -116,18 +119,19 @@ function drawRates(div, run, measured, range) {
 /** Learning rates of all groups over training: weights as lines, biases dotted. */
 function drawRatesOverTime(div, run, moments, epoch, range) {
   const rates = moments.map((m) => numbers(m.eta));
+  const palette = depthColours(run);
   const traces = run.groups.map((group, s) => ({
     type: "scatter",
     mode: "lines+markers",
     x: moments.map((m) => m.epoch),
     y: rates.map((eta) => (Number.isFinite(eta[s]) && eta[s] !== 0 ? Math.abs(eta[s]) : null)),
-    text: rates.map((eta, i) => `${plain(group.name)}<br>epoch ${show(moments[i].epoch, 4)}: ${show(eta[s])}`),
+    text: rates.map((eta, i) => `${plain(group.title)}<br>epoch ${show(moments[i].epoch, 4)}: ${show(eta[s])}`),
     hovertemplate: "%{text}<extra></extra>",
-    line: { width: 1.5, color: depthColour(s, run.groups.length), dash: group.role === "bias" ? "dot" : "solid" },
+    line: { width: 1.5, color: palette[s], dash: group.role === "bias" ? "dot" : "solid" },
     marker: {
       size: moments.length > 40 ? 3 : 5,
-      color: rates.map((eta) => (eta[s] < 0 ? colour("ground") : depthColour(s, run.groups.length))),
-      line: { width: 1.5, color: depthColour(s, run.groups.length) },
+      color: rates.map((eta) => (eta[s] < 0 ? colour("ground") : palette[s])),
+      line: { width: 1.5, color: palette[s] },
     },
   }));
   drawChart(div, traces, {

@@ -16,6 +16,7 @@ from torch import Tensor
 from newton_summary.analysis import (
     inverse_kept,
     joint_gain,
+    layer_numbers,
     strongest_pairs,
     suggest_merges,
 )
@@ -43,13 +44,16 @@ def _run(history: History) -> dict[str, Any]:
 
 
 def _groups(summary: Summary) -> list[dict[str, Any]]:
-    partition = summary.partition
-    if partition is None:
-        return [{"name": name, "role": None, "size": None} for name in summary.names]
-    return [
-        {"name": name, "role": role, "size": size}
-        for name, role, size in zip(partition.names, partition.roles, partition.sizes, strict=True)
-    ]
+    """Return what is known of each group; ``title`` is its name for readers."""
+    partition, S = summary.partition, len(summary)
+    columns = {
+        "name": summary.names,
+        "title": summary.titles,
+        "layer": layer_numbers(summary),
+        "role": (None,) * S if partition is None else partition.roles,
+        "size": (None,) * S if partition is None else partition.sizes,
+    }
+    return [dict(zip(columns, values)) for values in zip(*columns.values(), strict=True)]
 
 
 def _measurement(measured: Measured) -> dict[str, Any]:

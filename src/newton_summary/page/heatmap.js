@@ -104,7 +104,7 @@ function drawHeatmap(panel, run, measured, matrix, options) {
   const z = rows.map((s) =>
     columns.map((t) => (Number.isFinite(entry(s, t)) ? paint.of(entry(s, t)) : null)),
   );
-  const name = (s) => plain(run.groups[s].name);
+  const name = (s) => plain(run.groups[s].title);
   const symbol = matrix === "Hbar" ? "H̄" : "H̄⁻¹";
   const text = rows.map((s) =>
     columns.map((t) => {
@@ -116,7 +116,7 @@ function drawHeatmap(panel, run, measured, matrix, options) {
 
   // The picture is as tall as its cells are wide, and wide enough for every name if that is wanted.
   const width = panel.clientWidth;
-  const short = labels(run.groups.map((group) => group.name), lettersFor(width));
+  const short = labels(run.groups.map((group) => group.title), lettersFor(width));
   const [rowNames, columnNames] = [rows, columns].map((list) => list.map((s) => short[s]));
   const margin = { l: room(rowNames), r: 20, t: 44, b: room(columnNames), autoexpand: false };
   const fitting = Math.max(60, width - margin.l - margin.r);

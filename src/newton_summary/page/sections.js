@@ -117,7 +117,7 @@ function drawRateCharts(momentOnly) {
   });
   for (const { run, index } of runs.filter(({ run }) => run.measured.length > 1)) {
     const title = joined(runTitle(run), "over training");
-    const note = "From the first group, violet, to the last, yellow. Biases are dotted.";
+    const note = "From the first layer, violet, to the last, yellow. Biases are dotted.";
     wanted.push({ key: `${index} time`, title, note, run, measured: measurementOf(run) });
   }
   panels("rates", wanted).forEach((panel, i) => {

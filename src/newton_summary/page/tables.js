@@ -31,7 +31,7 @@ function groupColumns(run, measured) {
   const curvatureError = entries(measured.Hbar_stderr, size);
   const diagonal = (entry) => (entry === null ? null : run.groups.map((_, s) => entry(s, s)));
   return [
-    ["Group", run.groups.map((group) => group.name), null],
+    ["Group", run.groups.map((group) => group.title), null],
     ["Role", run.groups.map((group) => group.role), null],
     ["Entries", run.groups.map((group) => group.size), null],
     ["Slope ḡ", numbers(measured.gbar), numbers(measured.gbar_stderr)],
@@ -95,7 +95,7 @@ function drawPairs(panel, run, measured) {
   const left = element("div");
   if (pairs.length) {
     const names = run.groups.map((group) => group.name);
-    const short = shorter(names, 24); // so that the numbers fit beside two names
+    const short = shorter(run.groups.map((group) => group.title), 24); // two fit beside the numbers
     const named = (name) => [element("span", { title: name }, short[names.indexOf(name)] ?? name)];
     const rows = pairs.map(([first, second, interaction, value, distance]) => [
       named(first),
