@@ -115,6 +115,7 @@ WHOLE = [
 def passes(monkeypatch):
     """Pieces of a few rows each; the logits that were passed."""
     monkeypatch.setattr(chunked_logits, "AT_A_TIME", {"cpu": 2**10})
+    monkeypatch.setattr(engine, "SMALL", 0)
     seen = []
 
     def watched(sweep, found):
@@ -271,6 +272,7 @@ def test_small_stacks_are_passed_at_once():
         return seen[-1]
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "SMALL", 0)
         patch.setattr(engine, "find_chunked_logits", watched)
         ns.summarize(model, flattened, tokens(), backend="sweep")
     assert seen == [[]]

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from newton_summary.derivatives.sweep.memory import WORKING_COPIES
-from newton_summary.derivatives.sweep.rules import is_curved
 from newton_summary.derivatives.sweep.rules.elementwise import CURVED
 from newton_summary.derivatives.sweep.rules.linear import SAME_ORDER
 from newton_summary.derivatives.sweep.tangent import Tangent
@@ -82,7 +81,7 @@ def needed_by_curved(tape: Tape) -> set[int]:
     """Return the slots whose derivatives a curved operation needs; at a cut, slopes do too."""
     needed: set[int] = set()
     for op in reversed(tape.ops):
-        if is_curved(op) or any(v is not None and v.slot in needed for v in op.outputs):
+        if op.curved or any(v is not None and v.slot in needed for v in op.outputs):
             needed.update(op.inputs)
     return needed
 

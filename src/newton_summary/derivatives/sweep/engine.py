@@ -14,7 +14,7 @@ not needed. Each rule adds its terms of the other two with :meth:`Sweep.add_Hbar
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -32,11 +32,13 @@ from newton_summary.derivatives.sweep.memory import (
 )
 from newton_summary.derivatives.sweep.recorder import Recorder
 from newton_summary.derivatives.sweep.rules import (
+    BILINEAR,
     DECOMPOSED,
+    LINEAR,
     PREPARE,
     RULES,
-    is_curved,
-    rule_for,
+    STRAIGHT,
+    generic,
 )
 from newton_summary.derivatives.sweep.rules.bilinear import gram
 from newton_summary.derivatives.sweep.tangent import Groups, Tangent
@@ -47,6 +49,7 @@ from newton_summary.probe.probe import Closure, check_depends, check_finite
 from newton_summary.summary import Summary
 
 KNOWN = frozenset(RULES)
+SMALL = 2**23  # bytes: stacks that take less together are not counted, divided or split
 Adjoints = dict[int, Tensor | None]  # of the loss, by the slot of a value; None for zero
 
 
@@ -230,6 +233,22 @@ def joined(pieces: list[Tensor]) -> Tensor:
     return torch.cat([p.to(device, wide) for p in pieces])
 
 
+def rule_for(op: Op) -> Callable[..., Any]:
+    """Return the rule that an operation is passed with."""
+    if op.complex:  # only what is linear holds for complex numbers as well
+        return LINEAR.get(op.name, generic)
+    return RULES.get(op.name, generic)
+
+
+def is_curved(op: Op) -> bool:
+    """Whether an operation can contribute to Hbar and D3."""
+    if op.complex:
+        return op.name not in LINEAR
+    if op.name in BILINEAR:
+        return len(set(op.inputs)) > 1 or len(op.inputs) > 1
+    return op.name not in STRAIGHT
+
+
 def leaf_tangent(U: Tensor, label: int | Tensor, chosen: set[int]) -> Tangent | None:
     """Return the derivatives of a parameter: U^s along its own group or groups."""
     present = [label] if isinstance(label, int) else torch.unique(label).tolist()
@@ -250,7 +269,6 @@ def mark_needed(tape: Tape) -> None:
         tape.needed.add(tape.cut.slot)
     for op in reversed(tape.ops):
         op.wanted = any(value is not None and value.slot in tape.needed for value in op.outputs)
-        op.passed = op.wanted or is_curved(op)
         if op.passed:
             op.finishes = [slot for slot in dict.fromkeys(op.inputs) if slot not in tape.needed]
             tape.needed.update(op.inputs)
@@ -264,7 +282,7 @@ def find_cut(tape: Tape) -> Cut | None:
     loss itself: of several values one may depend on another, and then its adjoint counts twice what
     goes through both.
     """
-    curved = [i for i, op in enumerate(tape.ops) if is_curved(op)]
+    curved = [i for i, op in enumerate(tape.ops) if op.curved]
     if not curved or any(op.complex for op in tape.ops):
         return None
     made = {value.slot: value for op in tape.ops for value in op.outputs if value is not None}
@@ -295,7 +313,7 @@ def backward(tape: Tape, params: Params) -> tuple[Params, Adjoints]:
     wanted = {
         value.slot: value
         for op in tape.ops
-        if is_curved(op)
+        if op.curved
         for value in op.outputs
         if value is not None
     }
@@ -368,17 +386,10 @@ def sweep_batch(
 ) -> Summary:
     """Compute a summary; arguments as for :func:`summarize_sweep`."""
     tape = prepared(closure, leaves, order, stack_limit)
-    loss, S = tape.loss.detach().reshape(()), len(leaves.partition)
-    parts = 1
-    if order > 1:
-        needed = stack_bytes(tape, leaves.partition, order)
-        limit = stack_limit or default_limit(loss.device, needed, may_split)
-        if needed > limit:
-            check_finite(loss)
-            if may_split:
-                raise StackTooLarge(needed, limit, loss)
-            parts = min(-(-needed // limit), S)
-        parts = leaves.in_parts(parts)
+    loss = tape.loss.detach().reshape(())
+    parts = (
+        1 if order == 1 else leaves.in_parts(_parts(tape, leaves, order, stack_limit, may_split))
+    )
     with without_autocast(loss.device.type):
         gbar, adjoints = leaves.backward(tape)
         totals = None if order == 1 else swept(tape, adjoints, leaves, order, parts)
@@ -393,18 +404,38 @@ def prepared(closure: Closure, leaves: Leaves, order: int, stack_limit: int | No
     """Record the loss, and find out what a sweep of the tape has to carry along."""
     tape = leaves.record(closure)
     if order > 1:
+        for op in tape.ops:
+            op.curved = is_curved(op)
         tape.cut = find_cut(tape)
         mark_needed(tape)
-        if leaves.chunks_logits:
-            tape.chunked = find_chunked_logits(tape, len(leaves.partition), order, stack_limit)
+        S = len(leaves.partition)
+        sizes = (v.tensor.nbytes for op in tape.ops for v in op.outputs if v is not None)
+        tape.small = 10 * S * sum(sizes) <= min(SMALL, stack_limit or SMALL)
+        if leaves.chunks_logits and not tape.small:
+            tape.chunked = find_chunked_logits(tape, S, order, stack_limit)
     return tape
+
+
+def _parts(tape: Tape, leaves: Leaves, order: int, stack_limit: int | None, may_split: bool) -> int:
+    """Return in how many parts to sweep the groups so that their stacks fit into memory."""
+    if tape.small:
+        return 1
+    loss = tape.loss.detach()
+    needed = stack_bytes(tape, leaves.partition, order)
+    limit = stack_limit or default_limit(loss.device, needed, may_split)
+    if needed <= limit:
+        return 1
+    check_finite(loss)
+    if may_split:
+        raise StackTooLarge(needed, limit, loss.reshape(()))
+    return min(-(-needed // limit), len(leaves.partition))
 
 
 def swept(tape: Tape, adjoints: Adjoints, leaves: Leaves, order: int, parts: int) -> Totals:
     """Sweep all groups, or sets of them one after the other, and return the totals."""
     S = len(leaves.partition)
     whole = Totals(np.zeros(S), np.zeros((S, S)), np.zeros(S))
-    for groups in group_chunks(S, parts):
+    for groups in [range(S)] if parts == 1 else group_chunks(S, parts):
         layout, numbers = contributions(tape, adjoints, leaves, order, groups, consume=parts == 1)
         totals = layout.add_up(numbers.double().cpu().numpy(), S)
         whole.gbar[list(groups)] = totals.gbar[list(groups)]

@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import torch
 
-from newton_summary.derivatives.sweep.rules import is_curved
 from newton_summary.derivatives.sweep.tape import Tape
 from newton_summary.partition import Partition
 
@@ -49,7 +48,7 @@ def stack_bytes(tape: Tape, partition: Partition, order: int) -> int:
         logits = chunked.get(i)
         if op.passed:
             union = frozenset().union(*[met[slot] for slot in op.inputs if slot in met])
-            second = order == 3 and (is_curved(op) or not second_order.isdisjoint(op.inputs))
+            second = order == 3 and (op.curved or not second_order.isdisjoint(op.inputs))
             work = 0
             for value in op.outputs:
                 if value is None or value.slot is None:
@@ -98,13 +97,13 @@ def free_memory(device: torch.device) -> int:
 def group_chunks(S: int, parts: int) -> Iterator[Sequence[int]]:
     """Give sets of groups such that every pair of groups is together in one of them.
 
-    With n > 1 parts the groups are cut into 2n chunks, and every two chunks are one set: S / n
+    With n parts the groups are cut into 2n chunks, and every two chunks are one set: S / n
     groups at a time, n (2n - 1) times.
 
     >>> [list(groups) for groups in group_chunks(4, 2)]
     [[0, 1], [0, 2], [0, 3], [1, 2], [1, 3], [2, 3]]
     """
-    if parts <= 1 or S <= 2:
+    if S <= 2:
         yield range(S)
         return
     pieces = min(2 * parts, S)

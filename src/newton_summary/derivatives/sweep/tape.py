@@ -84,10 +84,15 @@ class Op:
     outputs: list[Value | None]  # None for an output that does not depend on the parameters
     saved: Any = None  # what a rule keeps from the recording, such as the indices of a maximum
     inputs: list[int] = field(default_factory=list)  # slots that the operation depends on
+    curved: bool = False  # whether it may contribute to Hbar and D3
     wanted: bool = True  # whether a later operation needs the derivatives of the outputs
-    passed: bool = True  # whether the sweep has anything to do here
     finishes: list[int] = field(default_factory=list)  # slots that no later operation needs
     complex: bool = False  # whether a tensor among arguments and results is complex
+
+    @property
+    def passed(self) -> bool:
+        """Whether the sweep has anything to do here."""
+        return self.curved or self.wanted
 
     @property
     def out(self) -> Value:
@@ -132,6 +137,7 @@ class Tape:
     leaves: dict[int, str]  # slot -> parameter name
     needed: set[int] = field(default_factory=set)  # slots whose derivatives a later operation uses
     cut: Cut | None = None  # where gbar is read off; else it comes from the gradient
+    small: bool = False  # whether the derivatives of all values together take little memory
     chunked: list[ChunkedLogits] = field(default_factory=list)  # what is passed in pieces
 
 

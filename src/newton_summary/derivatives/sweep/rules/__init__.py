@@ -24,7 +24,6 @@ from newton_summary.derivatives.sweep.rules.linear import LINEAR, zero
 from newton_summary.derivatives.sweep.rules.normalize import NORMALIZE
 from newton_summary.derivatives.sweep.rules.recurrence import PREPARE_RECURRENCES, RECURRENCES
 from newton_summary.derivatives.sweep.rules.selection import PREPARE_SELECTION, SELECTION
-from newton_summary.derivatives.sweep.tape import Op
 
 STRAIGHT: dict[str, Callable[..., Any]] = {
     **LINEAR,
@@ -46,29 +45,12 @@ RULES: dict[str, Callable[..., Any]] = {
 PREPARE: dict[str, Callable[..., tuple[Any, Any]]] = {**PREPARE_SELECTION, **PREPARE_RECURRENCES}
 
 
-def rule_for(op: Op) -> Callable[..., Any]:
-    """Return the rule that an operation is passed with."""
-    if op.complex:  # only what is linear holds for complex numbers as well
-        return LINEAR.get(op.name, generic)
-    return RULES.get(op.name, generic)
-
-
-def is_curved(op: Op) -> bool:
-    """Whether an operation can contribute to Hbar and D3."""
-    if op.complex:
-        return op.name not in LINEAR
-    if op.name in BILINEAR:
-        return len(set(op.inputs)) > 1 or len(op.inputs) > 1
-    return op.name not in STRAIGHT
-
-
 __all__ = [
     "BILINEAR",
     "DECOMPOSED",
+    "LINEAR",
     "PREPARE",
     "RULES",
     "STRAIGHT",
     "generic",
-    "is_curved",
-    "rule_for",
 ]

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from newton_summary.derivatives.norms import accumulation_dtype
 from newton_summary.derivatives.sweep.tangent import Groups, Tangent, Term, add_up, cast, lift
 from newton_summary.derivatives.sweep.tape import Op, Value
 from newton_summary.errors import CannotDifferentiate
@@ -81,7 +80,7 @@ def dots(X: Tensor, Y: Tensor) -> Tensor:
 
 def sums(X: Tensor) -> Tensor:
     """Return the sum of each row."""
-    return X.reshape(len(X), -1).sum(1, dtype=accumulation_dtype(X))
+    return X.reshape(len(X), -1).sum(1, dtype=torch.promote_types(X.dtype, torch.float32))
 
 
 def pick(groups: Groups, rows: Tensor, wanted: Groups) -> Tensor:

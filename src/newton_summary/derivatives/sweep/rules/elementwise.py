@@ -50,7 +50,9 @@ def curved(derivatives: Callable[..., Derivatives], relative: bool = False) -> C
         if f2 is None:
             return t.map(lambda rows: rows * f1)
         delta = sweep.adjoint(op.out)
-        if fused.available(f1) and f1.dtype == op.out.tensor.dtype:  # not so under autocast
+        if (
+            f1.is_cuda and fused.available(f1) and f1.dtype == op.out.tensor.dtype
+        ):  # not so under autocast
             passed = fused.pass_elementwise(t, f1, f2, f3, delta, sweep.order, op.wanted)
             if passed is not None:
                 return fused.contributed(sweep, t, passed)

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from newton_summary.derivatives.norms import accumulation_dtype
 from newton_summary.derivatives.sweep.tangent import Tangent, add_tangents, align, cast, lift
 from newton_summary.derivatives.sweep.tape import Op, Value, find_values, plain
 from newton_summary.derivatives.sweep.torch_functions import names
@@ -92,7 +91,7 @@ def centered(sweep: Sweep, op: Op, x: Value, dim: int) -> Tangent | None:
     t = only(sweep, x)
     if t is None:
         return None
-    rows = t.rows.to(accumulation_dtype(t.rows))
+    rows = t.rows.to(torch.promote_types(t.rows.dtype, torch.float32))
     gaps = rows - rows.mean(shifted(dim), keepdim=True)
     every = list(range(1, rows.dim()))
     sizes, rest = rows.abs().amax(every, keepdim=True), gaps.abs().amax(every, keepdim=True)
