@@ -28,10 +28,9 @@ from newton_summary.derivatives.sweep.tape import (
     version_of,
 )
 from newton_summary.derivatives.sweep.torch_functions import (
-    CALLS,
     READS_OUT,
-    Call,
     in_position,
+    look_up,
 )
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.partition import Params
@@ -115,10 +114,7 @@ class Recorder(TorchFunctionMode):
         self, func: Callable[..., Any], types_: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        try:
-            call = CALLS[func]
-        except TypeError:  # it cannot be a key
-            call = Call.of(func)
+        call = look_up(func)
         if call.passes:
             return func(*args, **kwargs)
         if call.accesses:

@@ -29,7 +29,7 @@ from newton_summary.derivatives.sweep.recorder import Recorder
 from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE
 from newton_summary.derivatives.sweep.tangent import Tangent
 from newton_summary.derivatives.sweep.tape import Tape, Value
-from newton_summary.derivatives.sweep.torch_functions import CALLS
+from newton_summary.derivatives.sweep.torch_functions import look_up
 from newton_summary.parallel.fsdp import Shards, check_shards, resting_hooks, scattered_sum
 from newton_summary.parallel.processes import is_sharded, like_sharded, local_part
 from newton_summary.parallel.ranks import Ranks
@@ -119,7 +119,7 @@ class Gathering(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        call = CALLS[func]
+        call = look_up(func)
         if call.passes or call.accesses:
             return func(*args, **kwargs)
         found: dict[int, Tensor] = {}
