@@ -227,8 +227,15 @@ def say(text: str) -> None:
 
 
 def pack(work: Path, file: Path) -> None:
-    """Write what reports read, and the logs, but no checkpoints."""
-    chosen = [path for path in work.rglob("*") if path.name in PACKED or path.suffix == ".log"]
+    """Write what reports read, and the logs; of summaries those of runs that measure."""
+    chosen = []
+    for path in work.rglob("*"):
+        if path.name == "summaries.pt":
+            config = json.loads((path.parent / "config.json").read_text())
+            if not config["measure"]["every"]:
+                continue
+        if path.name in PACKED or path.suffix == ".log":
+            chosen.append(path)
     with tarfile.open(file, "w:gz") as archive:
         for path in sorted(chosen):
             archive.add(path, path.relative_to(work))

@@ -14,7 +14,7 @@ from newton_summary.experiments.config import (
 )
 from newton_summary.experiments.datasets import Source, Split
 
-NARROW = {"vgg11": 2, "resnet18": 2, "big_mlp": 8, "vbig_mlp": 8, "gpt": 8}
+NARROW = {"mlp": 8, "vgg11": 2, "resnet18": 2, "big_mlp": 8, "vbig_mlp": 8, "gpt": 8}
 
 
 def random_images(channels):
@@ -54,7 +54,7 @@ def shrink(config):
 def tiny(optimizer=None, **changes):
     """Return a run of a few milliseconds an epoch, in float64."""
     config = ExperimentConfig(
-        model=ModelConfig("mlp"),
+        model=ModelConfig("mlp", width=20),
         data=DataConfig("embedded", samples=60),
         optimizer=optimizer or AdamConfig(),
         batch_size=20,

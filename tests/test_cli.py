@@ -251,6 +251,7 @@ def test_a_sweep_of_fewer_epochs_reads_them_off_longer_runs(call):
         assert [r["skipped"] for r in results] == [epochs == 1] * 2
 
 
+@pytest.mark.slow
 def test_sweep_in_processes_survives_a_failing_run(call):
     """blocks-9 is more blocks than the model has layers."""
     args = ["--optimizer.partition", "trivial,blocks-9", "--optimizer.curvature-batch-size", "20"]

@@ -194,6 +194,7 @@ def test_eta_figure_has_a_line_for_each_group(runs):
     assert paper_figures.eta_figure(runs[0]) is None
 
 
+@pytest.mark.slow
 def test_report_writes_everything_and_the_page_shows_it(runs, tmp_path):
     files = make_report(runs, tmp_path / "out")
     names = {file.name for file in files}
@@ -212,6 +213,7 @@ def test_report_writes_everything_and_the_page_shows_it(runs, tmp_path):
         assert file.suffix != ".pdf" or content[:4] == b"%PDF"
 
 
+@pytest.mark.slow
 def test_a_new_report_leaves_nothing_of_an_earlier_one(runs, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     earlier = make_report(runs, tmp_path)
@@ -263,6 +265,7 @@ def test_runs_without_an_epoch_are_no_report(runs, tmp_path):
         make_report([empty], tmp_path)
 
 
+@pytest.mark.slow
 def test_demo_trains_measures_and_draws(tmp_path, capsys, monkeypatch):
     from newton_summary.experiments import demo as demonstration
 

@@ -107,7 +107,11 @@ class ReportOptions(Output):
     """Make tables (Markdown, CSV), figures (PNG, PDF) and a page (HTML) from run directories."""
 
     out: Path = Path("report")
-    """Where to write them."""
+    """Folder to write to."""
+    epoch: int | None = None
+    """Draw Hbar at this epoch (default: at the best validation loss)."""
+    window: int | None = None
+    """Average learning rates over this many epochs (default: 20 in long runs)."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +298,7 @@ def report(args: list[str]) -> int:
     from newton_summary.experiments.rundir import find_runs
 
     runs = find_runs([Path(folder) for folder in folders])
-    files = make_report(runs, options.out)
+    files = make_report(runs, options.out, options.epoch, options.window)
     _tell_files(files, options)
     return 0
 

@@ -63,9 +63,9 @@ def perceptron(sizes: Sequence[int], activation: Callable[[], nn.Module], gain: 
     return initialize(nn.Sequential(*layers[:-1]), gain)
 
 
-def mlp(features: int = 784) -> nn.Module:
+def mlp(features: int = 784, width: int = 1024) -> nn.Module:
     """MLP of the paper: 784-1024-200-100-10 with tanh, for the 28 x 28 images of MNIST."""
-    return perceptron([features, 1024, 200, 100, 10], nn.Tanh, TANH_GAIN)
+    return perceptron([features, width, 200, 100, 10], nn.Tanh, TANH_GAIN)
 
 
 def lenet(channels: int = 3) -> nn.Module:

@@ -155,10 +155,11 @@ def _curve(
 # --- Hbar ----------------------------------------------------------------------------------------
 
 
-def chosen_summaries(run: Run) -> list[tuple[str, Measured]]:
-    """Return the summaries at the start and at the best validation loss, with a title each.
+def chosen_summaries(run: Run, epoch: int | None = None) -> list[tuple[str, Measured]]:
+    """Return the summaries at the start and at an epoch (default: the best), with a title each.
 
-    Those along the full-batch gradient if there are any, else the last ones of the optimizer.
+    Those along the full-batch gradient if there are any, else the last ones of the optimizer. The
+    best epoch is that of the lowest validation loss.
     """
     every = run.summaries()
     full = [m for m in every if m.kind == "full"]
@@ -166,7 +167,8 @@ def chosen_summaries(run: Run) -> list[tuple[str, Measured]]:
     if not chosen:
         return []
     best = int(best_row(run).get("epoch", 0))
-    first, nearest = chosen[0], min(chosen, key=lambda m: abs(m.epoch - best))
+    wanted = best if epoch is None else epoch
+    first, nearest = chosen[0], min(chosen, key=lambda m: abs(m.epoch - wanted))
     titles = [("at the start" if first.epoch == 0 else f"epoch {first.epoch}", first)]
     if nearest.epoch != first.epoch:
         exact = nearest.epoch == best
@@ -176,9 +178,9 @@ def chosen_summaries(run: Run) -> list[tuple[str, Measured]]:
     return titles
 
 
-def hessian_figure(run: Run) -> Figure | None:
-    """Hbar and its inverse by blocks, at the start and at the best epoch (Section 6.1)."""
-    chosen = chosen_summaries(run)
+def hessian_figure(run: Run, epoch: int | None = None) -> Figure | None:
+    """Hbar and its inverse by blocks, at the start and at an epoch (Section 6.1, App. H)."""
+    chosen = chosen_summaries(run, epoch)
     if not chosen:
         return None
     columns = [(title, m, name) for title, m in chosen for name in _block_names(m)]
@@ -222,11 +224,12 @@ def _block_names(measured: Measured) -> list[str]:
 # --- eta -----------------------------------------------------------------------------------------
 
 
-def eta_figure(run: Run) -> Figure | None:
+def eta_figure(run: Run, window: int | None = None) -> Figure | None:
     """Learning rates eta* by epoch: weights solid, biases dotted (Section 6.1).
 
-    As in the paper, long runs are averaged over windows of epochs. Negative rates are marked.
+    Long runs are averaged over windows of epochs, 20 by default as in Fig. 2b (App. H has 40).
+    Negative rates are marked.
     """
     history = History(f"{setup_label(run.config)}, {optimizer_label(run.config)}", run.summaries())
     full = [m for m in history.measured if m.kind == "full"] or history.measured
-    return rates(history) if len(full) >= 2 else None
+    return rates(history, window) if len(full) >= 2 else None

@@ -1,4 +1,4 @@
-"""From run directories to a folder of tables, paper_figures and an interactive page."""
+"""From run directories to a folder of tables, figures and an interactive page."""
 
 from __future__ import annotations
 
@@ -21,13 +21,17 @@ if TYPE_CHECKING:
 FILES = "files.json"  # of the last report in a folder
 
 
-def make_report(runs: Sequence[Run], out: Path) -> list[Path]:
+def make_report(
+    runs: Sequence[Run], out: Path, epoch: int | None = None, window: int | None = None
+) -> list[Path]:
     """Write every table (Markdown, CSV) and figure (PNG, PDF) that the runs have something for.
 
     Args:
         runs: Runs, finished or not.
         out: Folder to write to; ``report.md`` in it shows everything, ``report.html`` is the
             interactive page, which needs plotly.
+        epoch: Draw Hbar at this epoch, instead of that of the best validation loss.
+        window: Average learning rates over this many epochs (default: 20 in long runs).
 
     Returns:
         The files that were written, the pages first.
@@ -46,7 +50,7 @@ def make_report(runs: Sequence[Run], out: Path) -> list[Path]:
         page += [table.markdown()]
         files.append(_write(out / f"{table.name}.md", table.markdown()))
         files.append(_write(out / f"{table.name}.csv", table.csv()))
-    for name, title, figure in _figures(runs):
+    for name, title, figure in _figures(runs, epoch, window):
         page += [f"### {title}", "", f"![{title}]({name}.png)", ""]
         files += _save(figure, out / name)
     written = [*_interactive(runs, out), _write(out / "report.md", "\n".join(page)), *files]
@@ -77,8 +81,10 @@ def _remove_stale(out: Path, written: Sequence[Path]) -> None:
     _write(out / FILES, json.dumps(names, indent=1))
 
 
-def _figures(runs: Sequence[Run]) -> list[tuple[str, str, Figure]]:
-    """Return the paper_figures with a name for their files and a title.
+def _figures(
+    runs: Sequence[Run], epoch: int | None, window: int | None
+) -> list[tuple[str, str, Figure]]:
+    """Return the figures with a name for their files and a title.
 
     Hbar and the learning rates are drawn for the first seed of each method.
     """
@@ -100,8 +106,10 @@ def _figures(runs: Sequence[Run]) -> list[tuple[str, str, Figure]]:
         run = seeds[0]  # the others look alike
         name = f"{number:02}_{run.config.recipe}"
         what = f"{setup}, {label}, seed {run.config.seed}"
-        found.append((f"{name}_hbar", f"Hbar: {what}", paper_figures.hessian_figure(run)))
-        found.append((f"{name}_eta", f"Learning rates: {what}", paper_figures.eta_figure(run)))
+        matrices = paper_figures.hessian_figure(run, epoch)
+        rates = paper_figures.eta_figure(run, window)
+        found.append((f"{name}_hbar", f"Hbar: {what}", matrices))
+        found.append((f"{name}_eta", f"Learning rates: {what}", rates))
     return [(name, title, figure) for name, title, figure in found if figure is not None]
 
 

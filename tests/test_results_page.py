@@ -1,0 +1,93 @@
+"""benchmarks/results_page.py: verdicts from runs whose numbers are known."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from newton_summary.experiments.recipes import RECIPES
+from newton_summary.experiments.rundir import Run
+from newton_summary.experiments.tables import PAPER_PARTITIONS
+
+SCRIPT = Path(__file__).parent.parent / "benchmarks" / "results_page.py"
+spec = importlib.util.spec_from_file_location("results_page", SCRIPT)
+results_page = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(results_page)
+
+
+def run(recipe, losses, seed=0, accuracy=0.5, test_loss=1.0, **changes):
+    """Return a run with given training losses."""
+    config = replace(RECIPES[recipe](), seed=seed)
+    config = replace(config, optimizer=replace(config.optimizer, **changes))
+    rows = [
+        {
+            **{"epoch": i, "train_loss": loss, "status": "ok", "seconds": 2.0},
+            **{"validation_loss": 1.0, "test_loss": test_loss, "test_accuracy": accuracy},
+        }
+        for i, loss in enumerate([None, *losses])
+    ]
+    return Run(Path(f"{recipe}-{seed}-{changes}"), config, rows)
+
+
+def claim(lines, words):
+    """Return what was measured for a claim, and the verdict."""
+    (line,) = [line for line in lines if words in line]
+    return [cell.strip() for cell in line.split("|")[2:4]]
+
+
+def partitions(losses):
+    return results_page.Runs(
+        [
+            run(f"vgg_cifar10_{p.replace('-', '_')}", [1.0, loss])
+            if p != "canonical"
+            else run("vgg_cifar10_newton_summary", [1.0, loss])
+            for p, loss in losses.items()
+        ]
+    )
+
+
+def test_the_papers_own_table_of_partitions_is_reproduced():
+    printed = {name: values[0] for name, values in PAPER_PARTITIONS.items()}
+    lines = results_page.partition_section(partitions(printed))
+    assert claim(lines, "the finer the partition")[1] == "reproduced"
+    swapped = {**printed, "blocks-2": printed["alternate-2"], "alternate-2": printed["blocks-2"]}
+    lines = results_page.partition_section(partitions(swapped))
+    assert claim(lines, "the finer the partition")[1] == "**not reproduced**"
+    lines = results_page.partition_section(partitions({"trivial": 0.8}))
+    assert claim(lines, "the finer the partition") == ["not run", ""]
+
+
+def test_medians_and_ranges_are_over_the_seeds_of_one_setting():
+    losses = [0.5, 0.1, 0.3]
+    runs = [run("lenet_cifar10_adam", [2.0, loss], seed) for seed, loss in enumerate(losses)]
+    other = run("lenet_cifar10_adam", [2.0, 1e-9], lr=0.01)
+    lines = results_page.training_table(results_page.Runs([*runs, other]))
+    row = next(line for line in lines if line.startswith("| LeNet / CIFAR-10 | Adam |"))
+    assert "| 3 | 2 | 0.3 (0.1 to 0.5) | 0.3 (0.1 to 0.5) |" in row
+    assert any("Adam at 0.01, best of 2 rates | 1 | 2 | 1e-09" in line for line in lines)
+
+
+@pytest.mark.parametrize(("lenet", "mlp", "said"), [(0.2, 1.5, "reproduced"), (1.5, 1.5, "**not")])
+def test_comparable_is_within_a_factor_of_two_but_for_the_mlp(lenet, mlp, said):
+    runs = [
+        run("lenet_cifar10_adam", [2.0, 0.15]),
+        run("lenet_cifar10_newton_summary", [2.0, lenet]),
+        run("mlp_mnist_adam", [2.0, 0.1]),
+        run("mlp_mnist_newton_summary", [2.0, mlp]),
+    ]
+    lines = results_page.training_claims(results_page.Runs(runs))
+    measured, verdict = claim(lines, "is comparable to the minimum training loss")
+    assert verdict.startswith(said) and f"{lenet / 0.15:.3g}" in measured
+
+
+def test_jumps_are_counted():
+    assert results_page.jumps(run("lenet_cifar10_adam", [2.0, 1.0, 1.6, 1.5, 4.0])) == 2
+
+
+def test_the_page_without_runs_is_the_page_of_the_documentation_or_shows_runs(tmp_path):
+    page = results_page.page(results_page.Runs([]), tmp_path)
+    assert "No runs are stored." in page and "reproduced" not in page.partition("## Training")[2]
+    assert not list(tmp_path.iterdir())
+    written = (SCRIPT.parent.parent / "docs" / "results.md").read_text()
+    assert page.partition("## What was run")[2][:2000] in written
