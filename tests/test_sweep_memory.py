@@ -46,7 +46,7 @@ def assert_same(actual, expected):
 def test_parts_of_a_batch_add_up(limit):
     net, loss_fn = make_net(), Counted()
     expected = ns.summarize(net, Counted(), make_batch(), backend="nested")
-    for _ in range(2):  # the second time, how to split is known
+    for _ in range(2):
         assert_same(ns.summarize(net, loss_fn, make_batch(), stack_limit=limit), expected)
     assert (min(loss_fn.sizes) < 24) == (limit < 2**17 + 1)
 
@@ -105,7 +105,7 @@ def test_the_limit_is_a_part_of_what_is_free(monkeypatch):
 def test_parts_of_a_batch_are_even():
     """Room for ten of 24 samples makes three parts, none of which is small."""
     net, loss_fn = make_net(), Counted()
-    for _ in range(2):  # the second time, how to split is known
+    for _ in range(2):
         loss_fn.sizes.clear()
         ns.summarize(net, loss_fn, make_batch(), stack_limit=11 * 2**14)
     assert loss_fn.sizes[-3:] == [8, 8, 8]
@@ -120,17 +120,19 @@ def test_every_two_groups_meet_in_a_chunk(S, parts):
             assert any({s, t} <= chunk for chunk in chunks)
 
 
-def test_how_to_split_is_found_once_also_for_a_loader():
-    """A second measurement records parts at once, whatever the data comes in."""
-    net, loss_fn = make_net(), Counted()
-    u = {name: torch.ones_like(p) for name, p in net.named_parameters()}
-    x, y = make_batch()
+@pytest.mark.parametrize("coupled", [0, 1])
+def test_every_batch_is_checked(coupled):
+    """One of two batches couples its samples and stays whole; the other is split."""
+    net, sizes = make_net(), []
+    batches = [
+        (*make_batch(n), torch.full((n,), float(i == coupled))) for i, n in enumerate((24, 16))
+    ]
 
-    class Loader:
-        def __iter__(self):
-            yield x, y
+    def loss_fn(model, batch):
+        sizes.append(len(batch[0]))
+        return Counted(batch[2][0])(model, batch)
 
-    for _ in range(2):
-        loss_fn.sizes.clear()
-        ns.summarize(net, loss_fn, Loader(), direction=u, stack_limit=2**14)
-    assert max(loss_fn.sizes) < 24 and sum(loss_fn.sizes) == 24
+    expected = ns.summarize(net, loss_fn, batches, backend="nested")
+    sizes.clear()
+    assert_same(ns.summarize(net, loss_fn, batches, stack_limit=2**14), expected)
+    assert min(sizes) < 16

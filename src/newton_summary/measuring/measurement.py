@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -173,12 +172,12 @@ def measure(
     reason = None
     for name, following in zip(backends, [*backends[1:], None], strict=True):
         try:
-            if name == "sweep":
-                summary = _within_limit(probe, u, order, report, stack_limit)
+            probe.recorded = name == "sweep"
+            if probe.recorded:
+                run = partial(_sweep, probe, u, order, stack_limit)
             else:
-                probe.recorded = False
-                summary = _mean_summary(probe, u, BACKENDS[name], order, report)
-            return replace(summary, reason=reason)
+                run = partial(_measured_by, BACKENDS[name], probe, u, order)
+            return replace(_mean_summary(probe, run, order, report), reason=reason)
         except CannotDifferentiate as error:
             if following is None:
                 if name in AUTO[:-1] and not probe.processes.sharded:
@@ -353,65 +352,58 @@ def find_partition(model: nn.Module, partition: Partition | Spec) -> Partition:
     return partition.to()  # the model may have moved since
 
 
-# Into parts of how many samples a model's batches are split, found once for a loss, a mode, S,
-# order and limit. By the loss itself, which is kept so that its id stays its own: two that share
-# their code may differ in what they have closed over.
-_splits: WeakKeyDictionary[nn.Module, dict[Any, tuple[int | None, Any]]] = WeakKeyDictionary()
-
-
-def _within_limit(
+def _measured_by(
+    backend: Callable[..., Summary],
     probe: Probe,
     u: Params,
     order: int,
-    report: Callable[[int, int | None], None],
-    stack_limit: int | None,
-) -> Summary:
-    """Sweep all batches, in parts if the stack of a whole one would be too large."""
+    closure: Closure,
+    size: int,
+) -> list[Summary]:
+    summary = backend(closure, probe.params, u, probe.partition, order)
+    return [replace(summary, num_samples=size)]
+
+
+def _sweep(
+    probe: Probe, u: Params, order: int, stack_limit: int | None, closure: Closure, size: int
+) -> list[Summary]:
+    """Sweep a batch, in parts if its stack would be too large and the batch may be split."""
+    given = (u, probe.partition, order, stack_limit)
     if isinstance(probe, ShardedProbe):
-        sharded = partial(summarize_sharded, stack_limit=stack_limit, ranks=probe.processes)
-        return _mean_summary(probe, u, sharded, order, report)
-    probe.recorded = True
-    known = _splits.setdefault(probe.model, {})
-    modes = tuple(module.training for module in probe.model.modules())
-    key = (id(probe.loss_fn), modes, len(probe.partition), order, stack_limit)
-    may_split = probe.microbatch is None
-    if may_split and key in known:
-        may_split = False
-        probe.microbatch, _ = known[key]
-    run = partial(summarize_sweep, stack_limit=stack_limit, may_split=may_split)
+        summary = summarize_sharded(closure, probe.params, *given, ranks=probe.processes)
+        return [replace(summary, num_samples=size)]
     try:
-        return _mean_summary(probe, u, run, order, report)
+        may_split = probe.microbatch is None
+        summary = summarize_sweep(closure, probe.params, *given, may_split=may_split)
+        return [replace(summary, num_samples=size)]
     except StackTooLarge as large:
-        part = probe.split_to_fit(large.limit / large.needed, large.loss)
-        if len(known) >= 16:  # somebody makes a new loss for every measurement
-            known.clear()
-        known[key] = (part, probe.loss_fn)
-    run = partial(summarize_sweep, stack_limit=stack_limit)
-    return _mean_summary(probe, u, run, order, report)
+        parts = probe.parts_that_fit(large.limit / large.needed, large.loss)
+    return [
+        replace(summarize_sweep(part, probe.params, *given), num_samples=n) for part, n in parts
+    ]
 
 
 def _mean_summary(
     probe: Probe,
-    u: Params,
-    backend: Callable[..., Summary],
+    measure_batch: Callable[[Closure, int], Sequence[Summary]],
     order: int,
     report: Callable[[int, int | None], None],
 ) -> Summary:
     """Average the summaries of all batches, weighted by their numbers of samples."""
-    summaries, sizes = [], []
+    summaries: list[Summary] = []
     total = probe.num_parts
     done = 0
     report(done, total)
     for done, (closure, size) in enumerate(probe.closures(), start=1):
-        summary = backend(closure, probe.params, u, probe.partition, order)
-        loss = summary.loss.to(torch.promote_types(summary.loss.dtype, summary.gbar.dtype))
-        summaries.append(replace(summary, loss=loss, num_samples=size))
-        sizes.append(size)
+        for part in measure_batch(closure, size):
+            dtype = torch.promote_types(part.loss.dtype, part.gbar.dtype)
+            summaries.append(replace(part, loss=part.loss.to(dtype)))
         report(done, total)
     if total is None:
         report(done, done)
     if not summaries:  # other processes have data
         return _nothing(probe, order)
+    sizes = [part.num_samples for part in summaries]
     mean = summaries[0] if len(summaries) == 1 else Summary.mean(summaries, sizes)
     return replace(mean, parts=tuple(summaries))
 

@@ -98,7 +98,6 @@ class Probe:
     def __enter__(self) -> Probe:
         """Remember everything that an evaluation may change."""
         self._start = self.random.capture()
-        self._last_batch: Any = None
         self._model_state = ModelState(self.model)
         self._model_state.rest()
         self._contexts = ExitStack()
@@ -146,7 +145,7 @@ class Probe:
                     self.random.jump(state)
                 if count or not is_list:
                     state = self.random.capture()
-                self._last_batch, self._last_state = batch, state
+                self._last = number, batch, state
                 yield self._closure(part, number, part is not batch, state), count_samples(part)
                 if not is_list:  # the next batch must not depend on how much this one has drawn
                     self.random.jump(state)
@@ -190,37 +189,49 @@ class Probe:
         loss: Tensor = means["loss"]
         return loss.cpu()
 
-    def split_to_fit(self, fraction: float, loss: Tensor) -> int | None:
-        """Split batches into equal parts, each at most a fraction of the last one, where allowed.
+    def parts_that_fit(self, fraction: float, loss: Tensor) -> list[tuple[Closure, int]]:
+        """Return the last batch in equal parts, each at most a fraction of it, as closures.
 
-        It is if the mean loss of the parts is the loss of the whole: not for a batch norm in
-        training, a contrastive loss, or dropout, whose draws would change.
+        The batch stays whole where it may not be split: see :meth:`may_split`.
 
-        Returns:
-            The number of samples in a part; None if batches must stay whole.
+        Args:
+            fraction: The largest part.
+            loss: Of the whole batch.
         """
-        batch = self._last_batch
+        number, batch, state = self._last
         size = count_samples(batch)
         parts = -(-size // max(1, int(size * fraction)))
         self.microbatch = -(-size // parts)
+        split = list(self._parts(batch)) if self.may_split(loss) else [batch]
+        self.microbatch = None
+        return [
+            (self._closure(part, number, part is not batch, state), count_samples(part))
+            for part in split
+        ]
+
+    def may_split(self, loss: Tensor) -> bool:
+        """Return whether the last batch may be split into parts of ``microbatch`` samples.
+
+        It may if the mean loss of the parts is the loss of the whole: not for a batch norm in
+        training, a contrastive loss, or dropout, whose draws would change.
+        """
+        _, batch, state = self._last
+        size = count_samples(batch)
         total = torch.zeros_like(loss, dtype=torch.float64)
         try:
             with torch.no_grad(), WholeBatchOnly():
                 for part in self._parts(batch):
-                    self.random.restore(self._last_state)
+                    self.random.restore(state)
                     self.random.forget()
                     self._model_state.restore()
                     part_loss = self.loss_fn(self.model, part).detach().reshape(())
                     total += part_loss * (count_samples(part) / size)
         except CoupledSamplesError:
-            self.microbatch = None
-        else:
-            # Equal but for rounding; what half precision rounds away could be a coupling.
-            precise = torch.finfo(loss.dtype).bits >= 32
-            tolerance = 100 * torch.finfo(loss.dtype).eps * max(abs(float(loss)), 1e-6)
-            if not precise or not abs(float(total) - float(loss)) <= tolerance:
-                self.microbatch = None
-        return self.microbatch
+            return False
+        # Equal but for rounding; what half precision rounds away could be a coupling.
+        precise = torch.finfo(loss.dtype).bits >= 32
+        tolerance = 100 * torch.finfo(loss.dtype).eps * max(abs(float(loss)), 1e-6)
+        return precise and abs(float(total) - float(loss)) <= tolerance
 
     def _parts(self, batch: Any) -> Iterator[Any]:
         size = count_samples(batch)
