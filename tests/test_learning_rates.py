@@ -421,6 +421,28 @@ def test_no_minimum(g, H, D3, escaping):
     assert f"It falls along {', '.join(f'group {s}' for s in escaping)}." in str(rates)
 
 
+@pytest.mark.parametrize("lambda_int", [0.0, 1.0, 100.0])
+@pytest.mark.parametrize("h", [-1.0, 0.0], ids=["saddle", "no-minimum"])
+def test_no_message_recommends_what_cannot_help(lambda_int, h):
+    """ReLU and squared error: D3 is 0 in all groups, and no lambda_int changes that."""
+    summary = summary_of([1, 1], np.diag([2.0, h]), [0, 0])
+    rates = learning_rates(summary, lambda_int)
+    assert rates.no_cubic and not rates.ok
+    assert "D3 is 0 in all groups" in rates.detail and "lambda_int > 0" not in rates.detail
+    other = learning_rates(summary_of([1, 1], np.diag([2.0, h]), [1, 1]), 0.0)
+    assert "lambda_int > 0" in other.detail and not other.no_cubic
+    unknown = learning_rates(summary_of([1, 1], np.diag([2.0, h]), None), 0.0)
+    assert "lambda_int > 0" in unknown.detail
+
+
+def test_groups_without_effect_are_named():
+    partition = make_partition(torch.nn.Linear(1, 1))
+    g, H = torch.tensor([2.0, 0.0]), torch.diag(torch.tensor([4.0, 0.0]))
+    rates = learning_rates(Summary(g, H, torch.zeros(2), partition=partition))
+    assert rates.status == "flat" and rates.no_effect == (1,)
+    assert "does not depend on 'bias'" in rates.detail and "against each other" not in rates.detail
+
+
 def test_minima_have_no_escaping_groups():
     for kind in ("definite", "indefinite"):
         system = random_system(np.random.default_rng(3), kind, S=4)
@@ -726,7 +748,7 @@ def test_missing_derivatives():
         (((2, 1), (2, 2), (2,)), r"gbar has shape \(2, 1\)"),
         (((0,), (0, 0), (0,)), r"gbar has shape \(0,\)"),
         (((2,), (2, 3), (2,)), r"Hbar has shape \(2, 3\), where gbar of shape \(2,\) .* \(2, 2\)"),
-        (((2,), (2, 2), (3,)), r"D3 has shape \(3,\), where gbar of shape \(2,\) asks for \(2,\)"),
+        (((2,), (2, 2), (3,)), r"D3 has shape \(3,\), where gbar of shape \(2,\) requires \(2,\)"),
     ],
 )
 def test_shapes_that_do_not_fit(shapes, message):

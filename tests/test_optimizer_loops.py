@@ -396,7 +396,7 @@ def test_a_model_without_a_minimum_keeps_the_last_rates(with_y, status):
     assert (solution > 0).all()
     opt._refresh.average.clear()
     model.bend = -1.0
-    with pytest.warns(UserWarning, match="Use lambda_int > 0") as caught:
+    with pytest.warns(UserWarning, match="D3 is 0 in all groups|groups with D3 = 0") as caught:
         step_quadratic(model, opt, 3)
     assert len(caught) == 1
     assert ("It falls along 'x'." in str(caught[0].message)) == (status == "no-minimum")

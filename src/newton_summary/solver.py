@@ -17,7 +17,7 @@ which allows d_s = 0 (then w = 0) and is as exact as Cholesky's method, whatever
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from newton_summary.display.names import first_names
 from newton_summary.display.table import ShownAsTable
 
 if TYPE_CHECKING:
@@ -36,32 +37,29 @@ Array = NDArray[np.float64]
 
 STATUS = {
     "minimum": "The minimum of the cubic model.",
-    "newton": "The minimum of the quadratic model, Newton's step: there is no cubic term, because "
-    "lambda_int = 0 or every D3 is 0.",
-    "flat": "A minimum, but not the only one: groups with no cubic term can move against each "
-    "other, or alone, without changing the model. Of these the smallest step is given. A "
-    "coarser partition would merge such groups.",
-    "hard-case": "One of two minima that are equally low: gbar does not tell to which side to go "
-    "along the direction of most negative curvature. The one with more positive rates is given.",
-    "saddle": "Hbar^-1 gbar, which is not a minimum: there is no cubic term and Hbar is not "
-    "positive definite. Use lambda_int > 0.",
-    "no-minimum": "The model has no minimum: it falls without end along groups that have no cubic "
-    "term (D3 = 0 or lambda_int = 0). The rates are nan. Use lambda_int > 0, merge the groups that "
-    "have D3 = 0 with others, or freeze those on which the loss does not depend, such as the bias "
-    "of a layer before a batch norm.",
-    "overflow": "The minimum is too far away for the floating-point type: the cubic term is almost "
-    "nothing where Hbar is not positive definite. The rates are nan. Use a larger lambda_int.",
+    "newton": "The minimum of the quadratic model, Newton's step: there is no cubic term.",
+    "flat": "A minimum, but not the only one: groups without a cubic term can move against each "
+    "other without changing the model. Of these minima the nearest is given. A coarser partition "
+    "would merge such groups.",
+    "hard-case": "One of two equally low minima: gbar does not tell which way to go along the "
+    "direction of most negative curvature. The one with more positive rates is given.",
+    "saddle": "Hbar^-1 gbar, a saddle point and not a minimum: Hbar is not positive definite, and "
+    "there is no cubic term.",
+    "no-minimum": "The model has no minimum: it falls without end along groups without a cubic "
+    "term. The rates are nan.",
+    "overflow": "The minimum is too far away for the floating-point type: the cubic term is close "
+    "to zero where Hbar is not positive definite. The rates are nan. Use a larger lambda_int.",
     "not-finite": "The summary has entries that are not finite, so the rates are nan. Look at the "
-    "loss and at the direction it was measured with.",
-    # These three only from the optimizer, which does not use negative rates:
-    "shortened": "Negative rates were set to zero, and the others are so large without them that "
-    "the model rises: they were shortened by one factor, to where the model is lowest.",
+    "loss, and at the direction along which it was measured.",
+    # The optimizer alone gives these three, since it does not use negative rates:
+    "shortened": "Negative rates were set to zero. Without them the others are so large that the "
+    "model rises, so these were shortened by one factor, to where the model is lowest.",
     "no-positive-rate": "Every rate is negative or zero: by this measurement the loss rises along "
     "the direction. Measure on larger batches, or average over more of them.",
     "no-decrease": "The loss of the curvature batch did not fall as predicted, however short the "
     "step. Measure on larger batches, or use a smaller lr.",
 }
-"""What each ``LearningRates.status`` means, and what to do about it."""
+"""What each ``LearningRates.status`` means; :func:`explain` adds what to do about it."""
 
 USABLE = ("minimum", "newton", "flat", "hard-case", "shortened")
 
@@ -70,7 +68,16 @@ _EPS = float(np.finfo(np.float64).eps)
 
 @dataclass(frozen=True, eq=False)
 class LearningRates(ShownAsTable):
-    """One learning rate per group, for the step ``theta - U I_{P:S} eta``."""
+    """One learning rate per group, for the step ``theta - U I_{P:S} eta``.
+
+    Made by :func:`learning_rates`; ``print`` it for a table.
+
+    >>> from newton_summary import Summary
+    >>> g, H = torch.tensor([2.0, 1.0]), torch.tensor([[4.0, 0.0], [0.0, -1.0]])
+    >>> rates = learning_rates(Summary(gbar=g, Hbar=H), lambda_int=0)
+    >>> rates.ok, rates.status, rates.eta
+    (False, 'saddle', tensor([ 0.5000, -1.0000]))
+    """
 
     _numbers = (1, 2)
 
@@ -84,6 +91,8 @@ class LearningRates(ShownAsTable):
     eta_stderr: Tensor | None = None  # (S,)  over batches, if the summary was measured with stderr
     escaping: tuple[int, ...] = ()  # with "no-minimum": groups along which the model falls
     loss: float = math.nan  # where the step starts, if known
+    no_cubic: bool = False  # D3 is 0 in all groups, so lambda_int has no effect
+    no_effect: tuple[int, ...] = ()  # groups on which the model does not depend; their rate is 0
 
     @property
     def ok(self) -> bool:
@@ -92,16 +101,18 @@ class LearningRates(ShownAsTable):
 
     @property
     def detail(self) -> str:
-        """What the status means and what to do about it, with the groups that are to blame."""
-        if not self.escaping:
-            return STATUS[self.status]
-        names = [repr(self.names[s]) if self.names else f"group {s}" for s in self.escaping]
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        return f"{STATUS[self.status]} It falls along {', '.join(names[:5])}{more}."
+        """What the status means and what to do about it, with the groups concerned."""
+        text = explain(self.status, self.lambda_int, self.no_cubic, self._named(self.no_effect))
+        return f"{text} It falls along {self._named(self.escaping)}." if self.escaping else text
+
+    def _named(self, groups: Sequence[int]) -> str:
+        if self.names:
+            return first_names([self.names[s] for s in groups], most=5)
+        return ", ".join(f"group {s}" for s in groups)
 
     @property
     def doubt(self) -> str:
-        """What to do about a step that promises more than the whole loss; empty if it does not."""
+        """What to do about a step that promises more than the whole loss; else empty."""
         return doubt_of(self.model_change, self.loss)
 
     def _rows(self) -> list[list[str]]:
@@ -125,11 +136,12 @@ class LearningRates(ShownAsTable):
 def learning_rates(
     summary: Summary, lambda_int: float = 1.0, *, diagonal: bool = False
 ) -> LearningRates:
-    """Minimise the cubic model of the loss over the learning rates (Section 4 and App. D).
+    """Minimise the cubic model of the loss over the learning rates (paper, Section 4 and App. D).
 
-    Costs O(S^3), in float64 on the CPU. A model without a minimum is not an error: ``status``
-    tells. A group whose ``u`` is multiplied by a gets its rate divided by a (App. E), to the last
-    bit if a is a power of two.
+    The model is ``-eta.gbar + 1/2 eta.Hbar eta + lambda_int/6 ||D eta||^3`` with
+    ``D = Diag(|D3|^(1/3))`` (Method 1). Takes O(S^3) operations, in float64 on the CPU. A model
+    without a minimum is not an error: see ``status``. If ``u`` of a group is multiplied by a, its
+    rate is divided by a (App. E), to the last bit if a is a power of two.
 
     Args:
         summary: gbar (S,), Hbar (S, S), of which the symmetric part counts, and D3 (S,).
@@ -137,24 +149,37 @@ def learning_rates(
         diagonal: Set the off-diagonal of Hbar to zero first (App. K).
 
     Returns:
-        The rates. ``eta_stderr`` is there if the summary has ``parts`` (measured with
-        ``stderr=True``): the jackknife over batches, one more solution for each.
+        The rates, with ``eta_stderr`` if the summary was measured with ``stderr=True``: the
+        jackknife over its batches, one more solution for each.
 
     Raises:
-        ValueError: If Hbar is missing, or D3 where it is needed, if shapes do not fit, or if
+        ValueError: If Hbar is missing, or D3 where it is needed, if shapes do not match, or if
             ``lambda_int`` is negative or not finite.
+
+    >>> from newton_summary import Summary
+    >>> g, H = torch.tensor([3.0, 1.0]), torch.tensor([[2.0, 1.0], [1.0, 1.0]])
+    >>> summary = Summary(gbar=g, Hbar=H, D3=torch.tensor([1.0, 8.0]))
+    >>> learning_rates(summary, lambda_int=0).eta  # Newton's step
+    tensor([ 2., -1.])
+    >>> print(learning_rates(summary))
+    group  learning rate
+    0        +1.1781e+00
+    1        -5.2913e-02
+    lambda_int = 1, radius 1.183, predicted change of the loss, to second order, -2.154
+    minimum: The minimum of the cubic model.
     """
     if not hasattr(summary, "gbar"):
         raise TypeError(
-            f"The summary is of type {type(summary).__name__}: measure one first, with "
-            f"summarize(model, loss_fn, data)."
+            f"The summary is of type {type(summary).__name__}: pass what "
+            f"summarize(model, loss_fn, data) returns."
         )
     lambda_int = check_strength(lambda_int)
     g, H, D3 = _checked(summary, lambda_int)
     dtype = torch.promote_types(torch.float32, summary.gbar.dtype)
-    D = np.full_like(g, math.nan) if D3 is None else _cube_root(np.abs(D3))
+    D = np.full_like(g, math.nan) if D3 is None else np.cbrt(np.abs(D3))
     eta, status = np.full_like(g, math.nan), "not-finite"
     escaping: tuple[int, ...] = ()
+    no_effect: tuple[int, ...] = ()
     with np.errstate(all="ignore"), _one_thread():
         if all(np.isfinite(x).all() for x in (g, H, D3) if x is not None):
             model_H = np.diag(np.diag(H)) if diagonal else H
@@ -162,11 +187,12 @@ def learning_rates(
             eta, status = _minimise(g, model_H, model_D, lambda_int)
             if status == "no-minimum":
                 escaping = _escaping(g, model_H, free=model_D == 0)
+            no_effect = tuple(np.flatnonzero(_without_effect(g, model_H, model_D)).tolist())
         rates = torch.from_numpy(eta).to(dtype)
         if status not in ("no-minimum", "not-finite") and not bool(torch.isfinite(rates).all()):
             eta, status = np.full_like(g, math.nan), "overflow"
             rates = torch.full_like(rates, math.nan)
-        radius, change = _norm(D * eta), float(eta @ (0.5 * (H @ eta) - g))
+        radius, change = math.hypot(*(D * eta)), float(eta @ (0.5 * (H @ eta) - g))
     partition = getattr(summary, "partition", None)
     return LearningRates(
         eta=rates.to(summary.gbar.device),
@@ -179,22 +205,53 @@ def learning_rates(
         eta_stderr=_jackknife(summary, lambda_int, diagonal),
         escaping=escaping,
         loss=float(getattr(summary, "loss", math.nan)),
+        no_cubic=D3 is not None and not D3.any(),
+        no_effect=no_effect,
+    )
+
+
+def explain(status: str, lambda_int: float, no_cubic: bool = False, no_effect: str = "") -> str:
+    """Return what a status means and what to do about it.
+
+    Args:
+        status: A key of ``STATUS``.
+        lambda_int: The strength of the cubic term.
+        no_cubic: Whether D3 is 0 in all groups.
+        no_effect: Names of groups on which the loss does not depend.
+    """
+    text = STATUS[status]
+    if status == "flat" and no_effect:
+        text = "A minimum."
+    if no_effect:
+        text += f" The loss does not depend on {no_effect}: a bias before a batch norm, perhaps."
+    if status not in ("saddle", "no-minimum"):
+        return text
+    if no_cubic:
+        return (
+            f"{text} D3 is 0 in all groups, as with ReLU and squared error, so lambda_int has no "
+            f"effect. Use a coarser partition, such as 'trivial'."
+        )
+    if lambda_int == 0:
+        return f"{text} Use lambda_int > 0."
+    return (
+        f"{text} Merge the groups with D3 = 0 with others, or freeze those on which the loss does "
+        f"not depend."
     )
 
 
 def doubt_of(change: float, loss: float) -> str:
-    """Say what to do where a step is predicted to change the loss by more than there is of it."""
+    """Return what to do about a step that promises more than the whole loss; else nothing."""
     if not -change > loss > 0:
         return ""
     return (
         f"The step promises more than the whole loss of {loss:.4g}: the model does not hold that "
-        f"far. A larger lambda_int gives shorter steps; suggest_lambda_int(model, loss_fn, data, "
-        f"summary) finds one."
+        f"far. A larger lambda_int gives shorter steps; find one with "
+        f"suggest_lambda_int(model, loss_fn, data, summary)."
     )
 
 
 def check_strength(lambda_int: float) -> float:
-    """Return a strength of the cubic term as a number; raise if it cannot be one."""
+    """Return a strength of the cubic term as a number; raise if it is not one."""
     try:
         number = float(lambda_int)
     except (TypeError, ValueError, RuntimeError):
@@ -234,7 +291,7 @@ def _checked(summary: Summary, lambda_int: float) -> tuple[Array, Array, Array |
     for name, value, expected in (("Hbar", summary.Hbar, shape * 2), ("D3", summary.D3, shape)):
         if value is not None and tuple(value.shape) != expected:
             raise ValueError(
-                f"{name} has shape {tuple(value.shape)}, where gbar of shape {shape} asks for "
+                f"{name} has shape {tuple(value.shape)}, where gbar of shape {shape} requires "
                 f"{expected}."
             )
     g, H = _array(summary.gbar), _array(summary.Hbar)
@@ -245,26 +302,19 @@ def _array(tensor: Tensor) -> Array:
     return np.array(tensor.detach().cpu().double().numpy())
 
 
-def _norm(x: Array) -> float:
-    """Return ||x||, also where the squares overflow or underflow."""
-    scale = float(np.abs(x).max())
-    return scale * float(np.linalg.norm(x / scale)) if 0 < scale < math.inf else scale
-
-
-def _cube_root(x: Array) -> Array:
-    """Return x^(1/3) such that (8^k x)^(1/3) is 2^k x^(1/3) to the last bit."""
-    mantissa, exponent = np.frexp(x)
-    return np.asarray(np.ldexp(np.cbrt(np.ldexp(mantissa, exponent % 3)), exponent // 3))
+def _without_effect(g: Array, H: Array, D: Array) -> NDArray[np.bool_]:
+    """Return which groups the model does not depend on."""
+    return np.asarray((g == 0) & (D == 0) & ~H.any(axis=1))
 
 
 def _minimise(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, str]:
     """Return the minimum of the cubic model and its status; nan where there is none."""
     nowhere = np.full_like(g, math.nan)
-    dead = (g == 0) & (D == 0) & ~H.any(axis=1)  # the model does not depend on these groups
-    if dead.any():
-        eta, alive, status = np.zeros_like(g), ~dead, "minimum"
-        if alive.any():
-            eta[alive], status = _minimise(g[alive], H[np.ix_(alive, alive)], D[alive], lambda_int)
+    idle = _without_effect(g, H, D)
+    if idle.any():
+        eta, rest, status = np.zeros_like(g), ~idle, "minimum"
+        if rest.any():
+            eta[rest], status = _minimise(g[rest], H[np.ix_(rest, rest)], D[rest], lambda_int)
         status = "flat" if status in ("minimum", "newton") else status
         return eta if np.isfinite(eta).all() else nowhere, status
     try:
@@ -275,7 +325,7 @@ def _minimise(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, s
             eta, status = _cubic(g, H, D, lambda_int)
             return eta, "flat" if (status, kind) == ("minimum", "flat") else status
         c = _scale(g, H)
-        eta = _regular_solution(H / c[:, None] / c, g / c) / c
+        eta = _linalg("solve", H / c[:, None] / c, g / c)[0] / c
     except np.linalg.LinAlgError:  # inf or nan inside: entries near the ends of float64
         return nowhere, "overflow"
     return eta, {"definite": "newton", "flat": "flat", "indefinite": "saddle"}[kind]
@@ -291,7 +341,7 @@ def _scale(g: Array, H: Array) -> Array:
 
 
 def _without_flat(g: Array, H: Array, free: NDArray[np.bool_]) -> tuple[str, Array]:
-    """Tell what Hbar is on the groups without cubic term, and fill its null space there.
+    """Classify Hbar on the groups without cubic term, and fill its null space there.
 
     A null vector z of that block leaves the model unbounded, unless gbar and the coupling to the
     other groups are orthogonal to it. Then z matters to nothing, and curvature added along z makes
@@ -355,7 +405,7 @@ def _cubic(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, str]
         if L is None:
             sigma0 *= 2
             continue
-        Q, w = _singular(_solve(L, np.diag(D)))
+        Q, w, _ = _linalg("svd", _solve(L, np.diag(D)))
         V = _solve(L, Q, transposed=True)  # V^T M(sigma0) V = I and V^T D^2 V = Diag(w^2)
         c = Q.T @ _solve(L, g)
         unsure = np.abs(c) <= rounding * (np.abs(V).T @ np.abs(g))
@@ -379,25 +429,10 @@ def _definite_shift(H: Array, D: Array) -> float:
     low, high = -900, 900
     if _cholesky(H) is not None:
         return 2.0 ** (low + 1)
-    guess = _rough_shift(H, D)
-    if guess is not None:  # saves most of the factorisations
-        high = guess + 1 if is_definite(guess + 1) else high
-        low = guess - 1 if not is_definite(guess - 2) else low
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if is_definite(middle) else (middle + 1, high)
     return 2.0 ** (low + 1)
-
-
-def _rough_shift(H: Array, D: Array) -> int | None:
-    """Return the exponent of the shift as eigenvalues tell it; None where they cannot."""
-    if not D.all():
-        return None
-    try:
-        lowest = float(_eigen(H / D[:, None] / D)[0][0])
-    except np.linalg.LinAlgError:
-        return None
-    return math.ceil(math.log2(-lowest)) if -(2.0**800) < lowest < -(2.0**-800) else None
 
 
 def _secular(
@@ -432,7 +467,7 @@ def _secular(
     beta = (1 - w / w[0]) * (1 + w / w[0]) if indefinite else 1 - np.minimum(1, (pole + 1) * omega)
     lowest = beta <= rounding  # the first, and others that w does not tell apart from it
     c = np.where(lowest & unsure, 0, c)
-    size = _norm(c)
+    size = math.hypot(*c)  # no square overflows
     log_kappa = float(np.log(lambda_int) - np.log(2) + 3 * np.log(w[0]) + np.log(size))
     tau = _root(c / size, omega, beta, b, log_kappa)
     sigma = float((b + tau) / w[0] ** 2)
@@ -442,7 +477,7 @@ def _secular(
     if not indefinite:
         return sigma, y, "minimum"
     # The hard case: go along the first singular vector until ||D eta|| = 2 sigma / lambda_int.
-    radius, rest = 2 * sigma / lambda_int, _norm(w * y)
+    radius, rest = 2 * sigma / lambda_int, math.hypot(*(w * y))
     side = float(np.sign(c[0])) or side
     y[0] = side * np.sqrt(max(radius - rest, 0.0)) * np.sqrt(radius + rest) / w[0]
     return sigma, y, "hard-case"
@@ -483,8 +518,8 @@ def _root(c: Array, omega: Array, beta: Array, b: float, log_kappa: float) -> fl
 
 
 # --- linear algebra ------------------------------------------------------------------------------
-# In torch, which can be told to use one thread: for matrices of a few dozen rows several threads
-# are up to a hundred times slower, because they wait for each other and for those of the training.
+# In torch, whose threads can be limited: for matrices of a few dozen rows several threads are up to
+# a hundred times slower, because they wait for each other and for those of the training.
 
 
 @contextmanager
@@ -500,52 +535,33 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _solve(L: Array, x: Array, transposed: bool = False) -> Array:
-    """Return L^-1 x, or L^-T x, for a lower triangular L."""
-    matrix, right = torch.from_numpy(L), torch.from_numpy(np.ascontiguousarray(x))
-    matrix = matrix.T if transposed else matrix
-    columns = right if right.dim() == 2 else right[:, None]
-    y = torch.linalg.solve_triangular(matrix, columns, upper=transposed)
-    return _as_array(y).reshape(x.shape)
+def _linalg(name: str, *arrays: Array, **options: bool) -> tuple[Array, ...]:
+    """Call a function of torch.linalg on arrays; raise numpy's error for what it cannot do."""
+    if not all(np.isfinite(array).all() for array in arrays):
+        raise np.linalg.LinAlgError("The matrix has entries that are not finite.")
+    tensors = (torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
+    try:
+        found = getattr(torch.linalg, name)(*tensors, **options)
+    except RuntimeError as error:
+        raise np.linalg.LinAlgError(str(error)) from error
+    found = (found,) if isinstance(found, Tensor) else found
+    return tuple(np.ascontiguousarray(tensor.numpy(), dtype=np.float64) for tensor in found)
 
 
 def _cholesky(M: Array) -> Array | None:
     """Return the lower factor; None if M is not positive definite."""
     factor, info = torch.linalg.cholesky_ex(torch.from_numpy(M))
-    return None if int(info) else _as_array(factor)
+    return None if int(info) else np.ascontiguousarray(factor.numpy())
 
 
-def _singular(M: Array) -> tuple[Array, Array]:
-    """Return the left singular vectors, and the singular values from the largest down."""
-    with _numpy_errors(M):
-        Q, w, _ = torch.linalg.svd(torch.from_numpy(M))
-    return _as_array(Q), _as_array(w)
+def _solve(L: Array, x: Array, transposed: bool = False) -> Array:
+    """Return L^-1 x, or L^-T x, for a lower triangular L."""
+    matrix, columns = L.T if transposed else L, x.reshape(len(x), -1)
+    (y,) = _linalg("solve_triangular", matrix, columns, upper=transposed)
+    return y.reshape(x.shape)
 
 
 def _eigen(M: Array) -> tuple[Array, Array]:
     """Return the eigenvalues of a symmetric matrix from the lowest up, and the eigenvectors."""
-    with _numpy_errors(M):
-        e, V = torch.linalg.eigh(torch.from_numpy(M))
-    return _as_array(e), _as_array(V)
-
-
-def _regular_solution(M: Array, x: Array) -> Array:
-    """Return M^-1 x."""
-    with _numpy_errors(M):
-        y = torch.linalg.solve(torch.from_numpy(M), torch.from_numpy(x))
-    return _as_array(y)
-
-
-@contextmanager
-def _numpy_errors(M: Array) -> Iterator[None]:
-    """Raise numpy's error for what has no decomposition."""
-    if not np.isfinite(M).all():
-        raise np.linalg.LinAlgError("The matrix has entries that are not finite.")
-    try:
-        yield
-    except RuntimeError as error:
-        raise np.linalg.LinAlgError(str(error)) from error
-
-
-def _as_array(tensor: Tensor) -> Array:
-    return np.ascontiguousarray(tensor.numpy(), dtype=np.float64)
+    e, V = _linalg("eigh", M)
+    return e, V

@@ -21,7 +21,7 @@ from newton_summary.analysis import (
     suggest_merges,
 )
 from newton_summary.history import History, Measured
-from newton_summary.solver import STATUS, doubt_of
+from newton_summary.solver import STATUS, doubt_of, explain
 from newton_summary.summary import Summary
 
 
@@ -68,7 +68,7 @@ def _measurement(measured: Measured) -> dict[str, Any]:
         "reason": summary.reason,
         "approximate": summary.approximate,
         "status": measured.status,
-        "status_text": STATUS.get(measured.status, ""),
+        "status_text": _status(measured),
         "doubt": _doubt(measured),
         "gbar": _array(summary.gbar),
         "gbar_stderr": _array(summary.gbar_stderr),
@@ -82,6 +82,15 @@ def _measurement(measured: Measured) -> dict[str, Any]:
         "trials": [[_number(value) for value in trial] for trial in measured.trials],
         "analysis": _analysis(summary),
     }
+
+
+def _status(measured: Measured) -> str:
+    """Return what the status of the rates means; a saddle with D3 is one of lambda_int = 0."""
+    if measured.status not in STATUS:
+        return ""
+    D3 = measured.summary.D3
+    lambda_int = 0.0 if measured.status == "saddle" or D3 is None else 1.0
+    return explain(measured.status, lambda_int, no_cubic=D3 is not None and not D3.any())
 
 
 def _doubt(measured: Measured) -> str:
