@@ -121,6 +121,41 @@ def test_what_the_last_operation_takes_twice_counts_once() -> None:
     torch.testing.assert_close(summary.gbar, model.weight.grad.sum().reshape(1), rtol=1e-12, atol=0)
 
 
+def _spectrum(model: Net, x: Tensor) -> Tensor:
+    return torch.fft.fft(model(x).flatten() * torch.arange(10))
+
+
+ENDS: dict[str, Loss] = {  # where the rest of the loss depends on one value, or on several
+    "complex numbers": lambda m, x: (_spectrum(m, x) * _spectrum(m, x).conj()).real.sum(),
+    "one complex value": lambda m, x: _spectrum(m, x).abs().sum(),
+    "a complex product": lambda m, x: (lambda z: (z * z.conj() * (1 + 2j)).imag.sum())(
+        _spectrum(m, x)
+    ),
+    "complex numbers on the way": lambda m, x: torch.fft.irfft(_spectrum(m, x).exp()).tanh().sum(),
+    "a penalty": lambda m, x: plain(m, x) + m.b.weight.square().sum(),
+    "a penalty in front": lambda m, x: m.a.weight.square().sum() * plain(m, x),
+    "a skip": lambda m, x: (lambda y: (y + y.tanh() * 2).sum())(m(x)),
+    "two hidden values": lambda m, x: (lambda h: (m.tail(h) * h[:, :2]).sum())(m.a(x).tanh()),
+    "two parts": lambda m, x: (lambda a, b: (a * b).sum())(*m(x).chunk(2, -1)),
+    "a linear end": lambda m, x: (m(x).exp() * torch.tensor([1.0, -2.0])).reshape(-1)[1:].sum(),
+    "a curve beside": lambda m, x: (m(x).square().sum(), m.a(x).tanh().sum() * 3)[1],
+    "a parameter alone": lambda m, x: (m.scale * torch.arange(4)).exp().sum(),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_gbar_is_that_of_the_gradient(name: str) -> None:
+    """It is read off where the rest of the loss is a function of one value."""
+    model, partition = net(), make_partition(net(), "canonical")
+    gradient = torch.autograd.grad(
+        ENDS[name](model, batch()), list(model.parameters()), materialize_grads=True
+    )
+    u = direction(partition)
+    expected = partition.inner(dict(zip(partition.params, gradient, strict=True)), u)
+    actual = measure(model, ENDS[name], batch())
+    torch.testing.assert_close(actual.gbar, expected, rtol=1e-12, atol=1e-14)
+
+
 class Tied(nn.Module):
     """One matrix used three times, at the beginning, transposed, and at the end."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from newton_summary import Summary, make_partition, summarize
 from newton_summary.derivatives.sweep.engine import rule_for
 from newton_summary.derivatives.sweep.recorder import Recorder
 from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE, RULES, generic
+from newton_summary.derivatives.sweep.rules.bilinear import gram, sums
 from newton_summary.derivatives.sweep.tape import Op
 from newton_summary.derivatives.sweep.torch_functions import canonical_name
 from newton_summary.probe.probe import Probe
@@ -111,11 +113,23 @@ def test_every_entry_of_the_tables_has_a_case(monkeypatch: pytest.MonkeyPatch) -
     assert {*RULES, *DECOMPOSED} - seen - CONVERSIONS - WRONG_IN_TORCH == set()
 
 
+# Functions with an end at zero.
+AT_THEIR_ENDS = [
+    *(partial(torch.clamp, min=-1, max=0), partial(torch.clamp, min=0, max=1)),
+    *(partial(torch.clamp_max, max=0), partial(torch.clamp_min, min=0)),
+    *(partial(F.hardtanh, min_val=0, max_val=1), partial(F.hardtanh, min_val=-1, max_val=0)),
+    *(partial(F.threshold, threshold=0, value=0), partial(F.hardshrink, lambd=0)),
+    *(partial(F.softshrink, lambd=0), lambda y: F.relu6(y + 6)),
+    *(lambda y: F.hardswish(y + 3), lambda y: F.hardswish(y - 3)),
+]
+
+
 @pytest.mark.parametrize(
     "activation",
     [
         *(F.relu, F.relu6, F.leaky_relu, F.hardtanh, F.hardswish, torch.abs, nn.PReLU()),
         *(F.elu, F.selu, F.celu),
+        *AT_THEIR_ENDS,
     ],
     ids=lambda f: getattr(f, "__name__", type(f).__name__),
 )
@@ -138,3 +152,12 @@ def test_derivatives_at_zero_are_those_of_torch(activation: Callable[[Tensor], T
     expected = summarize(model, loss, x, direction="gradient", backend="nested")
     torch.testing.assert_close(actual.Hbar, expected.Hbar)
     torch.testing.assert_close(actual.D3, expected.D3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_inner_products_of_half_precision_are_added_up_in_single(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    X, Y = torch.randn(3, 10, 1000).to(dtype), torch.randn(2, 10, 1000).to(dtype)
+    expected = torch.einsum("inm,jnm->ij", X.double(), Y.double())
+    torch.testing.assert_close(gram(X, Y).double(), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(sums(X).double(), X.double().sum((1, 2)), rtol=1e-5, atol=1e-3)

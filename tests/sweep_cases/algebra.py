@@ -5,45 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from newton_summary.derivatives.sweep.rules.elementwise import HOLOMORPHIC
+from sweep_cases.functions import FUNCTIONS
 from sweep_cases.table import (
     case,
+    layer,
     positive,
 )
 
 # --- complex numbers, linear algebra --------------------------------------------------------------
 
-case("fft", lambda x: torch.fft.rfft(x).abs(), (2, 4), domain=positive, generic="abs")
-case(
-    "fft and back",
-    lambda x: torch.fft.irfft(torch.fft.rfft(x) * (1 + 0.5j), n=4),
-    (2, 4),
-    generic="mul",
-)
+case("fft", lambda x: torch.fft.rfft(x).abs(), (2, 4), domain=positive)
+case("fft and back", lambda x: torch.fft.irfft(torch.fft.rfft(x) * (1 + 0.5j), n=4), (2, 4))
 case("fft, real and imaginary", lambda x: torch.fft.fft(x).real * torch.fft.fft(x).imag, (2, 4))
-case(
-    "view_as_complex",
-    lambda x: torch.view_as_complex(x).angle(),
-    (3, 2),
-    domain=positive,
-    generic="angle",
-)
+case("view_as_complex", lambda x: torch.view_as_complex(x).angle(), (3, 2), domain=positive)
 case(
     "view_as_complex of a part",
     lambda x: torch.view_as_complex(x[:, :2].contiguous()).angle(),
     (3, 3),
     domain=positive,
-    generic="angle",
 )
-case(
-    "polar",
-    lambda a, b: torch.view_as_real(torch.polar(a, b)),
-    (3,),
-    (3,),
-    domain=positive,
-    generic="polar",
-)
+case("polar", lambda a, b: torch.view_as_real(torch.polar(a, b)), (3,), (3,), domain=positive)
+case("atan2 in all quadrants", lambda x: torch.arctan2(x[0] + 0.1, x[1] - 0.1), (2, 5))
+case("angle of a real number", lambda x: torch.angle(x) + x * x, (3,), generic="angle")
+
+
+def pair(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two rows of complex numbers."""
+    return torch.complex(x[0], x[1] + 0.3), torch.complex(x[1] - 1.4, x[0])
+
+
 COMPLEX: dict[str, Callable[[Tensor], Tensor]] = {  # of a tensor (2, 4), and back to real numbers
     "fft2": lambda x: torch.fft.ifft2(torch.fft.fft2(x)).real,
     "fftn": lambda x: torch.fft.ifftn(torch.fft.fftn(x)).real,
@@ -57,14 +51,52 @@ COMPLEX: dict[str, Callable[[Tensor], Tensor]] = {  # of a tensor (2, 4), and ba
     "complex product": lambda x: torch.view_as_real(torch.fft.fft(x[0]) * torch.fft.fft(x[1])),
     "complex shapes": lambda x: torch.fft.fft(x).reshape(2, 2, 2).mT.flip(0).sum(1)[0].real,
     "complex matrix": lambda x: (torch.fft.fft(x) @ torch.fft.fft(x).mH).real,
-    "complex square": lambda x: torch.fft.fft(x).square().real,
     "power spectrum": lambda x: torch.fft.rfft(x).abs().square(),
     "spectral convolution": lambda x: torch.fft.irfft(torch.fft.rfft(x[0]) * torch.fft.rfft(x[1])),
+    "complex quotient": lambda x: torch.view_as_real(pair(x)[0] / pair(x)[1]),
+    "complex over real": lambda x: (pair(x)[0] / (3 + x[0])).imag,
+    "real over complex": lambda x: (x[0] / pair(x)[1]).real,
+    "complex times real": lambda x: torch.view_as_real(pair(x)[0] * x[1] * (2 - 0.5j)),
+    "complex einsum": lambda x: torch.einsum("i,j,j->i", *pair(x), pair(x)[0]).imag,
+    "complex dot": lambda x: torch.dot(*pair(x)).real,
+    "complex outer product": lambda x: torch.view_as_real(torch.outer(*pair(x))),
+    "complex linear": lambda x: F.linear(pair(x)[0], torch.outer(*pair(x))).imag,
+    "complex norm": lambda x: torch.linalg.vector_norm(torch.outer(*pair(x)), dim=1),
+    "complex norm 1": lambda x: torch.linalg.norm(pair(x)[0], 1),
+    "complex power": lambda x: torch.view_as_real(pair(x)[1] ** 3 + pair(x)[1] ** 0.5),
+    "complex exponent": lambda x: torch.view_as_real(pair(x)[1] ** pair(x)[0]),
+    "complex zeros": lambda x: (torch.fft.rfft(x) * torch.tensor([1.0, 0.0, 1.0])).abs(),
+    "complex angle of zero": lambda x: (pair(x)[0] * torch.tensor([0, 1, 1, 0])).angle(),
+    "complex in place": lambda x: pair(x)[0].mul_(pair(x)[1]).exp_().real,
 }
 for name, operation in COMPLEX.items():
-    mixed = name in ("complex product", "spectral convolution")
-    generic = {"complex matrix": "matmul", "complex square": "square", "power spectrum": "abs"}
-    case(name, operation, (2, 4), generic="mul" if mixed else generic.get(name, ""))
+    case(name, operation, (2, 4))
+for name in sorted(HOLOMORPHIC - {"pow"}):
+    case(
+        f"complex {name}",
+        lambda x, f=FUNCTIONS[name]: torch.view_as_real(f(torch.complex(x[0] + 1.2, x[1] - 1.2))),
+        (2, 3),
+    )
+
+
+class _Filter(nn.Module):
+    """A complex factor of its own, in front or behind: it has fewer groups than the input."""
+
+    def __init__(self, in_front: bool):
+        super().__init__()
+        self.pairs = nn.Parameter(torch.randn(3, 2))
+        self.in_front = in_front
+
+    def forward(self, x: Tensor) -> Tensor:
+        factors = torch.view_as_complex(self.pairs), torch.fft.rfft(x)
+        product = torch.mul(*factors if self.in_front else factors[::-1])
+        return torch.fft.irfft(product, n=4)
+
+
+layer("complex factor in front", lambda: _Filter(True), (2, 4))
+layer("complex factor behind", lambda: _Filter(False), (2, 4))
+case("complex vdot", lambda x: torch.vdot(*pair(x)).real, (2, 4), generic="vdot")
+case("complex sgn", lambda x: torch.view_as_real(pair(x)[1].sgn()), (2, 4), generic="sgn")
 case("inverse", lambda x: torch.linalg.inv(x + 2 * torch.eye(3)), (3, 3), generic="linalg_inv")
 case(
     "solve",

@@ -185,9 +185,7 @@ def _run(closure: Closure, leaves: Leaves, order: int) -> tuple[Layout, Tensor]:
     """
     tape = prepared(closure, leaves, order)
     if tape.cut is None:
-        raise CannotCapture(
-            "the loss is linear in the parameters, or has complex numbers on the way"
-        )
+        raise CannotCapture("the loss is linear in the parameters")
     with without_autocast(tape.loss.device.type):
         _, adjoints = leaves.backward(tape)
         groups = range(len(leaves.partition))

@@ -33,8 +33,8 @@ from newton_summary.derivatives.sweep.memory import (
 from newton_summary.derivatives.sweep.recorder import Recorder
 from newton_summary.derivatives.sweep.rules import (
     BILINEAR,
+    COMPLEX,
     DECOMPOSED,
-    LINEAR,
     PREPARE,
     RULES,
     STRAIGHT,
@@ -235,17 +235,17 @@ def joined(pieces: list[Tensor]) -> Tensor:
 
 def rule_for(op: Op) -> Callable[..., Any]:
     """Return the rule that an operation is passed with."""
-    if op.complex:  # only what is linear holds for complex numbers as well
-        return LINEAR.get(op.name, generic)
+    if op.complex and op.name not in COMPLEX:
+        return generic
     return RULES.get(op.name, generic)
 
 
 def is_curved(op: Op) -> bool:
     """Whether an operation can contribute to Hbar and D3."""
-    if op.complex:
-        return op.name not in LINEAR
+    if op.complex and op.name not in COMPLEX:
+        return True
     if op.name in BILINEAR:
-        return len(set(op.inputs)) > 1 or len(op.inputs) > 1
+        return len(op.inputs) > 1
     return op.name not in STRAIGHT
 
 
@@ -283,7 +283,7 @@ def find_cut(tape: Tape) -> Cut | None:
     goes through both.
     """
     curved = [i for i, op in enumerate(tape.ops) if op.curved]
-    if not curved or any(op.complex for op in tape.ops):
+    if not curved:
         return None
     made = {value.slot: value for op in tape.ops for value in op.outputs if value is not None}
     end = next((value for value in made.values() if value.tensor is tape.loss), None)

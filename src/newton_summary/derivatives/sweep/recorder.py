@@ -138,7 +138,7 @@ class Recorder(TorchFunctionMode):
         if kwargs and call.of_torch:
             args, kwargs = in_position(args, kwargs)
         has_complex = any(t.is_complex() for t in tensors)
-        if call.name in self.decomposed and not has_complex:
+        if call.name in self.decomposed:
             with self:
                 result = self._run_decomposed(call.name, args, kwargs, in_place)
             if result is not NotImplemented:

@@ -24,6 +24,7 @@ from newton_summary.derivatives.sweep.rules.linear import LINEAR, zero
 from newton_summary.derivatives.sweep.rules.normalize import NORMALIZE
 from newton_summary.derivatives.sweep.rules.recurrence import PREPARE_RECURRENCES, RECURRENCES
 from newton_summary.derivatives.sweep.rules.selection import PREPARE_SELECTION, SELECTION
+from newton_summary.derivatives.sweep.torch_functions import names
 
 STRAIGHT: dict[str, Callable[..., Any]] = {
     **LINEAR,
@@ -42,13 +43,18 @@ RULES: dict[str, Callable[..., Any]] = {
     **NORMALIZE,
     **RECURRENCES,
 }
+# What holds for complex numbers as well. The rules of convolutions and vdot take no conjugates.
+REAL = frozenset(
+    names("vdot conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d")
+)
+COMPLEX = (frozenset(LINEAR) | frozenset(BILINEAR) | elementwise.HOLOMORPHIC) - REAL
 PREPARE: dict[str, Callable[..., tuple[Any, Any]]] = {**PREPARE_SELECTION, **PREPARE_RECURRENCES}
 
 
 __all__ = [
     "BILINEAR",
+    "COMPLEX",
     "DECOMPOSED",
-    "LINEAR",
     "PREPARE",
     "RULES",
     "STRAIGHT",

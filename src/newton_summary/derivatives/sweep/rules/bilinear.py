@@ -35,6 +35,7 @@ class Product:
     left: Callable[[Tensor], Tensor]  # rows of a -> h(row, b)
     right: Callable[[Tensor], Tensor]  # rows of b -> h(a, row)
     pair: Callable[[Tensor, Tensor], Tensor]  # rows of a, rows of b -> h(row, row)
+    # These take the complex conjugates of rows, which for real ones are the rows themselves.
     adjoint_left: Callable[[Tensor, Tensor], Tensor]  # delta, rows of b -> rows like a
     adjoint_right: Callable[[Tensor, Tensor], Tensor]  # delta, rows of a -> rows like b
     left_into: Callable[[Tensor, Tensor], object] | None = (
@@ -43,7 +44,9 @@ class Product:
 
 
 def gram(X: Tensor, Y: Tensor) -> Tensor:
-    """Return the inner products of all rows of X with all rows of Y."""
+    """Return the inner products of all rows of X with all rows of Y; they are real."""
+    if X.is_complex():
+        X, Y = as_real(X), as_real(cast(Y, X.dtype))
     if X.dtype in (torch.bfloat16, torch.float16):
         X, Y = X.float(), Y.float()
     Y = cast(Y, X.dtype)
@@ -73,14 +76,20 @@ def pieces_of(shape: torch.Size, most: int = 1024, shortest: int = 256) -> int:
     return max((d for d in counts if n // d % 8 == 0), default=counts[-1])
 
 
+def as_real(X: Tensor) -> Tensor:
+    """Return complex numbers as pairs of real ones."""
+    return torch.view_as_real(X.resolve_conj()) if X.is_complex() else X
+
+
 def dots(X: Tensor, Y: Tensor) -> Tensor:
     """Return the inner product of each row of X with the same row of Y."""
-    return sums(X * Y)
+    return sums(X.conj() * Y)
 
 
 def sums(X: Tensor) -> Tensor:
-    """Return the sum of each row."""
-    return X.reshape(len(X), -1).sum(1, dtype=torch.promote_types(X.dtype, torch.float32))
+    """Return the sum of each row, its real part."""
+    wide = torch.promote_types(X.dtype, torch.float32)
+    return X.reshape(len(X), -1).sum(1, dtype=wide).real
 
 
 def pick(groups: Groups, rows: Tensor, wanted: Groups) -> Tensor:
@@ -103,9 +112,9 @@ def product(sweep: Sweep, op: Op, h: Product, a: Value, b: Value) -> tuple[list[
         if delta is not None:
             delta = cast(delta, dtype)
             if len(B.rows) <= len(A.rows):
-                contribute(sweep, A, B, h.adjoint_left(delta, B.rows))
+                contribute(sweep, A, B, h.adjoint_left(delta, B.rows.conj()))
             else:
-                contribute(sweep, B, A, h.adjoint_right(delta, A.rows))
+                contribute(sweep, B, A, h.adjoint_right(delta, A.rows.conj()))
     first: list[Term] = []
     second: list[Term] = []
     if not op.wanted:

@@ -5,6 +5,7 @@
     <delta, d2h[x1_s, x1_t]> = <delta f'' x1_s, x1_t>                        one Gram matrix
     <delta, d3h[x1_s, x1_s, x1_s] + 3 d2h[x1_s, x2_s]> = <delta, f''' x1_s^3 + 3 f'' x1_s x2_s>
 
+Of complex numbers <a, b> is the real part of conj(a) b, and holomorphic functions have this rule.
 A table gives (f', f'', f''') of every function as arrays; ``None`` stands for zero.
 """
 
@@ -73,9 +74,10 @@ def _pass_curved(
     squares = None if result is None else torch.mul(x1, x1, out=result[k:])
     same_groups = matching(t.first, t.second)
     if delta is not None:
+        delta = delta.conj()
         curvature = delta * f2
         work = x1 * curvature
-        sweep.add_Hbar(t.first, t.first, gram(work, x1))
+        sweep.add_Hbar(t.first, t.first, gram(work.conj(), x1))
         if squares is not None:  # <x1, delta f3 x1^2 + 3 delta f2 x2>
             work = work.zero_() if f3 is None else torch.mul(squares, delta * f3, out=work)
             for mine, theirs in same_groups:
@@ -407,6 +409,14 @@ CURVED: dict[str, Callable[..., Derivatives]] = {
     "erfc": _erf(-1),
     "special_erfc": _erf(-1),
 }
+
+HOLOMORPHIC = frozenset(
+    names("""
+    exp exp2 special_exp2 expm1 special_expm1 log1p special_log1p square pow sigmoid special_expit
+    tanh sin cos tan sinh cosh asin arcsin acos arccos asinh arcsinh acosh arccosh atan arctan atanh
+    arctanh log log2 log10 sqrt rsqrt reciprocal
+""")
+)
 
 RELATIVE: dict[str, Callable[..., Derivatives]] = {
     "log": _relative_log(math.e),

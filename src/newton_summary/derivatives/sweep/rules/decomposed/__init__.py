@@ -13,12 +13,30 @@ from newton_summary.derivatives.sweep.rules.decomposed.losses import LOSSES
 from newton_summary.derivatives.sweep.rules.decomposed.products import PRODUCTS
 from newton_summary.derivatives.sweep.rules.decomposed.recurrent import RECURRENT
 from newton_summary.derivatives.sweep.rules.decomposed.reductions import REDUCTIONS
+from newton_summary.derivatives.sweep.tape import find_tensors
+from newton_summary.derivatives.sweep.torch_functions import names
+
+# What holds for complex numbers as well.
+COMPLEX = names("""
+    div divide true_divide pow lerp addcmul addcdiv abs absolute angle polar
+    addmm addmv baddbmm addbmm addr outer ger inner tensordot linalg_multi_dot chain_matmul kron
+    einsum linalg_vector_norm linalg_norm linalg_matrix_norm dist sum_to_size
+""")
+
+
+def of_real_numbers(form: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a form that leaves calls with complex numbers as they are."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if any(tensor.is_complex() for tensor in find_tensors((args, kwargs))):
+            return NotImplemented
+        return form(*args, **kwargs)
+
+    return run
+
 
 DECOMPOSED: dict[str, Callable[..., Any]] = {
-    **ARITHMETIC,
-    **PRODUCTS,
-    **REDUCTIONS,
-    **LAYERS,
-    **RECURRENT,
-    **LOSSES,
+    name: form if name in COMPLEX else of_real_numbers(form)
+    for forms in (ARITHMETIC, PRODUCTS, REDUCTIONS, LAYERS, RECURRENT, LOSSES)
+    for name, form in forms.items()
 }

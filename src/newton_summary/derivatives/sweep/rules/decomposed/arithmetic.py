@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from newton_summary.derivatives.sweep.rules.decomposed.reductions import root
+
 
 def div(a: Any, b: Any, *, rounding_mode: str | None = None, out: None = None) -> Any:
     """``a / b``: a times the reciprocal of b, where b depends on the parameters."""
@@ -44,6 +46,35 @@ def xlogy(x: Any, y: Any) -> Any:
     """``x log(y)``, and 0 where x = 0 and the logarithm is not defined."""
     x, y = (torch.as_tensor(v) for v in (x, y))
     return x * torch.log(torch.where((x == 0) & (y <= 0), 1.0, y))
+
+
+def absolute(x: Tensor) -> Any:
+    """The absolute value of complex numbers; its derivative at 0 is taken to be 0."""
+    return root(torch.view_as_real(x).square().sum(-1)) if x.is_complex() else NotImplemented
+
+
+def angle(x: Tensor) -> Any:
+    """The angle of complex numbers: that of 0 does not move."""
+    if not x.is_complex():
+        return NotImplemented
+    zero = x == 0
+    return torch.where(zero, x.detach().angle(), torch.log(x.masked_fill(zero, 1.0)).imag)
+
+
+def polar(size: Tensor, angle: Tensor) -> Tensor:
+    """Complex numbers from their absolute values and angles."""
+    return torch.complex(size * torch.cos(angle), size * torch.sin(angle))
+
+
+def atan2(y: Tensor, x: Tensor) -> Tensor:
+    """The angle of the point (x, y)."""
+    pair = torch.broadcast_tensors(x, y)  # type: ignore[no-untyped-call]
+    return torch.angle(torch.complex(*pair))
+
+
+def hypot(a: Tensor, b: Tensor) -> Tensor:
+    """``sqrt(a^2 + b^2)``."""
+    return root(a * a + b * b)
 
 
 def logit(x: Tensor, eps: float | None = None) -> Tensor:
@@ -121,6 +152,11 @@ ARITHMETIC: dict[str, Callable[..., Any]] = {
     "float_power": float_power,
     **dict.fromkeys(["xlogy", "special_xlogy"], xlogy),
     **dict.fromkeys(["logit", "special_logit"], logit),
+    **dict.fromkeys(["abs", "absolute"], absolute),
+    "angle": angle,
+    "polar": polar,
+    **dict.fromkeys(["atan2", "arctan2"], atan2),
+    "hypot": hypot,
     "lerp": lerp,
     "addcmul": addcmul,
     "addcdiv": addcdiv,

@@ -65,7 +65,8 @@ def vector_norm(
     dims = _all_dims(x, dim)
     x = x if dtype is None else x.to(dtype)
     if ord == 2:
-        return root((x * x).sum(dims, keepdim=keepdim))
+        squares = torch.view_as_real(x).square().sum(-1) if x.is_complex() else x * x
+        return root(squares.sum(dims, keepdim=keepdim))
     if ord == 1:
         return x.abs().sum(dims, keepdim=keepdim)
     if ord in (math.inf, -math.inf):
@@ -74,7 +75,7 @@ def vector_norm(
         return NotImplemented
     total = torch.pow(x.abs(), ord).sum(dims, keepdim=keepdim)
     zero = total == 0
-    return torch.pow(torch.where(zero, 1.0, total), 1 / ord) * (~zero).to(x.dtype)
+    return torch.pow(torch.where(zero, 1.0, total), 1 / ord) * (~zero).to(total.dtype)
 
 
 def norm(
