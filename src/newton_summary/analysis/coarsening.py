@@ -180,7 +180,7 @@ class Merges(ShownAsTable):
     def _said(self) -> str:
         said = (
             f"{len(self.rates)} groups could be {len(self)}: those of one role whose rates differ "
-            f"by at most a factor {self.spread:g} (paper, remark after Theorem 1)."
+            f"by at most a factor {self.spread:g}."
         )
         if not math.isnan(self.kept):
             said += f"\nNewton's step with them keeps {100 * self.kept:.1f} % of the decrease."
