@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -101,30 +100,9 @@ def test_without_tyro_it_says_what_to_install(call, monkeypatch):
         (["rum"], "Unknown command 'rum'. Did you mean 'run'?"),
         (["run"], "Which recipe?"),
         (["run", "lenet_embeded"], "Did you mean 'lenet_embedded'"),
-        (["run", "rosenbrock", "--optimizer.lamda-int", "1"], "'--optimizer.lambda-int'"),
-        (["run", "rosenbrock", "--epochs", "many"], "--epochs many: write a whole number."),
-        (
-            ["run", "rosenbrock", "--data.samples", "1.5"],
-            "--data.samples 1.5: write a whole number.",
-        ),
-        (["demo", "--epochs=x"], "--epochs x: write a whole number."),
-        (["inspect", "net.py", "--lambda-int", "x"], "--lambda-int x: write a number."),
-        (["inspect", "net.py", "--lambda-int"], "--lambda-int needs a value."),
-        (["inspect", "net.py", "--order", "4"], "--order 4: write one of '2', '3'."),
-        (
-            ["inspect", "net.py", "--lambda=3"],
-            "Unknown option --lambda. Did you mean '--lambda-int'",
-        ),
-        (["inspect", "net.py", "--stderr", "no"], "What is 'no'? Options are written as"),
-        (["run", "rosenbrock", "--epochs"], "--epochs needs a value"),
         (["run", "rosenbrock", "--epochs", "-3"], "epochs = -3"),
-        (["run", "rosenbrock", "5"], "What is '5'?"),
-        (["run", "rosenbrock", "--optimizer.variant", "none"], "none: write one of 'default', "),
-        (["run", "rosenbrock", "--device", "cuda:99"], "The device 'cuda:99' is not there"),
+        (["run", "rosenbrock", "--device", "cuda:99"], "The device 'cuda:99' is not available"),
         (["run", "mlp_mnist_adam", "--data-root", "nowhere"], "folder nowhere does not exist"),
-        (["sweep", "rosenbrock", "--optimizer.lrs", "1,2"], "Did you mean '--optimizer.lr'"),
-        (["sweep", "rosenbrock", "--optimizer.diagonal", "1,2"], "write true or false"),
-        (["sweep", "rosenbrock", "--optimizer.lr", "1,x"], "--optimizer.lr x: write a number."),
         (["sweep", "rosenbrock", "--optimizer.lr", "1,1.0"], "twice"),
         (["sweep", "rosenbrock", "--epochs", "1,2"], "--epochs takes one value"),
         (["sweep", "rosenbrock", "--jobs", "0"], "--jobs 0"),
@@ -133,25 +111,29 @@ def test_without_tyro_it_says_what_to_install(call, monkeypatch):
         (["report"], "Which runs?"),
         (["report", "nowhere"], "nowhere is not a directory"),
         (["report", "."], "There is no run in ."),
-        (["list", "--josn"], "Unknown option --josn. Did you mean '--json'?"),
     ],
 )
-def test_mistakes_are_told_in_one_line(call, args, said):
+def test_mistakes_are_one_line(call, args, said):
     assert said in fails(call, *args)
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
-def test_mistakes_are_told_alike_in_all_encodings(encoding):
-    """tyro frames its messages with other characters where the terminal has no Unicode."""
-    result = subprocess.run(
-        [sys.executable, "-m", "newton_summary", "inspect", "net.py", "--lambda-int", "x"],
-        env={**os.environ, "PYTHONIOENCODING": encoding},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "newton-summary: --lambda-int x: write a number.\n"
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["run", "rosenbrock", "--optimizer.lamda-int", "1"], "--optimizer.lambda-int"),
+        (["run", "rosenbrock", "--epochs", "many"], "--epochs"),
+        (["inspect", "net.py", "--order", "4"], "'2', '3'"),
+        (["run", "rosenbrock", "--optimizer.variant", "none"], "as-published"),
+        (["sweep", "rosenbrock", "--optimizer.lr", "1,x"], "--optimizer.lr"),
+        (["sweep", "rosenbrock", "--optimizer.diagonal", "1,2"], "'True', 'False'"),
+        (["list", "--josn"], "--json"),
+    ],
+)
+def test_wrong_options_are_named_with_what_may_be_meant(call, args, said):
+    """tyro's own message, and nothing written."""
+    code, out, err = call(*args)
+    assert (code, out) == (2, "") and said in err and "Traceback" not in err
+    assert not list(Path.cwd().iterdir())
 
 
 def test_interruption_is_no_traceback(call, monkeypatch):
@@ -160,7 +142,7 @@ def test_interruption_is_no_traceback(call, monkeypatch):
 
     monkeypatch.setattr(training, "train", interrupted)
     code, _, err = call("run", "rosenbrock")
-    assert code == 130 and "the same command goes on" in err
+    assert code == 130 and "run the same command to resume" in err
 
 
 # --- run -----------------------------------------------------------------------------------------
@@ -239,6 +221,14 @@ def test_sweep_runs_the_grid_once_and_tells_the_best(call):
     results = json.loads(out)
     assert [r["skipped"] for r in results] == [True] * 4
     assert {r["config"]["seed"] for r in results} == {0, 1}
+
+
+def test_a_grid_of_switches(call):
+    code, out, _ = call(
+        *("sweep", "mlp_embedded", *SMALL, "--optimizer.curvature-batch-size", "20"),
+        *("--optimizer.diagonal", "True,False", "--json"),
+    )
+    assert code == 0 and [r["config"]["optimizer.diagonal"] for r in json.loads(out)] == [1, 0]
 
 
 def test_a_sweep_of_fewer_epochs_reads_them_off_longer_runs(call):

@@ -1,8 +1,7 @@
 """The command ``newton-summary``: list, run, sweep, report, inspect and demo.
 
-torch is imported when it is needed, so that help and mistakes are told at once. Exit codes: 0,
-done; 1, a run of a sweep failed; 2, a mistake that the user can mend, told in one line; 130,
-interrupted.
+torch is imported when it is needed, so that help and wrong arguments answer at once. Exit codes:
+0, success; 1, a run of a grid failed; 2, an error that the user can fix; 130, interrupted.
 """
 
 from __future__ import annotations
@@ -15,25 +14,17 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from newton_summary.cli.arguments import (
-    HelpPrinted,
-    leading,
-    named_recipe,
-    parse,
-    parse_fields,
-    split_options,
-    tokens_of,
-)
+from newton_summary.cli.arguments import grid, leading, named_recipe, parse, parse_fields
 from newton_summary.display.names import nearest
 from newton_summary.errors import UserError
 from newton_summary.experiments import torchrun
 from newton_summary.experiments.config import flatten
-from newton_summary.experiments.grid import Result, grid, run_all, run_name, table
+from newton_summary.experiments.grid import Result, run_all, run_name, table
 from newton_summary.experiments.recipes import RECIPES
+from newton_summary.inspection.settings import Settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,14 +34,14 @@ if TYPE_CHECKING:
 USAGE = """\
 Usage: newton-summary COMMAND [ARGUMENTS]
 
-  newton-summary list                     the recipes, one line each
-  newton-summary run RECIPE [OPTIONS]     train as a recipe says; go on if it was interrupted
-  newton-summary sweep RECIPE [OPTIONS]   the same on a grid: options take values with commas
-  newton-summary report DIR...            tables, figures and a page from run directories
-  newton-summary inspect FILE.py:build    measure a model of your own; build() returns a model, a
-                                          loss function and data
-  newton-summary demo                     LeNet on images inside the package, in a minute or two
-  newton-summary COMMAND --help           what a command takes; with a recipe, all of its fields
+  newton-summary list                     list the recipes
+  newton-summary run RECIPE [OPTIONS]     train a recipe; resumes if interrupted
+  newton-summary sweep RECIPE [OPTIONS]   train a grid: options take several values, with commas
+  newton-summary report DIR...            make tables, figures and a page from run directories
+  newton-summary inspect FILE.py:build    measure your own model; build() returns a model, a loss
+                                          function and data
+  newton-summary demo                     train and measure LeNet on images inside the package
+  newton-summary COMMAND --help           options of a command; with a recipe, all of its fields
 
 Examples:
   newton-summary run lenet_embedded --epochs 3
@@ -64,17 +55,17 @@ Examples:
 
 @dataclass(frozen=True)
 class Output:
-    """How to tell what happens."""
+    """Output options."""
 
     quiet: bool = False
-    """Print nothing but errors."""
+    """Print errors only."""
     json: bool = False
     """Print the result as JSON, and nothing else."""
 
 
 @dataclass(frozen=True)
 class ListOptions:
-    """Show the recipes."""
+    """List the recipes."""
 
     json: bool = False
     """Print whole configurations as JSON."""
@@ -82,24 +73,24 @@ class ListOptions:
 
 @dataclass(frozen=True)
 class RunOptions(Output):
-    """Train as a recipe says, and write a run directory."""
+    """Train a recipe and write a run directory."""
 
     run_dir: Path | None = None
-    """Where to write; runs/RECIPE/CHANGES if not given. A run that is there goes on."""
+    """Run directory; runs/RECIPE/CHANGES if not given. An interrupted run in it is resumed."""
     compare_speed: bool = True
     """At the end, time some steps of Adam in the same loop."""
 
 
 @dataclass(frozen=True)
 class SweepOptions(Output):
-    """Train on a grid of options and seeds. What is done is skipped, failures are told."""
+    """Train a grid of options and seeds. Finished runs are skipped, failures reported."""
 
     runs_dir: Path | None = None
-    """Directory of the run directories; runs/RECIPE if not given."""
+    """Folder for the run directories; runs/RECIPE if not given."""
     jobs: int = 1
-    """Runs at a time, each in a process of its own on this machine."""
+    """Runs at a time, each in a process of its own."""
     scheduler: str | None = None
-    """Address of a dask scheduler, such as tcp://10.0.0.1:8786: run on its workers instead."""
+    """Address of a dask scheduler, such as tcp://10.0.0.1:8786, whose workers train instead."""
 
 
 @dataclass(frozen=True)
@@ -109,14 +100,14 @@ class ReportOptions(Output):
     out: Path = Path("report")
     """Folder to write to."""
     epoch: int | None = None
-    """Draw Hbar at this epoch (default: at the best validation loss)."""
+    """Draw Hbar at this epoch; at the best validation loss if not given."""
     window: int | None = None
-    """Average learning rates over this many epochs (default: 20 in long runs)."""
+    """Average learning rates over this many epochs; over 20 in long runs if not given."""
 
 
 @dataclass(frozen=True)
-class InspectOptions(Output):
-    """Measure a model of your own and write a report, one page of HTML.
+class InspectOptions(Output, Settings):
+    """Measure your own model and write a report, one page of HTML.
 
     FILE.py:build names a file and a function in it that returns three things: the model, a function
     loss_fn(model, batch) that returns the mean loss of a batch, and the data, one batch or an
@@ -124,32 +115,20 @@ class InspectOptions(Output):
     """
 
     out: Path = Path("report.html")
-    """The page to write."""
-    partition: str = "canonical"
-    """Groups: canonical (one per tensor), layers, modules-2, blocks-4, weights-biases, ..."""
-    max_batches: int = 16
-    """Measure on so many batches at most, the first of the data."""
-    order: Literal[2, 3] = 3
-    """2 leaves out the third derivative, which takes about half of the time."""
-    lambda_int: float | None = None
-    """Strength of the cubic term in the learning rates. If not given, the one of 1, 10, ... 1e8
-    whose step lowers the loss most; 0 with --order 2."""
-    backend: str = "auto"
-    """sweep, nested, dense, differences, or auto: the first of these that can."""
-    device: str | None = None
-    """Move model and data there, for example to cuda; if not given, they stay where they are."""
+    """Page to write."""
     seed: int = 0
     """Seed of torch, set before the file is run."""
-    stderr: bool = True
-    """Tell standard errors over the batches, if there are several."""
 
 
 @dataclass(frozen=True)
 class DemoOptions(Output):
-    """Train LeNet with NewtonSummary and with Adam, measure its layers, draw the figures."""
+    """Train LeNet with NewtonSummary and with Adam, measure its layers, draw the figures.
+
+    About a minute on one CPU core.
+    """
 
     out: Path = Path("runs/demo")
-    """Where to write."""
+    """Folder to write to."""
     epochs: int = 5
     """Passes over the 4,500 images."""
 
@@ -164,14 +143,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _short_warnings():
             return _dispatch(args)
     except UserError as error:
-        # Of several processes the first one speaks, and those with a trouble of their own.
+        # Of several processes the first one reports, and those with an error of their own.
         if torchrun.rank() == 0 or error.rank is not None:
             where = f" (rank {error.rank})" if error.rank else ""
             print(f"newton-summary{where}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("newton-summary: interrupted; the same command goes on.", file=sys.stderr)
+        print("newton-summary: interrupted; run the same command to resume.", file=sys.stderr)
         return 130
+    except SystemExit as end:  # tyro has printed help, or what is wrong with the arguments
+        return int(end.code or 0)
     except BrokenPipeError:  # of a reader such as head, which has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -192,13 +173,10 @@ def _dispatch(args: list[str]) -> int:
             f"Unknown command {name!r}.{nearest(name, COMMANDS)} There are {', '.join(COMMANDS)}."
         )
     if torchrun.launched() and name != "run":
-        raise UserError(f"{name} is for one process: torchrun can start run alone.")
+        raise UserError(f"torchrun can start `newton-summary run` only, not {name}.")
     if any(importlib.util.find_spec(package) is None for package in ("tyro", "rich")):
         raise UserError("The command line needs tyro and rich: pip install 'newton-summary[cli]'.")
-    try:
-        return COMMANDS[name](rest)
-    except HelpPrinted:
-        return 0
+    return COMMANDS[name](rest)
 
 
 # --- commands ------------------------------------------------------------------------------------
@@ -217,7 +195,7 @@ def list_recipes(args: list[str]) -> int:
 
 
 def run(args: list[str]) -> int:
-    """Train as a recipe says."""
+    """Train a recipe."""
     recipe, args = named_recipe(args, RunOptions(), "run")
     config, options = parse_fields(recipe, RunOptions(), args, f"run {recipe.recipe}")
     path = options.run_dir or Path("runs") / config.recipe / run_name(config)
@@ -237,7 +215,7 @@ def run(args: list[str]) -> int:
         ratio = None if pace is None else pace.ratio
         print(json.dumps({"run_dir": str(path), **as_dict(result), "time_over_adam": ratio}))
     if finished:
-        console.print("nothing was left to do; this is what it came to:", highlight=False)
+        console.print("already finished; results:", highlight=False)
     console.print(_in_words(result), highlight=False)
     if pace is not None:
         text = f"an epoch of training took {pace.seconds:.2f} s"
@@ -248,29 +226,25 @@ def run(args: list[str]) -> int:
 
 
 def sweep(args: list[str]) -> int:
-    """Train on a grid."""
+    """Train a grid."""
     recipe, args = named_recipe(args, SweepOptions(), "sweep")
-    if "-h" in args or "--help" in args:
-        parse_fields(recipe, SweepOptions(), args, f"sweep {recipe.recipe}")
-    own, fields = split_options(args, SweepOptions(), recipe)
-    options = parse(SweepOptions(), own, "sweep")
+    command = f"sweep {recipe.recipe}"
+    parsed = [parse_fields(recipe, SweepOptions(), p, command, flags=False) for p in grid(args)]
+    configs, options = [config for config, _ in parsed], parsed[0][1]
     if options.jobs < 1:
         raise UserError(f"--jobs {options.jobs}: write 1 or more.")
     if options.scheduler is not None and options.jobs > 1:
-        raise UserError("--jobs is for this machine; the workers of --scheduler run one each.")
-    values = {name: text.split(",") for name, text in fields.items()}
-    if len(values.get("epochs", [])) > 1:
-        raise UserError("--epochs takes one value in a sweep: the metrics have the earlier epochs.")
-    configs = []
-    for point in grid(values):
-        tokens = chain.from_iterable(tokens_of(recipe, *item) for item in point.items())
-        configs.append(parse_fields(recipe, Output(), list(tokens), f"sweep {recipe.recipe}")[0])
+        raise UserError("--jobs is for this machine; each worker of --scheduler trains one run.")
+    values = [flatten(config) for config in configs]
+    varied = [name for name in values[0] if len({repr(value[name]) for value in values}) > 1]
+    if "epochs" in varied:
+        raise UserError("--epochs takes one value in a grid: the metrics have the earlier epochs.")
     root = options.runs_dir or Path("runs") / recipe.recipe
     console = _console(options)
     count = iter(range(1, len(configs) + 1))
 
     def tell(result: Result) -> None:
-        how = result.error or ("done before" if result.skipped else "done")
+        how = result.error or ("already done" if result.skipped else "done")
         console.print(
             f"{next(count)}/{len(configs)}  {result.path.name}: {how}",
             highlight=False,
@@ -278,7 +252,6 @@ def sweep(args: list[str]) -> int:
         )
 
     results = run_all(configs, root, options.jobs, tell, options.scheduler)
-    varied = [name for name in values if len(values[name]) > 1]
     rows = table(results, varied)
     if options.json:
         print(json.dumps([_as_json(result) for result in results], indent=2))
@@ -290,7 +263,7 @@ def sweep(args: list[str]) -> int:
 
 def report(args: list[str]) -> int:
     """Make tables and figures."""
-    folders = list(leading(args))
+    folders = leading(args)
     options = parse(ReportOptions(), args[len(folders) :], "report DIR...")
     if not folders:
         raise UserError("Which runs? Write newton-summary report DIR..., for example runs.")
@@ -305,32 +278,23 @@ def report(args: list[str]) -> int:
 
 def inspect(args: list[str]) -> int:
     """Measure a user's model and write the page."""
-    targets = list(leading(args))
+    targets = leading(args)
     options = parse(InspectOptions(), args[len(targets) :], "inspect FILE.py:build")
     if len(targets) != 1:
         raise UserError("Which model? Write newton-summary inspect FILE.py:build, one at a time.")
     if importlib.util.find_spec("plotly") is None:
         raise UserError("The report needs plotly: pip install 'newton-summary[report]'.")
-    from newton_summary.inspection.inspection import Settings, inspect_model, progress_bar
+    from newton_summary.inspection.inspection import inspect_model, progress_bar
     from newton_summary.inspection.user_file import load_build, split_target
     from newton_summary.page import report as write_report
 
     console = _console(options)
     file, function = split_target(targets[0])
-    settings = Settings(
-        options.partition,
-        options.backend,
-        options.order,
-        options.lambda_int,
-        options.max_batches,
-        options.device,
-        options.stderr,
-    )
     with _only_json(options):
         built = load_build(targets[0], options.seed)
         with progress_bar(console) as progress:
             name = f"{type(built.model).__name__} of {file.name}:{function}"
-            found = inspect_model(built, settings, name=name, file=file, progress=progress)
+            found = inspect_model(built, options, name=name, file=file, progress=progress)
     try:
         page = write_report(found.history, options.out)
     except OSError as error:

@@ -43,7 +43,7 @@ class DataConfig:
     pad: bool = False
     """Surround digits with two pixels of background: 32 x 32, for LeNet."""
     validation: int | None = None
-    """Training samples to hold out (default: 6,000 of MNIST, 5,000 of CIFAR-10)."""
+    """Training samples to hold out; 6,000 of MNIST and 5,000 of CIFAR-10 if not given."""
     samples: int | None = None
     """Use at most this many samples of each split, for quick trials."""
 
@@ -176,7 +176,7 @@ class MeasureConfig:
     batch_size: int = 1000
     """Samples at a time."""
     samples: int | None = None
-    """Samples in all (default: the whole training set)."""
+    """Samples in all; the whole training set if not given."""
 
 
 @dataclass(frozen=True)
@@ -245,18 +245,6 @@ def from_dict(values: Mapping[str, Any]) -> ExperimentConfig:
 def flatten(config: ExperimentConfig) -> dict[str, Any]:
     """Return all fields by their dotted names, as on the command line."""
     return dict(dotted_names(to_dict(config)))
-
-
-def option_names(config: ExperimentConfig) -> list[str]:
-    """Return the dotted names of the fields that can be set."""
-    names = []
-    for f in fields(config):
-        value = getattr(config, f.name)
-        if is_dataclass(value):
-            names += [f"{f.name}.{inner.name}" for inner in fields(value)]
-        elif f.name != "recipe":
-            names.append(f.name)
-    return names
 
 
 # --- checks --------------------------------------------------------------------------------------

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,12 +35,6 @@ def run_name(config: ExperimentConfig) -> str:
         digest = hashlib.md5(name.encode(), usedforsecurity=False).hexdigest()[:8]
         name = f"{name[: LONGEST_NAME - 9]}-{digest}"
     return name
-
-
-def grid(values: Mapping[str, Sequence[str]]) -> Iterator[dict[str, str]]:
-    """Give every combination of the values of some options."""
-    for combination in itertools.product(*values.values()):
-        yield dict(zip(values, combination))
 
 
 @dataclass(frozen=True)

@@ -346,7 +346,7 @@ class Session:
 
 
 def find_device(name: str) -> torch.device:
-    """Return a device that is there; ``"auto"`` takes a GPU if it can."""
+    """Return a device that works; ``"auto"`` takes a GPU if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and torchrun.launched() and torch.cuda.is_available():
@@ -357,7 +357,7 @@ def find_device(name: str) -> torch.device:
         torch.zeros(1, device=device).tolist()  # which a meta device has not
     except Exception as error:  # torch raises many kinds, with long texts
         reason = str(error).splitlines()[0].rstrip(".")
-        raise UserError(f"The device {name!r} is not there: {reason}.") from None
+        raise UserError(f"The device {name!r} is not available: {reason}.") from None
     return device
 
 

@@ -21,6 +21,7 @@ from newton_summary.analysis.interactions import Pair, strongest_pairs
 from newton_summary.display.table import text_table
 from newton_summary.errors import UserError
 from newton_summary.history import History
+from newton_summary.inspection.settings import Settings
 from newton_summary.inspection.user_file import Built, kind_of, telling
 from newton_summary.measuring.lambda_int import Strengths, suggest_lambda_int
 from newton_summary.measuring.measurement import summarize
@@ -32,19 +33,6 @@ from newton_summary.summary import Summary
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How to measure."""
-
-    partition: str
-    backend: str
-    order: int
-    lambda_int: float | None  # None: the best of some if D3 is measured, else 0
-    max_batches: int
-    device: str | None  # None: where the model is
-    stderr: bool
 
 
 @dataclass(frozen=True)
