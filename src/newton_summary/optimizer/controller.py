@@ -250,7 +250,9 @@ class RateController(ShownAsTable):
                 break
         best = best or 1e-3 * SHORTEST * size / length
         with torch.no_grad():
-            torch._foreach_copy_(params, torch._foreach_sub(before, torch._foreach_mul(parts, best)))
+            torch._foreach_copy_(
+                params, torch._foreach_sub(before, torch._foreach_mul(parts, best))
+            )
         self._change(slope, curvature, slope / curvature, best, "start")
 
 
