@@ -135,7 +135,10 @@ def train(cell: Cell, folder: Path, device: str, variants: dict[str, Any]) -> Ce
     cell |= {"loss": statistics.fmean(loss_of_parts), "curve": curve, "score": score}
     cell |= {"seconds": round(seconds, 2), "device": device}
     if steers:
-        cell["rates"] = [(r.step, float(f"{r.rate:.3g}"), r.why) for r in steers.history]
+        cell["rates"] = [
+            (r.step, *(float(f"{x:.3g}") for x in (r.rate, r.slope, r.curvature)), r.why)
+            for r in steers.history
+        ]
     return cell
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from newton_summary.display.table import ShownAsTable, shorten
+from newton_summary.display.table import ShownAsTable
 from newton_summary.errors import NotFiniteError
 from newton_summary.measuring.measurement import summarize
 from newton_summary.parallel.fsdp import is_sharded
@@ -34,6 +34,8 @@ Why = Literal["start", "raise", "lower", "keep", "brake", "not finite", "no step
 
 LONGEST = 0.1  # of the parameters' norm: a longer step is not lengthened
 SHORTEST = 1e-3  # of the same: where the start begins to search
+ERROR = "bounded"
+SURE = 4.0
 TRIALS = 12  # evaluations that the start may take
 
 
@@ -74,7 +76,7 @@ class RateController(ShownAsTable):
         loss_fn: LossFn,
         *,
         period: int = 10,
-        set_point: float = 0.6,
+        set_point: float = 1.0,
         gain: float = 0.3,
         memory: float = 0.9,
         distributed: str | bool | Any = "auto",
@@ -93,6 +95,7 @@ class RateController(ShownAsTable):
         sharded = any(is_sharded(p) for p in self._held.values())
         self._backend = "sweep" if sharded else "differences"
         self._slope, self._curvature = 0.0, 0.0  # running means, for a rate of 1
+        self._square = self._weight = 0.0
         self._due = 1  # the step after which to measure next
         self._before: list[Tensor] | None = None  # parameters before the step to be measured
         self._rate = 0.0  # of that step
@@ -191,7 +194,16 @@ class RateController(ShownAsTable):
         self._curvature += (1 - self.memory) * (curvature / rate**2 - self._curvature)
         peak = self.multiplier * self._reference()
         gained, lost = self._slope * peak, self._curvature * peak**2
-        error = _error(gained, self.set_point * lost)
+        self._square += (1 - self.memory) * ((slope / rate) ** 2 - self._square)
+        self._weight = 1 - (1 - self._weight) * self.memory
+        w = self._weight
+        spread = (
+            max(self._square / w - (self._slope / w) ** 2, 0)
+            * (1 - self.memory)
+            / (1 + self.memory)
+            * w**2
+        )
+        error = _error(gained, self.set_point * lost, SURE * math.sqrt(spread) * peak)
         change = math.exp(self.gain * error)
         why = "raise" if change > 1 else "lower"
         if change > 1 and length > LONGEST:
@@ -256,9 +268,13 @@ class RateController(ShownAsTable):
         self._change(slope, curvature, slope / curvature, best, "start")
 
 
-def _error(gained: float, lost: float) -> float:
+def _error(gained: float, lost: float, unsure: float = 0.0) -> float:
     """Return (gained - lost) / (|gained| + |lost|), between -1 and 1."""
-    total = abs(gained) + abs(lost)
+    if ERROR == "linear":
+        if lost <= 0:
+            return 1.0 if gained > 0 else -1.0
+        return min(max((gained - lost) / (lost + unsure), -1.0), 1.0)
+    total = abs(gained) + abs(lost) + unsure
     return (gained - lost) / total if total > 0 else 0.0
 
 
