@@ -206,7 +206,9 @@ class Training:
 
 
 DEVELOPMENT = {
-    "MLP": Training(models.mlp, mnist, batch=100, epochs=16),
+    "MLP": Training(
+        lambda: models.perceptron([1024, 200, 100, 10], nn.Tanh, 1.0), mnist, batch=100, epochs=16
+    ),
     "LeNet": Training(models.lenet, cifar10, epochs=10),
     "MLP, ReLU, squared error": Training(lambda: dense(1024, 128, 64, 10), mnist, squared_labels),
     "GPT": Training(
@@ -214,7 +216,7 @@ DEVELOPMENT = {
     ),
     "ResNet, batch norm": Training(small_resnet, cifar10, samples=2500),
     "CNN, batch norm, dropout": Training(dropout_cnn, mnist),
-    "autoencoder": Training(lambda: models.autoencoder(width=128), mnist, reconstruction, epochs=6),
+    "autoencoder": Training(lambda: models.autoencoder(1024, 128), mnist, reconstruction, epochs=6),
 }
 HELD_OUT = {
     "VGG-11'": Training(lambda: models.vgg11(width=6), cifar10, samples=2500),
