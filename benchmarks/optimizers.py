@@ -34,7 +34,7 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from newton_summary.optimizer import controller
+from newton_summary.optimizer import controller, steering
 
 ADAM = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 SGDS = (3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
@@ -43,9 +43,9 @@ SCHEDULES = ("constant", "linear")
 Cell = dict[str, Any]
 
 
-def methods(variants: Iterable[str]) -> list[str]:
+def methods(variants: Iterable[str], starts: Iterable[float] = STARTS) -> list[str]:
     """All methods, the most telling ones first."""
-    ours = [f"steer{name} {lr:g}" for name in variants for lr in STARTS]
+    ours = [f"steer{name} {lr:g}" for name in variants for lr in starts]
     adam = [f"adam {lr:g}" for lr in ADAM]
     others = {"prodigyopt": "prodigy 1", "schedulefree": "schedulefree 0.0025"}
     others = [m for package, m in others.items() if importlib.util.find_spec(package)]
@@ -57,8 +57,8 @@ def cells(args: argparse.Namespace) -> list[Cell]:
     chosen = [t for t in part if not args.trainings or t in args.trainings]
     wanted = [
         m
-        for m in methods(["", *args.variants])
-        if not args.methods or any(m.startswith(x) for x in args.methods)
+        for m in methods(["", *args.variants], args.starts)
+        if not args.methods or any(f"{m} ".startswith(f"{x} ") for x in args.methods)
     ]
     return [
         {"training": t, "method": m, "schedule": schedule, "seed": seed}
@@ -102,7 +102,8 @@ def train(cell: Cell, folder: Path, device: str, variants: dict[str, Any]) -> Ce
     if kind.startswith("steer"):
         options = dict(variants.get(kind.removeprefix("steer"), {}))
         for name in [name for name in options if name.isupper()]:
-            setattr(controller, name, options.pop(name))
+            home = next(m for m in (steering, controller) if hasattr(m, name))
+            setattr(home, name, options.pop(name))
         steers = controller.RateController(optimizer, model, training.loss_fn, **options)
     n = len(train_set[0])
     total = training.epochs * -(-n // training.batch)
@@ -285,7 +286,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmark-results/optimizers.jsonl"))
     parser.add_argument("--part", choices=["development", "held-out", "all"], default="development")
     parser.add_argument("--trainings", nargs="*", default=[])
-    parser.add_argument("--methods", nargs="*", default=[], help="how their names begin")
+    parser.add_argument("--methods", nargs="*", default=[], help="names, with rate or without")
+    parser.add_argument("--starts", nargs="*", type=float, default=STARTS, help="of the controller")
     parser.add_argument("--schedules", nargs="*", default=SCHEDULES, choices=SCHEDULES)
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--variant", nargs=2, action="append", default=[], dest="variants")

@@ -2,12 +2,16 @@
 
 A step moves the parameters from ``before`` by ``-d``. On the next batch, which had no part in it,
 
-    slope     = <grad L(before), d>                      what the step gains to first order
-    curvature = <grad L(before) - grad L(before - d), d> what it loses again, twice
+    slope     = <grad L(before), d>                       what the step gains, to first order
+    curvature = <grad L(before) - grad L(before - d), d>  how much of that its end has lost
 
 so ``slope / curvature`` is the best multiple of the step, the *factor*: 1 for a step to the bottom
-of the valley, below 1/2 for one that climbs up the other side. Taking that best multiple again and
-again makes the rate shrink for ever; the controller keeps the factor at a set point below 1.
+of the valley, 1/2 for one that ends on the other side at the same height. Multiplying the rate by
+the factor again and again would let it shrink for ever, as noise makes the best next step shorter
+than the best step for the training; the controller keeps the factor at a set point instead.
+
+The curvature is that of the whole step, from two gradients, and not the one at its start: it holds
+for a step as long as it is, also with kinks (ReLU), and any operation that has a gradient will do.
 """
 
 from __future__ import annotations
@@ -15,28 +19,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from newton_summary.display.table import ShownAsTable
+from newton_summary.display.table import ShownAsTable, shorten
 from newton_summary.errors import NotFiniteError
 from newton_summary.measuring.measurement import summarize
-from newton_summary.parallel.fsdp import is_sharded
+from newton_summary.optimizer.steering import Balance
+from newton_summary.parallel.processes import is_sharded
 from newton_summary.partition import make_partition
 from newton_summary.probe.loss_function import LossFn, check_loss_fn
 from newton_summary.probe.state import unmoved
 
-Why = Literal["start", "raise", "lower", "keep", "brake", "not finite", "no step"]
+Why = Literal["start", "raise", "lower", "keep", "not finite"]
 
-LONGEST = 0.1  # of the parameters' norm: a longer step is not lengthened
-SHORTEST = 1e-3  # of the same: where the start begins to search
-ERROR = "bounded"
-SURE = 4.0
-TRIALS = 12  # evaluations that the start may take
+SHORTEST = 1e-3  # of the norm of the parameters: the step from which the start searches upwards
+LONGEST = 0.1  # of the same: a step of this length is not lengthened where curvature is negative
+TRIALS = 12  # gradients that the start may take
 
 
 @dataclass(frozen=True)
@@ -44,30 +47,62 @@ class RateRecord:
     """One measurement of a :class:`RateController`, and what followed from it."""
 
     step: int  # how many steps the optimizer had taken
-    rate: float  # the largest learning rate of the step that was measured
-    slope: float  # of the loss along that step
-    curvature: float  # of the loss along that step
-    factor: float  # slope / curvature, from the running means, at the rate of the schedule's peak
+    rate: float  # the largest learning rate in the step that was measured
+    loss: float  # before the step, of the batch that it was measured on
+    slope: float  # along the step
+    curvature: float  # along the step
+    factor: float  # slope / curvature, from their running means
     change: float  # what the rate was multiplied with
     why: Why
 
 
 class RateController(ShownAsTable):
-    """Steer the learning rate of an optimizer, from wherever it starts.
+    """Steer the learning rate of an optimizer; where it starts does not matter.
+
+    Every ``period`` steps, slope and curvature of the loss along the optimizer's own last step are
+    measured on the next batch, and the rate is changed so that their ratio stays at a set point.
+    The first step is lengthened or shortened to the best one on its line. That takes two gradients
+    for each measurement, and some more of them within the first fifty steps.
+
+    The optimizer's learning rates are multiplied while it takes a step, and put back: schedulers
+    and loggers see their own, and the shape of a schedule multiplies what is found here
+    (``controller.rates``). All parameter groups have the same multiplier. Weight decay, gradient
+    clipping and whatever else the optimizer does are part of the step as it is measured.
 
     Args:
-        optimizer: Any torch optimizer whose step is proportional to its learning rate: SGD, Adam,
-            AdamW and most others. Its ``lr`` is where the search starts.
+        optimizer: Any torch optimizer that moves along a direction times its learning rate, such as
+            Adam, AdamW and SGD. One that keeps other copies of the parameters in its state, such as
+            schedule-free ones, does not fit.
         model: The model that it trains.
         loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a batch.
-        period: Measure one step in so many. A measurement costs two gradients.
-        set_point: Where to keep the factor. Lower means longer steps.
-        gain: At most by ``exp(gain)`` the rate changes at a measurement.
-        memory: How much of the running means of slope and curvature a measurement leaves.
+        period: Measure one step in so many.
+        set_point: Where to keep the factor. Less means longer steps.
+        gain: The rate changes by ``exp(gain)`` at most, up or down, at a measurement.
+        memory: How much of the running means a measurement leaves.
         distributed: As for :func:`summarize`.
+
+    Attributes:
+        multiplier: What the optimizer's learning rates are multiplied with.
+        history: A :class:`RateRecord` for each measurement; ``print(controller)`` shows them.
+        steps: How many steps the optimizer has taken.
+
+    >>> _ = torch.manual_seed(0)
+    >>> model = nn.Linear(3, 1)
+    >>> X = torch.randn(64, 3)
+    >>> Y = X.sum(1, keepdim=True)
+    >>> def loss_fn(model, batch):
+    ...     return (model(batch[0]) - batch[1]).square().mean()
+    >>> adam = torch.optim.Adam(model.parameters(), lr=1e-6)
+    >>> controller = RateController(adam, model, loss_fn)
+    >>> for batch in zip(X.split(8), Y.split(8)):
+    ...     adam.zero_grad()
+    ...     loss_fn(model, batch).backward()
+    ...     controller.step(batch)
+    >>> 0.01 < controller.rates[0] < 1
+    True
     """
 
-    _numbers = range(0, 6)
+    _numbers = range(7)
 
     def __init__(
         self,
@@ -82,29 +117,27 @@ class RateController(ShownAsTable):
         distributed: str | bool | Any = "auto",
     ):
         check_loss_fn(loss_fn)
+        _check(optimizer, period, set_point, gain, memory)
         self.optimizer, self.model, self.loss_fn = optimizer, model, loss_fn
         self.period, self.set_point, self.gain, self.memory = period, set_point, gain, memory
         self.distributed = distributed
-        self.multiplier = 1.0  # of the optimizer's own learning rates
+        self.multiplier = 1.0
         self.history: list[RateRecord] = []
         self.steps = 0
-        self._lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._first_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._partition = make_partition(model, "trivial")
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._held = {n: p for n, p in self._partition.params.items() if id(p) in held}
+        self._held = _held(optimizer, self._partition.params)
         sharded = any(is_sharded(p) for p in self._held.values())
         self._backend = "sweep" if sharded else "differences"
-        self._slope, self._curvature = 0.0, 0.0  # running means, for a rate of 1
-        self._square = self._weight = 0.0
-        self._due = 1  # the step after which to measure next
+        self._balance = Balance()
+        self._started = False
+        self._due = 1  # the number of the next step to measure
         self._before: list[Tensor] | None = None  # parameters before the step to be measured
-        self._rate = 0.0  # of that step
-        self._batch: Any = None
-        self._unscaled: list[Any] = []
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._pre_step),
-            optimizer.register_step_post_hook(self._post_step),
-        ]
+        self._rate = 0.0  # the largest learning rate in that step
+        self._batch: Any = None  # on hand for the first step
+        self._own_lrs: list[Any] = []  # the optimizer's, while it takes a step
+        optimizer.register_step_pre_hook(self._before_hook)
+        optimizer.register_step_post_hook(self._after_hook)
 
     # --- what a training loop calls ---------------------------------------------------------------
 
@@ -112,50 +145,113 @@ class RateController(ShownAsTable):
         """Measure if it is time to, and let the optimizer take its step.
 
         Args:
-            batch: The batch that the gradients are of, or any other of this model's data.
+            batch: The batch that the gradients are of, or several with an accumulated gradient: all
+                that :func:`summarize` takes as its data.
         """
         self.before_step(batch)
         self.optimizer.step()
 
     def before_step(self, batch: Any) -> None:
-        """Measure if it is time to; the optimizer's step has to follow."""
-        if self._before is not None and self.steps > 1:
+        """Measure if it is time to, where something else calls ``optimizer.step()``.
+
+        For a GradScaler, a trainer or a closure. Steps that no call of this has preceded are taken
+        with the present rate.
+        """
+        if self._before is not None:
             self._measure(batch, self._before)
             self._before = None
         self._batch = batch
 
-    # --- hooks of the optimizer -------------------------------------------------------------------
+    @property
+    def rates(self) -> list[float]:
+        """The learning rates of the next step, one for each parameter group."""
+        return [float(group["lr"]) * self.multiplier for group in self.optimizer.param_groups]
 
-    def _pre_step(self, *_: Any) -> None:
-        self._unscaled = [group["lr"] for group in self.optimizer.param_groups]
+    def _before_hook(self, *_: Any) -> None:
+        self._own_lrs = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * self.multiplier
-        if self.steps + 1 >= self._due and self._batch is not None:
-            self._before = [p.detach().clone() for p in self._held.values()]
-            self._rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
-        else:
-            self._before = None
+        wanted = self.steps + 1 >= self._due and self._batch is not None
+        self._before = [p.detach().clone() for p in self._held.values()] if wanted else None
+        self._rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
 
-    def _post_step(self, *_: Any) -> None:
-        for group, lr in zip(self.optimizer.param_groups, self._unscaled, strict=True):
+    def _after_hook(self, *_: Any) -> None:
+        for group, lr in zip(self.optimizer.param_groups, self._own_lrs, strict=True):
             group["lr"] = lr
         self.steps += 1
         batch, self._batch = self._batch, None
-        if self.steps == 1 and self._before is not None:
+        if not self._started and self._before is not None:
             self._start(batch, self._before)
             self._before = None
 
-    # --- measuring --------------------------------------------------------------------------------
+    # --- measurements -----------------------------------------------------------------------------
 
-    def _direction(self, before: list[Tensor]) -> dict[str, Tensor]:
-        moved = dict(zip(self._held, torch._foreach_sub(before, list(self._held.values()))))
-        return {
-            n: moved[n].detach() if n in moved else torch.zeros_like(p)
-            for n, p in self._partition.params.items()
-        }
+    def _measure(self, batch: Any, before: list[Tensor]) -> None:
+        """Measure the last step, and change the rate."""
+        self._due = self.steps + min(self.period, 1 + self.steps // 5)
+        u = self._step_taken(before)
+        length = _norm(u.values()) / _size(before)
+        if length == 0:
+            return
+        _, slope_after = self._loss_and_slope(batch, u)
+        with self._moved_to(before):
+            loss, slope = self._loss_and_slope(batch, u)
+        curvature = slope - slope_after
+        if not (math.isfinite(slope) and math.isfinite(curvature)):
+            self._change(loss, slope, curvature, math.nan, 0.5, "not finite")
+            return
+        self._balance.add(slope, curvature, self._rate, self.memory)
+        peak = self.multiplier * self._peak_lr()
+        error = self._balance.error(peak, self.set_point, self.memory)
+        why: Why = "raise" if error > 0 else "lower"
+        if error > 0 and self._balance.curvature <= 0 and length > LONGEST:
+            error, why = 0.0, "keep"
+        factor = self._balance.factor(peak)
+        self._change(loss, slope, curvature, factor, math.exp(self.gain * error), why)
 
-    def _at_present(self, batch: Any, u: Mapping[str, Tensor]) -> tuple[float, float]:
-        """Return the loss and its slope along ``-u``; infinite and NaN where it is not finite."""
+    def _start(self, batch: Any, before: list[Tensor]) -> None:
+        """Lengthen or shorten the first step to the lowest loss on its line.
+
+        Searches upwards from a short step, whatever the rate: beyond the first hill there may be
+        another valley, in which the network is damaged.
+        """
+        u = self._step_taken(before)
+        parts = [u[name] for name in self._held]
+        length, size = _norm(parts), _size(before)
+        if length == 0:
+            return
+
+        def at(s: float) -> list[Tensor]:
+            return list(torch._foreach_sub(before, torch._foreach_mul(parts, s)))
+
+        with self._moved_to(before):
+            loss, slope = self._loss_and_slope(batch, u)
+        best, lowest, curvature = 0.0, loss, math.nan
+        s = SHORTEST * size / length
+        for _ in range(TRIALS if slope > 0 else 0):
+            with self._moved_to(at(s)):
+                loss_there, slope_there = self._loss_and_slope(batch, u)
+            if not loss_there < lowest:
+                if best > 0:
+                    break
+                s *= 0.1
+                continue
+            best, lowest, curvature = s, loss_there, (slope - slope_there) / s
+            target = slope / curvature if curvature > 0 else LONGEST * size / length
+            if target < 1.5 * s:
+                break
+            s = min(target, 10 * s)
+        best = best or s
+        # Where a schedule begins below its peak, what was found is for the peak.
+        shape = self._rate / (self.multiplier * self._peak_lr())
+        with torch.no_grad():
+            torch._foreach_copy_(list(self._held.values()), at(best * shape))
+        self._change(loss, slope, curvature, slope / curvature, best * shape, "start")
+        self._started = True
+        self._due = self.steps + 1
+
+    def _loss_and_slope(self, batch: Any, u: Mapping[str, Tensor]) -> tuple[float, float]:
+        """Return the loss, and how fast it falls along ``-u``; infinity and NaN if it is lost."""
         try:
             summary = summarize(
                 self.model,
@@ -172,111 +268,138 @@ class RateController(ShownAsTable):
         loss, slope = torch.stack([summary.loss.double(), summary.gbar[0].double()]).tolist()
         return loss, slope
 
-    def _measure(self, batch: Any, before: list[Tensor]) -> None:
-        u = self._direction(before)
-        length, size = _norm(list(u.values())), _norm(before)
-        loss_after, slope_after = self._at_present(batch, u)
-        with self._placed(before):
-            loss, slope = self._at_present(batch, u)
-        curvature = slope - slope_after
-        self._due = self.steps + max(1, min(self.period, self.steps // 5))
-        if length == 0:
-            return
-        self._steer(slope, curvature, loss_after - loss, length / size)
+    def _step_taken(self, before: list[Tensor]) -> dict[str, Tensor]:
+        """Return what the last step has subtracted from each parameter of the model."""
+        now = [p.detach() for p in self._held.values()]
+        steps = dict(zip(self._held, torch._foreach_sub(before, now), strict=True))
+        every = self._partition.params.items()
+        return {n: steps[n] if n in steps else torch.zeros_like(p).detach() for n, p in every}
 
-    def _steer(self, slope: float, curvature: float, rise: float, length: float) -> None:
-        rate = self._rate
-        why: Why
-        if not (math.isfinite(slope) and math.isfinite(curvature) and math.isfinite(rise)):
-            self._change(slope, curvature, math.nan, 0.5, "not finite")
-            return
-        self._slope += (1 - self.memory) * (slope / rate - self._slope)
-        self._curvature += (1 - self.memory) * (curvature / rate**2 - self._curvature)
-        peak = self.multiplier * self._reference()
-        gained, lost = self._slope * peak, self._curvature * peak**2
-        self._square += (1 - self.memory) * ((slope / rate) ** 2 - self._square)
-        self._weight = 1 - (1 - self._weight) * self.memory
-        w = self._weight
-        spread = (
-            max(self._square / w - (self._slope / w) ** 2, 0)
-            * (1 - self.memory)
-            / (1 + self.memory)
-            * w**2
-        )
-        error = _error(gained, self.set_point * lost, SURE * math.sqrt(spread) * peak)
-        change = math.exp(self.gain * error)
-        why = "raise" if change > 1 else "lower"
-        if change > 1 and length > LONGEST:
-            change, why = 1.0, "keep"
-        self._change(slope, curvature, gained / lost if lost else math.inf, change, why)
+    @contextmanager
+    def _moved_to(self, values: list[Tensor]) -> Iterator[None]:
+        params = list(self._held.values())
+        with unmoved(params):
+            with torch.no_grad():
+                torch._foreach_copy_(params, values)
+            yield
 
-    def _reference(self) -> float:
-        """Return the largest learning rate that the optimizer's schedule knows."""
+    def _peak_lr(self) -> float:
+        """Return the largest learning rate of the optimizer's schedule, without the multiplier."""
+        groups = zip(self.optimizer.param_groups, self._first_lrs, strict=True)
         return max(
-            max(float(group.get("initial_lr", lr)), float(group.get("max_lr", 0)))
-            for group, lr in zip(self.optimizer.param_groups, self._lrs, strict=True)
+            max(float(group.get("initial_lr", first)), float(group.get("max_lr", 0.0)))
+            for group, first in groups
         )
 
     def _change(
-        self, slope: float, curvature: float, factor: float, change: float, why: Why
+        self, loss: float, slope: float, curvature: float, factor: float, change: float, why: Why
     ) -> None:
-        self.history.append(
-            RateRecord(self.steps, self._rate, slope, curvature, factor, change, why)
-        )
+        record = (self.steps, self._rate, loss, slope, curvature, factor, change, why)
+        self.history.append(RateRecord(*record))
         self.multiplier *= change
 
-    @contextmanager
-    def _placed(self, values: list[Tensor]) -> Iterator[None]:
-        """Set the parameters to other values, for a while."""
-        params = list(self._held.values())
-        with unmoved(params), torch.no_grad():
-            torch._foreach_copy_(params, values)
-            yield
+    # --- checkpoints and tables -------------------------------------------------------------------
 
-    def _start(self, batch: Any, before: list[Tensor]) -> None:
-        """Lengthen or shorten the first step to the best one along its line."""
-        u = self._direction(before)
-        parts = [u[n] for n in self._held]
-        params = list(self._held.values())
-        with self._placed(before):
-            loss, slope = self._at_present(batch, u)
-        size, length = _norm(before), _norm(parts)
-        best, high, lowest, curvature = 0.0, math.inf, loss, math.nan
-        # From a short step on, whatever the rate: beyond a hill there may be another valley.
-        s = SHORTEST * size / length if length > 0 else 0.0
-        for _ in range(TRIALS if slope > 0 else 0):
-            with self._placed(torch._foreach_sub(before, torch._foreach_mul(parts, s))):
-                there, slope_there = self._at_present(batch, u)
-            if not there < lowest:
-                high = s
-                if best > 0:
-                    break
-                s *= 0.1
-                continue
-            best, lowest, curvature = s, there, (slope - slope_there) / s
-            target = slope / curvature if curvature > 0 else math.inf
-            if target < 1.5 * s:
-                break
-            s = min(target, 10 * s, LONGEST * size / length)
-            if s >= high or s <= best:
-                break
-        best = best or 1e-3 * SHORTEST * size / length
-        with torch.no_grad():
-            torch._foreach_copy_(
-                params, torch._foreach_sub(before, torch._foreach_mul(parts, best))
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything to go on from, bit for bit; the optimizer's own state is not in it."""
+        return {
+            "multiplier": self.multiplier,
+            "steps": self.steps,
+            "due": self._due,
+            "started": self._started,
+            "rate": self._rate,
+            "first_lrs": list(self._first_lrs),
+            "balance": asdict(self._balance),
+            "before": None if self._before is None else [x.clone() for x in self._before],
+            "history": [asdict(record) for record in self.history],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where :meth:`state_dict` was called.
+
+        Raises:
+            ValueError: If this is not such a state, or that of another model.
+        """
+        known = self.state_dict()
+        if not isinstance(state, Mapping) or set(state) != set(known):
+            raise ValueError("Not a RateController state_dict: give what state_dict() returned.")
+        before = state["before"]
+        shapes = None if before is None else [tuple(x.shape) for x in before]
+        if shapes is not None and shapes != [tuple(p.shape) for p in self._held.values()]:
+            raise ValueError("The state is of a model with other parameters.")
+        if len(state["first_lrs"]) != len(self._first_lrs):
+            raise ValueError(
+                f"The state is of an optimizer with {len(state['first_lrs'])} parameter groups, "
+                f"and this one has {len(self._first_lrs)}."
             )
-        self._change(slope, curvature, slope / curvature, best, "start")
+        self.multiplier, self.steps = float(state["multiplier"]), int(state["steps"])
+        self._due, self._started = int(state["due"]), bool(state["started"])
+        self._rate, self._first_lrs = float(state["rate"]), list(state["first_lrs"])
+        self._balance = Balance(**state["balance"])
+        self._before = None
+        if before is not None:
+            self._before = [x.to(p).clone() for x, p in zip(before, self._held.values())]
+        self.history = [RateRecord(**record) for record in state["history"]]
+
+    def __repr__(self) -> str:
+        """Return the present rates, in a line."""
+        rates = ", ".join(f"{rate:.3g}" for rate in self.rates)
+        return f"RateController({type(self.optimizer).__name__}, lr {rates}, step {self.steps})"
+
+    def _rows(self) -> list[list[str]]:
+        header = ["step", "rate", "loss", "slope", "curvature", "factor", "change", "why"]
+        rows = []
+        for r in self.history:
+            numbers = (r.rate, r.loss, r.slope, r.curvature, r.factor, r.change)
+            rows.append([str(r.step), *(f"{x:.3g}" for x in numbers), r.why])
+        return shorten([header, *rows])
+
+    def _said(self) -> str:
+        rates = ", ".join(f"{rate:.3g}" for rate in self.rates)
+        return f"after {self.steps} steps the learning rate is {rates}"
 
 
-def _error(gained: float, lost: float, unsure: float = 0.0) -> float:
-    """Return (gained - lost) / (|gained| + |lost|), between -1 and 1."""
-    if ERROR == "linear":
-        if lost <= 0:
-            return 1.0 if gained > 0 else -1.0
-        return min(max((gained - lost) / (lost + unsure), -1.0), 1.0)
-    total = abs(gained) + abs(lost) + unsure
-    return (gained - lost) / total if total > 0 else 0.0
+def _check(optimizer: Optimizer, period: int, set_point: float, gain: float, memory: float) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"The optimizer is of type {type(optimizer).__name__}: give the torch optimizer that "
+            f"trains the model, RateController(optimizer, model, loss_fn)."
+        )
+    if isinstance(period, bool) or not isinstance(period, int) or period < 1:
+        raise ValueError(f"period={period!r}: write a number of steps, 1 or more.")
+    for name, value, top in (
+        ("set_point", set_point, math.inf),
+        ("gain", gain, math.inf),
+        ("memory", memory, 1.0),
+    ):
+        if not isinstance(value, int | float) or not 0 < value < top:
+            raise ValueError(f"{name}={value!r}: write a number above 0, and memory below 1.")
+    for hook in optimizer._optimizer_step_pre_hooks.values():
+        if isinstance(getattr(hook, "__self__", None), RateController):
+            raise ValueError("This optimizer has a RateController already; use one of them.")
 
 
-def _norm(tensors: list[Tensor]) -> float:
-    return float(torch.stack(torch._foreach_norm(tensors)).norm())
+def _held(optimizer: Optimizer, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters of the model that the optimizer moves, by name."""
+    owned = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    held = {name: p for name, p in params.items() if id(p) in owned}
+    strange = [
+        p for i, p in owned.items() if p.requires_grad and i not in set(map(id, held.values()))
+    ]
+    if strange or not held:
+        raise ValueError(
+            f"The optimizer holds {len(strange)} tensors that are not parameters of the model: it "
+            f"belongs to another model."
+        )
+    return held
+
+
+def _norm(tensors: Any) -> float:
+    norms = torch._foreach_norm([x.detach() for x in tensors])
+    whole = [n.full_tensor() if is_sharded(n) else n for n in norms]  # type: ignore[attr-defined]
+    return float(torch.stack([n.to(whole[0]) for n in whole]).norm())
+
+
+def _size(tensors: list[Tensor]) -> float:
+    """Return the norm of the parameters; of ones that are near zero, as if they were 0.01."""
+    return max(_norm(tensors), 0.01 * math.sqrt(sum(x.numel() for x in tensors)))
