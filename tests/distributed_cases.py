@@ -247,6 +247,29 @@ def train_all(rank, count, kinds=KINDS):
     return found
 
 
+def steer(model, part):
+    """Train with a controlled Adam; return the parameters and the record."""
+    adam = torch.optim.Adam(model.parameters(), lr=1e-4)
+    controller = ns.RateController(adam, model, loss_fn, period=5)
+    for step in range(30):
+        batch = part(draw(1000 + step))
+        adam.zero_grad()
+        loss_fn(model, batch).backward()
+        controller.step(batch)
+    params = [sharded.whole(p).detach().clone() for p in model.parameters()]
+    return {"params": params, "rates": [record.rate for record in controller.history]}
+
+
+def steer_all(rank, count):
+    def part(batch):
+        return even_part(batch, rank, count)
+
+    return {
+        "ddp": steer(DistributedDataParallel(make_net()), part),
+        "fsdp": steer(sharded_net(), part),
+    }
+
+
 def share_a_device(rank, count):
     """What processes do that share one GPU; on the CPU if there is none."""
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from newton_summary.measuring.trial_steps import step_trials
     from newton_summary.measuring.verification import Verification, verify
     from newton_summary.optimizer import NewtonSummary
+    from newton_summary.optimizer.controller import RateController, RateRecord
     from newton_summary.page import report
     from newton_summary.partition import Partition, make_partition
     from newton_summary.solver import LearningRates, learning_rates
@@ -44,6 +45,8 @@ __all__ = [
     "Partition",
     "RankError",
     "RankNotFiniteError",
+    "RateController",
+    "RateRecord",
     "Strengths",
     "Summary",
     "SummaryWindow",
@@ -79,6 +82,7 @@ _MODULES = {
     "measuring.trial_steps": ("step_trials",),
     "measuring.verification": ("Verification", "verify"),
     "optimizer": ("NewtonSummary",),
+    "optimizer.controller": ("RateController", "RateRecord"),
     "page": ("report",),
     "partition": ("Partition", "make_partition"),
     "solver": ("LearningRates", "learning_rates"),

@@ -30,7 +30,7 @@ from newton_summary.display.table import ShownAsTable, shorten
 from newton_summary.errors import NotFiniteError
 from newton_summary.measuring.measurement import summarize
 from newton_summary.optimizer.steering import Balance
-from newton_summary.parallel.processes import is_sharded
+from newton_summary.parallel.processes import is_sharded, local_part
 from newton_summary.partition import make_partition
 from newton_summary.probe.loss_function import LossFn, check_loss_fn
 from newton_summary.probe.state import unmoved
@@ -244,8 +244,7 @@ class RateController(ShownAsTable):
         best = best or s
         # Where a schedule begins below its peak, what was found is for the peak.
         shape = self._rate / (self.multiplier * self._peak_lr())
-        with torch.no_grad():
-            torch._foreach_copy_(list(self._held.values()), at(best * shape))
+        self._place(at(best * shape))
         self._change(loss, slope, curvature, slope / curvature, best * shape, "start")
         self._started = True
         self._due = self.steps + 1
@@ -277,11 +276,13 @@ class RateController(ShownAsTable):
 
     @contextmanager
     def _moved_to(self, values: list[Tensor]) -> Iterator[None]:
-        params = list(self._held.values())
-        with unmoved(params):
-            with torch.no_grad():
-                torch._foreach_copy_(params, values)
+        with unmoved(self._held.values()):
+            self._place(values)
             yield
+
+    def _place(self, values: list[Tensor]) -> None:
+        there = [local_part(p.detach()) for p in self._held.values()]
+        torch._foreach_copy_(there, [local_part(value) for value in values])
 
     def _peak_lr(self) -> float:
         """Return the largest learning rate of the optimizer's schedule, without the multiplier."""

@@ -1,0 +1,498 @@
+"""The controller of a learning rate: what it measures, what it does, and in which loops."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LinearLR, OneCycleLR, ReduceLROnPlateau, StepLR
+
+import newton_summary as ns
+from distributed_cases import draw, make_net, steer, steer_all
+from newton_summary.optimizer.steering import Balance
+from ranks import run_once
+
+OPTIMIZERS = {
+    "sgd": lambda params, lr: torch.optim.SGD(params, lr=lr),
+    "momentum": lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9, weight_decay=1e-3),
+    "adam": lambda params, lr: torch.optim.Adam(params, lr=lr),
+    "adamw": lambda params, lr: torch.optim.AdamW(params, lr=lr, weight_decay=0.1),
+    "rmsprop": lambda params, lr: torch.optim.RMSprop(params, lr=lr),
+}
+
+
+def cross_entropy(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def squared(model, batch):
+    return F.mse_loss(model(batch[0]), F.one_hot(batch[1], 3).double())
+
+
+def relu_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3)).double()
+
+
+def batches(count, size=12):
+    """Batches with something to learn: the label is the largest of three numbers."""
+    found = []
+    for seed in range(count):
+        x, _ = draw(seed, size)
+        found.append((x, x[:, :3].argmax(1)))
+    return found
+
+
+def train(model, optimizer, controller, data, loss_fn=cross_entropy, after=lambda: None):
+    for batch in data:
+        optimizer.zero_grad()
+        loss_fn(model, batch).backward()
+        controller.step(batch)
+        after()
+
+
+def loss_of_all(model, loss_fn=cross_entropy):
+    with torch.no_grad():
+        return sum(float(loss_fn(model, batch)) for batch in batches(20)) / 20
+
+
+# --- what is measured -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_slope_and_curvature_of_a_quadratic_by_double_backward(kind):
+    """Along the real step, on the next batch: <g, d> and d^T H d, with H from autograd."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    optimizer = OPTIMIZERS[kind](model.parameters(), 1e-2)
+    controller = ns.RateController(optimizer, model, squared, period=1)
+    train(model, optimizer, controller, batches(3), squared)
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, optimizer, controller, batches(4)[3:], squared)
+    d = [b - p.detach() for b, p in zip(before, model.parameters())]
+    batch = draw(50)
+    optimizer.zero_grad()
+    squared(model, batch).backward()
+    controller.before_step(batch)
+
+    names = [name for name, _ in model.named_parameters()]
+
+    def at(*values):
+        out = torch.func.functional_call(model, dict(zip(names, values)), (batch[0],))
+        return F.mse_loss(out, F.one_hot(batch[1], 3).double())
+
+    there = [b.clone().requires_grad_() for b in before]
+    grads = torch.autograd.grad(at(*there), there, create_graph=True)
+    slope = sum((g * x).sum() for g, x in zip(grads, d))
+    Hd = torch.autograd.grad(slope, there)
+    curvature = sum((h * x).sum() for h, x in zip(Hd, d))
+    record = controller.history[-1]
+    assert record.slope == pytest.approx(float(slope.detach()), rel=1e-9)
+    assert record.curvature == pytest.approx(float(curvature), rel=1e-6)
+    assert record.loss == pytest.approx(float(at(*before)), rel=1e-12)
+
+
+def test_the_curvature_of_a_network_is_that_between_both_ends_of_the_step():
+    """The difference of slopes is the mean of d^T H d along the step (Simpson's rule)."""
+    model = make_net()
+    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+    controller = ns.RateController(adam, model, cross_entropy, period=1)
+    train(model, adam, controller, batches(3))
+    before = copy.deepcopy(model)
+    train(model, adam, controller, batches(4)[3:])
+    batch = draw(50)
+    controller.before_step(batch)
+    d = {
+        n: b.detach() - p.detach()
+        for (n, b), p in zip(before.named_parameters(), model.parameters())
+    }
+    bends = []
+    for t in (0.0, 0.25, 0.5, 0.75, 1.0):
+        there = copy.deepcopy(before)
+        with torch.no_grad():
+            for n, p in there.named_parameters():
+                p.sub_(t * d[n])
+        how = {"direction": d, "partition": "trivial", "order": 2, "backend": "nested"}
+        bends.append(float(ns.summarize(there, cross_entropy, batch, **how).Hbar))
+    simpson = (bends[0] + 4 * bends[1] + 2 * bends[2] + 4 * bends[3] + bends[4]) / 12
+    assert controller.history[-1].curvature == pytest.approx(simpson, rel=1e-4)
+
+
+def test_a_measurement_leaves_no_trace():
+    """Not in the parameters, gradients, buffers, or random numbers."""
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)
+    model = nn.Sequential(*layers).double()
+    adam = torch.optim.Adam(model.parameters())
+    controller = ns.RateController(adam, model, cross_entropy, period=1)
+    train(model, adam, controller, batches(3))
+    cross_entropy(model, draw(9)).backward()
+    state = copy.deepcopy(model.state_dict())
+    grads = [p.grad.clone() for p in model.parameters()]
+    random = torch.get_rng_state()
+    measured = len(controller.history)
+    controller.before_step(draw(9))
+    assert len(controller.history) == measured + 1
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads))
+
+
+# --- the law --------------------------------------------------------------------------------------
+
+
+def filled(slope, curvature, rate=1.0, noise=0.0):
+    balance = Balance()
+    for i in range(100):
+        balance.add(slope + noise * (-1) ** i, curvature, rate, 0.9)
+    return balance
+
+
+def test_the_error_is_zero_where_the_factor_is_at_the_set_point():
+    balance = filled(slope=0.3, curvature=0.2, rate=0.1)  # factor 1.5 at the rate 0.1
+    assert balance.factor(0.1) == pytest.approx(1.5)
+    assert balance.error(0.1, 1.5, 0.9) == pytest.approx(0, abs=1e-9)
+    assert balance.error(0.15, 1.0, 0.9) == pytest.approx(0, abs=1e-9)
+    assert balance.error(0.1, 1.0, 0.9) == pytest.approx(0.2)  # (0.3 - 0.2) / (0.3 + 0.2)
+
+
+@pytest.mark.parametrize(("slope", "curvature", "sign"), [(1, -1, 1), (1, 0, 1), (-1, 1, -1)])
+def test_the_error_is_bounded_for_all_signs(slope, curvature, sign):
+    assert filled(slope, curvature).error(1.0, 1.0, 0.9) == pytest.approx(sign)
+
+
+def test_an_unsure_slope_counts_less():
+    sure, unsure = (filled(1.0, 3.0, noise=noise) for noise in (0.0, 10.0))
+    assert sure.error(1.0, 1.0, 0.9) == pytest.approx(-0.5)
+    assert -0.3 < unsure.error(1.0, 1.0, 0.9) < 0
+
+
+def test_the_standard_error_is_that_of_independent_values():
+    torch.manual_seed(0)
+    means, errors = [], []
+    for _ in range(300):
+        balance = Balance()
+        for x in torch.randn(60).tolist():
+            balance.add(2 + x, 1.0, 1.0, 0.9)
+        means.append(balance.slope)
+        errors.append(balance.stderr(0.9))
+    spread = float(torch.tensor(means).std())
+    assert sum(errors) / 300 == pytest.approx(spread, rel=0.2)
+
+
+# --- the start ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lr", [1e-8, 1e-3, 10.0])
+def test_the_first_step_goes_to_the_bottom_of_its_line(lr):
+    """On a quadratic loss: theta - g (g^T g) / (g^T H g), whatever the rate."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3, bias=False).double()
+    x, y = draw(1)
+    batch = (x, y)
+    sgd = torch.optim.SGD(model.parameters(), lr=lr)
+    controller = ns.RateController(sgd, model, squared)
+    loss = squared(model, batch)
+    (g,) = torch.autograd.grad(loss, model.weight)
+    H_g = 2 / 36 * g @ (x.T @ x)
+    best = g.square().sum() / (g * H_g).sum()
+    expected = model.weight.detach() - best * g
+    train(model, sgd, controller, [batch], squared)
+    assert controller.rates[0] == pytest.approx(float(best), rel=1e-3)
+    torch.testing.assert_close(model.weight.detach(), expected, rtol=1e-3, atol=1e-4)
+    assert controller.history[0].why == "start"
+    assert sgd.param_groups[0]["lr"] == lr
+
+
+@pytest.mark.parametrize("loss_fn", [cross_entropy, squared])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_it_trains_from_any_rate(kind, loss_fn):
+    """A ReLU network with either loss learns as well from 1e-5 as from 10, without divergence."""
+    losses = []
+    for lr in (1e-5, 10.0):
+        model = relu_net()
+        optimizer = OPTIMIZERS[kind](model.parameters(), lr)
+        controller = ns.RateController(optimizer, model, loss_fn)
+        start = loss_of_all(model, loss_fn)
+        train(model, optimizer, controller, batches(150), loss_fn)
+        losses.append(loss_of_all(model, loss_fn) / start)
+    assert max(losses) < 0.6
+    assert losses[0] == pytest.approx(losses[1], rel=0.3)
+
+
+def test_the_rate_falls_where_noise_takes_over():
+    """theta follows noisy targets: a constant rate stands still at a distance, this one does not.
+
+    There, a step gains what it loses again: slope = curvature / 2, whatever the rate. So a set
+    point above 1/2 lowers the rate, as training needs it.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def follow(model, batch):
+        return (model.weight - batch).square().mean() / 2
+
+    def target():
+        return torch.randn(1, 50, generator=generator, dtype=torch.float64)
+
+    torch.manual_seed(0)
+    model = nn.Linear(50, 1, bias=False).double()
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
+    controller = ns.RateController(sgd, model, follow)
+    train(model, sgd, controller, [target() for _ in range(1500)], follow)
+    distance = float(model.weight.detach().square().mean())
+    assert distance < 0.02  # a constant rate r stays at r / (2 - r): the best first step at 1
+    assert controller.rates[0] < controller.history[1].rate / 5
+
+
+# --- loops ----------------------------------------------------------------------------------------
+
+
+def test_a_schedule_sees_its_own_rates_and_multiplies_what_is_found():
+    model = make_net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = LambdaLR(sgd, lambda t: 1 / (1 + t))
+    controller = ns.RateController(sgd, model, cross_entropy)
+    for t, batch in enumerate(batches(5)):
+        sgd.zero_grad()
+        cross_entropy(model, batch).backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        controller.before_step(batch)
+        rate = controller.rates[0]
+        sgd.step()
+        assert sgd.param_groups[0]["lr"] == pytest.approx(0.1 / (1 + t))
+        schedule.step()
+        if t:
+            assert rate == pytest.approx(controller.multiplier * 0.1 / (1 + t))
+            for b, p in zip(before, model.parameters()):
+                torch.testing.assert_close(p.detach(), b - rate * p.grad)
+
+
+@pytest.mark.parametrize(
+    ("make", "peak"),
+    [
+        (lambda sgd: StepLR(sgd, 1, 0.1), 0.1),
+        (lambda sgd: LinearLR(sgd, 0.01, total_iters=5), 0.1),
+        (lambda sgd: OneCycleLR(sgd, 0.5, total_steps=100), 0.5),
+        (lambda sgd: ReduceLROnPlateau(sgd, patience=0), 0.1),
+    ],
+)
+def test_the_peak_of_a_schedule(make, peak):
+    """A schedule that begins or ends below its peak does not raise what is found for the peak."""
+    found = []
+    for scheduled in (False, True):
+        model = make_net()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = make(sgd) if scheduled else None
+        controller = ns.RateController(sgd, model, cross_entropy)
+        train(model, sgd, controller, batches(1))
+        found.append(controller.multiplier * (peak if scheduled else 0.1))
+        if schedule is not None:
+            for _ in range(3):
+                schedule.step(*([1.0] if isinstance(schedule, ReduceLROnPlateau) else []))
+            assert controller._peak_lr() == pytest.approx(peak)
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
+def test_a_warmup_from_zero_starts_with_the_first_step_that_moves():
+    model = make_net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = LambdaLR(sgd, lambda t: min(1.0, t / 4))
+    controller = ns.RateController(sgd, model, cross_entropy)
+    train(model, sgd, controller, batches(6), after=schedule.step)
+    assert controller.history[0].why == "start" and controller.history[0].step == 2
+
+
+def test_clipped_steps_are_measured_as_they_are():
+    model = make_net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    controller = ns.RateController(sgd, model, cross_entropy, period=1)
+    for batch in batches(4):
+        sgd.zero_grad()
+        cross_entropy(model, batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        before = copy.deepcopy(model)
+        controller.step(batch)
+    rate = controller.rates[0]
+    batch = draw(60)
+    controller.before_step(batch)
+    grads = torch.autograd.grad(cross_entropy(before, batch), list(before.parameters()))
+    d = [(b - p).detach() for b, p in zip(before.parameters(), model.parameters())]
+    slope = sum((g * x).sum() for g, x in zip(grads, d))
+    length = math.sqrt(sum(float(x.square().sum()) for x in d))
+    assert length == pytest.approx(1e-3 * rate, rel=1e-6)
+    assert controller.history[-1].slope == pytest.approx(float(slope), rel=1e-9)
+
+
+def test_a_grad_scaler_changes_nothing():
+    """Not even a skipped step does: gradients that overflow at first, as they often do."""
+    results = []
+    for enabled in (False, True):
+        model = make_net()
+        adam = torch.optim.Adam(model.parameters(), lr=1e-4)
+        controller = ns.RateController(adam, model, cross_entropy, period=2)
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled, init_scale=2.0**10)
+        for i, batch in enumerate(batches(12)):
+            adam.zero_grad()
+            scaler.scale(cross_entropy(model, batch)).backward()
+            if i == 5:
+                if not enabled:
+                    continue
+                next(model.parameters()).grad.fill_(math.inf)
+            controller.before_step(batch)
+            scaler.step(adam)
+            scaler.update()
+        results.append([p.detach().clone() for p in model.parameters()])
+        assert controller.steps == 11
+    # The skipped batch may be the one that a step was measured on, so only nearly the same.
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=0.2, atol=0.05)
+
+
+def test_accumulated_batches_are_measured_together():
+    results = []
+    for parts in (1, 3):
+        model = make_net()
+        adam = torch.optim.Adam(model.parameters(), lr=1e-4)
+        controller = ns.RateController(adam, model, cross_entropy, period=2)
+        for batch in batches(8):
+            pieces = list(zip(*(t.chunk(parts) for t in batch)))
+            adam.zero_grad()
+            for piece in pieces:
+                (cross_entropy(model, piece) / parts).backward()
+            controller.step(pieces)
+        results.append(controller)
+    for a, b in zip(*(controller.history for controller in results)):
+        assert a.slope == pytest.approx(b.slope, rel=1e-8)
+        assert a.curvature == pytest.approx(b.curvature, rel=1e-6)
+
+
+def test_several_groups_share_a_multiplier_and_frozen_parameters_stay():
+    model = make_net()
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    others[0].requires_grad_(False)
+    left_out = others.pop()  # trained by nobody
+    groups = [{"params": weights, "lr": 1e-3}, {"params": others, "lr": 1e-2}]
+    adam = torch.optim.Adam(groups)
+    still = [others[0].detach().clone(), left_out.detach().clone()]
+    controller = ns.RateController(adam, model, cross_entropy)
+    train(model, adam, controller, batches(15))
+    assert controller.rates[1] == pytest.approx(10 * controller.rates[0])
+    assert torch.equal(others[0], still[0]) and torch.equal(left_out, still[1])
+    assert loss_of_all(model) < loss_of_all(make_net())
+
+
+def test_steps_without_a_batch_are_taken_and_not_measured():
+    model = make_net()
+    adam = torch.optim.Adam(model.parameters())
+    controller = ns.RateController(adam, model, cross_entropy, period=1)
+    train(model, adam, controller, batches(3))
+    measured = len(controller.history)
+    for _ in range(4):
+        adam.step()
+    controller.before_step(draw(3))
+    assert len(controller.history) == measured and controller.steps == 7
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [1, 2, 7, 12])
+def test_resumes_bit_for_bit(at, tmp_path):
+    """Also between a step and its measurement on the next batch."""
+
+    def build():
+        model = make_net()
+        adam = torch.optim.Adam(model.parameters(), lr=1e-4)
+        schedule = StepLR(adam, 4, 0.5)
+        return model, adam, schedule, ns.RateController(adam, model, cross_entropy, period=3)
+
+    data = batches(20)
+    model, adam, schedule, controller = build()
+    train(model, adam, controller, data[:at], after=schedule.step)
+    torch.save([x.state_dict() for x in (model, adam, schedule, controller)], tmp_path / "x.pt")
+    train(model, adam, controller, data[at:], after=schedule.step)
+    expected = list(model.parameters()), controller.history
+
+    model, adam, schedule, controller = parts = build()
+    for part, state in zip(parts, torch.load(tmp_path / "x.pt", weights_only=True)):
+        part.load_state_dict(state)
+    train(model, adam, controller, data[at:], after=schedule.step)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected[0]))
+    assert repr(controller.history) == repr(expected[1])
+
+
+def test_wrong_states_are_refused():
+    model = make_net()
+    controller = ns.RateController(torch.optim.Adam(model.parameters()), model, cross_entropy)
+    with pytest.raises(ValueError, match="Not a RateController state_dict"):
+        controller.load_state_dict({"multiplier": 1.0})
+    other = relu_net()
+    others = ns.RateController(torch.optim.Adam(other.parameters()), other, cross_entropy)
+    train(other, others.optimizer, others, batches(2))
+    with pytest.raises(ValueError, match="other parameters"):
+        controller.load_state_dict(others.state_dict())
+    two = [{"params": p} for p in other.parameters()]
+    others = ns.RateController(torch.optim.Adam(two), other, cross_entropy)
+    with pytest.raises(ValueError, match="4 parameter groups, and this one has 1"):
+        controller.load_state_dict(others.state_dict())
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_two_ranks_do_what_one_process_does(way, tmp_path_factory):
+    ranks = run_once(steer_all, 2, tmp_path_factory)
+    one = steer(make_net(), lambda batch: batch)
+    for found in (rank[way] for rank in ranks):
+        assert found["rates"] == ranks[0][way]["rates"]  # to the last bit
+        assert found["rates"] == pytest.approx(one["rates"], rel=1e-6)
+        for a, b in zip(found["params"], one["params"]):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+
+
+# --- wrong use, and what it shows -----------------------------------------------------------------
+
+
+def test_mistakes_are_explained():
+    model = make_net()
+    adam = torch.optim.Adam(model.parameters())
+    with pytest.raises(TypeError, match="give the torch optimizer"):
+        ns.RateController(model, adam, cross_entropy)
+    with pytest.raises(ValueError, match="belongs to another model"):
+        ns.RateController(adam, make_net(), cross_entropy)
+    with pytest.raises(TypeError, match="takes outputs and targets"):
+        ns.RateController(adam, model, F.cross_entropy)
+    for options in ({"period": 0}, {"set_point": 0.0}, {"gain": -1.0}, {"memory": 1.0}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            ns.RateController(adam, model, cross_entropy, **options)
+    ns.RateController(adam, model, cross_entropy)
+    with pytest.raises(ValueError, match="has a RateController already"):
+        ns.RateController(adam, model, cross_entropy)
+
+
+def test_a_loss_that_is_not_finite_halves_the_rate():
+    model = make_net()
+    adam = torch.optim.Adam(model.parameters())
+    controller = ns.RateController(adam, model, cross_entropy, period=1)
+    train(model, adam, controller, batches(3))
+    rate = controller.rates[0]
+    x, y = draw(4)
+    controller.before_step((x * math.nan, y))
+    assert controller.history[-1].why == "not finite"
+    assert controller.rates[0] == rate / 2
+
+
+def test_it_prints_its_record():
+    model = make_net()
+    adam = torch.optim.Adam(model.parameters())
+    controller = ns.RateController(adam, model, cross_entropy)
+    train(model, adam, controller, batches(4))
+    header, *lines = str(controller).splitlines()
+    assert header.split()[0] == "step" and len(lines) == len(controller.history) + 1
+    assert lines[-1].startswith("after 4 steps the learning rate is")
+    assert repr(controller).startswith("RateController(Adam, lr ")
