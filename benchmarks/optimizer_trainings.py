@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,14 +31,16 @@ def mnist() -> tuple[Data, Data]:
 def cifar10(cache: Path) -> tuple[Data, Data]:
     """The first images of CIFAR-10 if its files are at hand, MNIST in three colours otherwise."""
     if not cache.exists():
+        from newton_summary.errors import UserError
+        from newton_summary.experiments.config import DataConfig
         from newton_summary.experiments.datasets import load_dataset
-        from newton_summary.experiments.files import UserError
 
         try:
-            every = load_dataset("cifar10", download=False, samples=SAMPLES)
+            every = load_dataset(DataConfig("cifar10", download=False, samples=SAMPLES))
             data = (every.train[:SAMPLES], every.test[:1000])
             parts = [(part.inputs.clone(), part.targets.clone()) for part in data]
-        except UserError:
+        except UserError as error:
+            print(f"MNIST in three colours instead of CIFAR-10: {error}", file=sys.stderr)
             shades = torch.tensor([1.0, 0.5, -0.5])[:, None, None]
             parts = [(images * shades, labels) for images, labels in mnist()]
         cache.parent.mkdir(parents=True, exist_ok=True)
