@@ -73,7 +73,7 @@ class Partition:
     ):
         """Check that every entry lies in one group and that no group is empty."""
         self.model = model
-        self.types: Types = types or ({} if model is None else module_types(model))
+        self._types = types
         self.names: tuple[str, ...] = tuple(names)
         self.params = params
         self.labels = labels
@@ -108,6 +108,11 @@ class Partition:
     def sizes(self) -> tuple[int, ...]:
         """Number of entries in each group."""
         return tuple(sum(member.count for member in group) for group in self.members)
+
+    @cached_property
+    def types(self) -> Types:
+        """The types of the model's modules, by path."""
+        return self._types or ({} if self.model is None else module_types(self.model))
 
     @property
     def titles(self) -> tuple[str, ...]:

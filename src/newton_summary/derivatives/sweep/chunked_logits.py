@@ -1,9 +1,8 @@
-"""The end of a network with many outputs in pieces: its logits, and their log-softmax.
+"""Many logits, and their log-softmax, a few rows at a time.
 
 A language model has tens of thousands of logits for each token, and their derivatives along all
 groups would be by far the largest array of a sweep. But from the last layer on each token is on its
-own: what they contribute adds up, so some of them can be passed at a time, with the rules that pass
-them all.
+own and their contributions add up, so a few of them can be passed at a time, by the same rules.
 """
 
 from __future__ import annotations
@@ -71,14 +70,14 @@ def find_chunked_logits(
         row = S * (2 if order == 3 else 1) * logits.shape[-1] * logits.element_size()
         at_a_time = max(FEWEST_ROWS, most // max(row, 1))
         if at_a_time < rows:
-            chunked.append(ChunkedLogits(chain, rows, at_a_time, has_slopes=last.wanted))
-            last.wanted = False
+            chunked.append(ChunkedLogits(chain, rows, at_a_time, reads_gbar=last.wanted))
+            last.wanted = False  # gbar alone wanted it, and is read off among the logits
             tape.needed.discard(last.out.slot)
     return chunked
 
 
 def needed_by_curved(tape: Tape) -> set[int]:
-    """Return the slots whose derivatives a curved operation needs; at a cut, slopes do too."""
+    """Return the slots whose derivatives a curved operation needs, and not only gbar."""
     needed: set[int] = set()
     for op in reversed(tape.ops):
         if op.curved or any(v is not None and v.slot in needed for v in op.outputs):
@@ -127,12 +126,12 @@ def pass_in_pieces(sweep: Sweep, logits: ChunkedLogits) -> None:
             else:
                 piece.pass_op(cut_op(op, part))
             if cut is not None and op.out.slot == cut.slot and cut.adjoint is not None:
-                piece.read_slopes(replace(cut, adjoint=of_rows(cut.adjoint, part)))
+                piece.read_gbar(replace(cut, adjoint=of_rows(cut.adjoint, part)))
         delta = piece.adjoint(ops[-1].out)
-        if logits.has_slopes and delta is not None:
+        if logits.reads_gbar and delta is not None:
             p = of_rows(ops[-1].out.now, part).exp()
             before = delta - p * delta.sum(-1, keepdim=True)  # the adjoint of what goes in
-            piece.read_slopes(Cut(logits.ops[-1], ops[-1].args[0], before))
+            piece.read_gbar(Cut(logits.ops[-1], ops[-1].args[0], before))
 
 
 def pieces(logits: ChunkedLogits) -> Iterator[slice]:

@@ -2,13 +2,20 @@
 
 With y1_s, y2_s the derivatives of an operation's output along group s, and delta_y its adjoint:
 
-    gbar_s   = <delta_x, x1_s> for what goes into the last curved operation
+    gbar_s   = <delta_x, x1_s>  at the cut
     Hbar_st  = sum over operations  <delta_y, d2h[x1_s, x1_t]>
     D3_s     = sum over operations  <delta_y, d3h[x1_s, x1_s, x1_s] + 3 d2h[x1_s, x2_s]>
 
-The first line is :func:`find_cut`: the gradient by the parameters, a third of a backward pass, is
-not needed. Each rule adds its terms of the other two with :meth:`Sweep.add_Hbar` and
-:meth:`Sweep.add_D3`, and returns the derivatives of its outputs.
+The cut is a value x through which the loss depends on all that comes before it (:func:`find_cut`),
+so that the gradient by the parameters, a third of a backward pass, is not needed. Only where there
+is none, and for the first order alone, gbar comes from that gradient (:meth:`Leaves.backward`).
+
+The other two lines are added up by the rules of the operations, with :meth:`Sweep.add_Hbar` and
+:meth:`Sweep.add_D3`. An operation is passed if it is curved, so that it contributes itself, or if
+the derivatives of its outputs are wanted later (:func:`mark_needed`).
+
+One driver, :func:`sweep_batch`, serves a model that is whole and one that is sharded; a CUDA graph
+captures its parts, :func:`prepared` and :func:`contributions`.
 """
 
 from __future__ import annotations
@@ -139,7 +146,7 @@ class Sweep:
         chunked = {i: logits for logits in self.tape.chunked for i in logits.ops}
         for i, op in enumerate(self.tape.ops):
             if cut is not None and i == cut.index:
-                self.read_slopes(cut)
+                self.read_gbar(cut)
             if i in chunked:
                 if i == chunked[i].ops[0]:  # what it needs is there; a later one may forget it
                     pass_in_pieces(self, chunked[i])
@@ -153,10 +160,10 @@ class Sweep:
                         self.adjoints.pop(value.slot, None)
                 op.args, op.kwargs, op.outputs, op.saved = (), {}, [], None
         if cut is not None and cut.index == len(self.tape.ops):
-            self.read_slopes(cut)
+            self.read_gbar(cut)
 
-    def read_slopes(self, cut: Cut) -> None:
-        """Add the slopes that are read off at a cut."""
+    def read_gbar(self, cut: Cut) -> None:
+        """Add what is read off at a cut to gbar."""
         t = self.tangent(cut.value)
         if t is not None and cut.adjoint is not None:
             self._gbar.append((t.first, gram(t.y1, cut.adjoint[None])))

@@ -1,7 +1,7 @@
 """Record a loss while the user's own code runs.
 
 A :class:`Recorder` sees every call of a torch function. Calls that a rule exists for are run and
-noted on the tape; functions that torch writes in Python are gone into, so that their elementary
+noted on the tape; functions that torch writes in Python are traced into, so that their elementary
 calls are noted instead; calls that do not touch the parameters are left alone.
 """
 
@@ -61,7 +61,7 @@ class Recorder(TorchFunctionMode):
         self.values: dict[int, Value] = {}  # by the identity of the tensor
         self.sharing: dict[int, list[Value]] = {}  # by the identity of the owner of the memory
         self.loose: list[tuple[Tensor, int]] = []  # what .data gave, and its version
-        self.entered: list[Any] = []  # Python functions of torch that are being gone through
+        self.entered: list[Any] = []  # Python functions of torch that are being traced into
         self.leaves: dict[int, str] = {}
         self.unseen: dict[int, str] = {}  # slots of what was made out of sight, and by what
         self.slots = 0
@@ -222,7 +222,7 @@ class Recorder(TorchFunctionMode):
     def _access(
         self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Pass on what is no operation: attributes."""
+        """Pass on what is not an operation: attributes."""
         if not args[0].requires_grad:
             return func(*args, **kwargs)
         if name == "data.set" and id(args[0]) in self.values:

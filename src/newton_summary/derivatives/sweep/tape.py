@@ -102,9 +102,9 @@ class Op:
 
 @dataclass
 class Cut:
-    """A place on the tape where the loss depends on all before it through a single value.
+    """A place on the tape where the loss depends on all before it through a single value y.
 
-    The slope of the loss along a group is then <adjoint, y1> of this value.
+    There gbar is read off: it is <adjoint, y1>.
     """
 
     index: int  # of the operation before which it is
@@ -120,12 +120,16 @@ class Cut:
 
 @dataclass(frozen=True)
 class ChunkedLogits:
-    """The last operations of a network with many outputs, which are passed some rows at a time."""
+    """A layer with many outputs and what follows up to a log-softmax, passed a few rows at a time.
 
-    ops: list[int]  # their places on the tape, the first of them a layer
+    The derivatives of its result are not kept. Where gbar is read off behind it, its part of gbar
+    is read off here instead.
+    """
+
+    ops: list[int]  # places on the tape
     rows: int  # in all
     at_a_time: int
-    has_slopes: bool = False  # whether what they add to gbar is read off here, and not at the cut
+    reads_gbar: bool = False
 
 
 @dataclass
