@@ -162,7 +162,7 @@ class Network:
     outside_gb_s: float = 50.0  # of each GPU, between nodes
 
     def all_reduce_ms(self, size: int, gpus: int) -> float:
-        """Return the time of an all-reduce of so many bytes: latency, and 2 (n-1)/n transfers."""
+        """Return the time of an all-reduce of ``size`` bytes: latency, and 2 (n-1)/n transfers."""
         speed = self.inside_gb_s if gpus <= self.gpus_of_a_node else self.outside_gb_s
         latency_us = self.call_us + 2 * self.hop_us * math.log2(gpus)
         return latency_us / 1e3 + 2 * (gpus - 1) / gpus * size / (speed * 1e6)

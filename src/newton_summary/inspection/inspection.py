@@ -163,7 +163,7 @@ def inspect_model(
             loss_fn,
             iter(batches),
             partition=groups,
-            backend=settings.backend,
+            backend=settings.backend,  # type: ignore[arg-type]  # checked there
             order=settings.order,
             stderr=settings.stderr and len(batches) > 1,
             progress=progress,

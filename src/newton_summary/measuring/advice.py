@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from newton_summary.derivatives import Backend
 from newton_summary.display.table import ShownAsTable
 from newton_summary.measuring.measurement import agree, find_partition, open_probe, summarize
 from newton_summary.parallel.processes import find_processes
@@ -170,7 +171,7 @@ def suggest_lrs(
     fraction: float = 1.0,
     max_change: float = 10.0,
     diagonal: bool = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
     microbatch: int | None = None,
     progress: bool = False,
     distributed: str | bool | Any = "auto",

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from newton_summary.derivatives import AUTO, BACKENDS
+from newton_summary.derivatives import AUTO, BACKENDS, Backend
 from newton_summary.derivatives.nested import Contraction, nested_taylor_terms, nested_tensor
 from newton_summary.derivatives.sweep import StackTooLarge, summarize_sweep
 from newton_summary.derivatives.sweep.sharded import ShardedProbe, summarize_sharded
@@ -32,8 +32,8 @@ def summarize(
     *,
     partition: Partition | Spec = "canonical",
     direction: Direction = "gradient",
-    order: int = 3,
-    backend: str = "auto",
+    order: Literal[1, 2, 3] = 3,
+    backend: Backend = "auto",
     microbatch: int | None = None,
     stack_limit: int | None = None,
     progress: bool | Callable[[int, int | None], None] = False,
@@ -55,10 +55,10 @@ def summarize(
         partition: A :class:`Partition` of this model, or what :func:`make_partition` takes.
         direction: ``"gradient"`` of the same data, a mapping from parameter name to tensor, or a
             torch optimizer, whose next step is then the direction.
-        order: 1, 2 or 3: the highest derivative wanted.
+        order: The highest derivative to measure: 1, 2 or 3.
         backend: ``"sweep"``, ``"nested"``, ``"dense"``, ``"differences"``, or ``"auto"``: the
             sweep, and what comes after it where it cannot go on (``summary.reason`` says why).
-        microbatch: Split batches into parts of so many samples, to save memory. Refused where a
+        microbatch: Split batches into parts of this many samples, to save memory. Refused where a
             batch norm in training mode couples the samples.
         progress: True to see the batches counted on standard error, or a function that is called
             with the number of batches done and their total (None while it is not known).
@@ -68,7 +68,7 @@ def summarize(
             quarter of the free memory elsewhere, groups are swept in chunks beyond half of it.
         stderr: Also give the standard errors over batches (or over the parts that these are split
             into), ``gbar_stderr`` and ``Hbar_stderr``, and keep the batches' summaries in
-            ``parts``, from which :func:`learning_rates` tells the errors of the rates. They hold
+            ``parts``, from which :func:`learning_rates` computes the errors of the rates. They hold
             for the direction as it is: that it is itself made from data is not counted.
         distributed: Whether to average over the ranks of torch.distributed, each with data of its
             own and all with the same direction: ``"auto"`` where a process group of several ranks
@@ -327,7 +327,7 @@ def taylor_terms(
 
 
 def find_partition(model: nn.Module, partition: Partition | Spec) -> Partition:
-    """Return a partition of this model, made from a specification if need be."""
+    """Return a partition of this model, made from a specification if it is one."""
     if not isinstance(partition, Partition):
         return make_partition(model, partition)
     live = dict(unwrap(model).named_parameters())

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from newton_summary.derivatives import Backend
 from newton_summary.display.table import ShownAsTable, shorten
 from newton_summary.errors import NotFiniteError
 from newton_summary.measuring.measurement import summarize
@@ -128,7 +129,7 @@ class RateController(ShownAsTable):
         self._partition = make_partition(model, "trivial")
         self._held = _held(optimizer, self._partition.params)
         sharded = any(is_sharded(p) for p in self._held.values())
-        self._backend = "sweep" if sharded else "differences"
+        self._backend: Backend = "sweep" if sharded else "differences"
         self._balance = Balance()
         self._started = False
         self._due = 1  # the number of the next step to measure

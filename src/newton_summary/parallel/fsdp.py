@@ -1,10 +1,10 @@
 """Parameters that FSDP2 has divided among ranks, gathered one at a time where they are needed.
 
 While a loss is measured the hooks of ``fully_shard`` rest, and every operation that uses a sharded
-parameter is given the whole of it. Nobody holds on to that: the backward pass and the sweep gather
-it again. So a rank has a few whole parameters in memory at a time, and never the whole model; and
-all ranks have to pass the same operations in the same order, as in training with FSDP itself. They
-meet before each gathering: a rank that failed, or went elsewhere, keeps nobody waiting.
+parameter is given the whole of it. It is released at once; the backward pass and the sweep gather
+it again. So a rank holds a few whole parameters at a time, never the whole model, and all ranks
+have to pass the same operations in the same order, as in training with FSDP itself. They meet
+before each gathering, so that none waits for a rank that failed or took another path.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The processes that measure together. Alone there is one, and nothing is exchanged.
 
 Code that measures is written once for any number of processes: each does its own part inside
-:meth:`Alone.joint`, then :meth:`Alone.mean` combines the parts. :class:`Alone` does nothing else.
-:class:`~newton_summary.parallel.ranks.Ranks` does the same for several processes, in a module that
-is imported when there are several.
+:meth:`Alone.joint`, then :meth:`Alone.mean` combines the parts. :class:`Alone` exchanges nothing;
+:class:`~newton_summary.parallel.ranks.Ranks` has the same methods for several processes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ T = TypeVar("T")
 
 
 class Alone:
-    """The process that works alone: every method does what remains to be done, mostly nothing.
+    """A process that measures alone: what its methods do for several is nothing for one.
 
     Attributes:
         count: How many processes there are.

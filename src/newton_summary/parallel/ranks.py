@@ -1,9 +1,9 @@
 """Several processes of torch.distributed, and how none waits for one that failed.
 
-Each rank does its part of the work, then all of them meet: three whole numbers tell whether all are
-well and have reached the same place. If so, they exchange results; if not, they tell each other
-what happened, and all raise. Ranks among which the parameters are divided also meet before each
-parameter is gathered.
+Each rank does its part of the work, then all of them meet: three integers show whether a rank
+failed, and whether all have reached the same place. If all is well they exchange results; if not,
+they exchange what happened, and all raise. Ranks that hold shards of the parameters also meet
+before each parameter is gathered.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from newton_summary.errors import NotFiniteError, RankError, RankNotFiniteError
 
 T = TypeVar("T")
-SHOWN = 8  # ranks that failed alike are named
+SHOWN = 8  # ranks with the same error are named
 ALIKE = 1e-3  # of a tensor's norm: what replicas may drift apart on machines of different kinds
 SAME = 1e-5  # of a norm: what ranks may differ by in adding up the same numbers
 
@@ -52,9 +52,9 @@ class Ranks:
 
     @contextmanager
     def joint(self) -> Iterator[None]:
-        """Do this rank's part of the work: what fails here on one rank is raised on all of them.
+        """Do this rank's part of the work: what fails here on one rank is raised on all.
 
-        An interrupt is one of the things that fail; where it came it stays what it is.
+        An interrupt stops the other ranks too; the interrupted one raises it as it is.
         """
         self._begin()
         try:
@@ -66,7 +66,7 @@ class Ranks:
                 raise  # an interrupt, or all ranks failed alike
             if error is self._over or not isinstance(error, Exception):
                 raise
-            # What others have made of the reason on its way: a rule of the sweep, a loss.
+            # Something on the way, such as a loss, has turned the reason into another error.
         if self._over is not None:
             raise self._over
         self.meet("the end of its part")
@@ -83,13 +83,14 @@ class Ranks:
         if not self._differ(place, error is not None):
             return
         failure = None if error is None else (_in_words(error), isinstance(error, NotFiniteError))
-        told = self.gather((place, failure))
-        failed = {i: what for i, (_, what) in enumerate(told) if what is not None}
+        reports = self.gather((place, failure))
+        failed = {i: what for i, (_, what) in enumerate(reports) if what is not None}
         if not failed:
-            i = next(i for i, (other, _) in enumerate(told) if other != told[0][0])
+            i = next(i for i, (other, _) in enumerate(reports) if other != reports[0][0])
             self.stop(
-                f"The ranks are not in step: rank {self._numbers[0]} has reached {told[0][0]}, and "
-                f"rank {self._numbers[i]} {told[i][0]}. All ranks have to take the same path."
+                f"The ranks are not in step: rank {self._numbers[0]} has reached "
+                f"{reports[0][0]}, and rank {self._numbers[i]} {reports[i][0]}. All ranks have to "
+                f"take the same path."
             )
         texts = sorted({text for text, _ in failed.values()})
         if len(failed) == self.count and len(texts) == 1:
@@ -108,13 +109,13 @@ class Ranks:
         with self._message():
             yield
 
-    def tell(self, what: str, value: T) -> list[T]:
-        """Meet, and return the small object that each rank gives."""
+    def meet_and_gather(self, what: str, value: T) -> list[T]:
+        """Meet, and return the small object that each rank gives, in their order."""
         self.meet(what)
         return self.gather(value)
 
     def stop(self, why: str) -> NoReturn:
-        """Raise what all ranks have found out, from what they all know."""
+        """Raise an error that all ranks raise, because they know the same."""
         self._over = RankError(why)
         raise self._over
 
@@ -172,7 +173,7 @@ class Ranks:
         return means, round(float(total))
 
     def average_(self, tensors: Sequence[Tensor], weight: int) -> None:
-        """Replace tensors, of any size, by their weighted mean over ranks; they travel in turn."""
+        """Replace tensors, of any size, by their weighted mean over ranks; one message each."""
         total = self._send(torch.tensor([float(weight)]))
         self._reduce(total)
         self._check_weight(float(total))
@@ -205,7 +206,7 @@ class Ranks:
     def _check_norms(self, norm: float, square: float) -> None:
         """Raise on all ranks if norms differ, from the means over ranks of norm and norm^2.
 
-        Different gradients have different norms, but for a chance that nobody needs to fear.
+        Two different gradients practically never have the same norm.
         """
         spread = math.sqrt(max(square - norm**2, 0.0)) / norm if norm > 0 else 0.0
         if spread > SAME:
@@ -238,8 +239,8 @@ class Ranks:
 
     @contextmanager
     def _message(self) -> Iterator[None]:
-        """Exchange something with the other ranks in here; they do not hear of what fails here."""
-        if isinstance(self._over, RankError):  # and somebody has gone on all the same
+        """Communicate in here; the other ranks do not learn of what fails here."""
+        if isinstance(self._over, RankError):  # and was caught on the way, by a loss for example
             raise self._over
         try:
             yield
@@ -247,7 +248,7 @@ class Ranks:
             self._over = error
             if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
                 raise
-            # Of any backend, when a rank has gone or the time is over.
+            # Raised by any backend when a rank has exited or the time is over.
             reason = re.sub(r"^\[[^]]*\] *", "", str(error).strip()).split(". ")[0]
             self._over = RankError(
                 f"{self._name(dist.get_rank(self.group))} timed out waiting for the other ranks, "

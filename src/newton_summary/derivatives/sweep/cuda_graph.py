@@ -5,8 +5,8 @@ A training run measures the same model on batches of the same shape again and ag
 can be captured once and replayed, with the new batch copied to where the first one was.
 
 What is captured is what the loss did that one time. The caller promises that it does the same each
-time: no Python that depends on the values, on the step or on random numbers of its own. What can be
-checked is: dropout, and buffers that change (a batch norm in training), are not captured.
+time: no Python that depends on values, on the step or on random numbers. What can be checked is:
+dropout, and buffers that change (a batch norm in training), are not captured.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from newton_summary.partition import Partition
 # Bytes of the stack beyond which a batch is split on a CPU: smaller arrays stay in its cache (LeNet
 # on 1,000 images takes 0.3 s instead of 0.5). Elsewhere it is a quarter of the free memory.
 SPLIT_BEYOND_ON_CPU = 2**26
-SMALL = 2**30  # bytes; so much is taken to be free
-UNKNOWN = 2**33  # bytes; taken to be free where nobody can tell
+SMALL = 2**30  # bytes; assumed to be free
+UNKNOWN = 2**33  # bytes; assumed to be free where it is unknown
 WORKING_COPIES = 3  # of the largest stack, while a rule computes
 
 

@@ -65,10 +65,10 @@ class ShardedProbe(Probe):
         while True:
             batch = next(remaining, self)
             has_samples = batch is not self and count_samples(batch) > 0
-            told = self.processes.tell("the next batch", (batch is not self, has_samples))
-            if not any(has_one for has_one, _ in told):
+            has = self.processes.meet_and_gather("the next batch", (batch is not self, has_samples))
+            if not any(has_one for has_one, _ in has):
                 return
-            lacking = next((r for r, has in enumerate(told) if has != (True, True)), None)
+            lacking = next((rank for rank, both in enumerate(has) if not all(both)), None)
             if lacking is not None:
                 raise ValueError(
                     f"With a sharded model every rank needs the same number of batches, and rank "
@@ -155,7 +155,7 @@ class ShardedValue(Value):
 
     @property
     def now(self) -> Tensor:
-        """The whole parameter, which nobody changes during a measurement."""
+        """The whole parameter, which does not change during a measurement."""
         return self._gather()
 
 
@@ -211,7 +211,7 @@ class ShardedLeaves(Leaves):
 
     def in_parts(self, parts: int) -> int:
         """Return in how many parts the rank with the least memory needs to sweep."""
-        return max(self.ranks.tell("the number of parts to sweep in", parts))
+        return max(self.ranks.meet_and_gather("the number of parts to sweep in", parts))
 
 
 class Tangents(dict[int, Tangent]):

@@ -50,7 +50,7 @@ class Tangent:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a tensor if need be; asking first is faster than a conversion that does nothing."""
+    """Convert a tensor; asking first is faster than a conversion that does nothing."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
@@ -152,7 +152,7 @@ def add_up(first: Sequence[Term], second: Sequence[Term], y: Tensor) -> Tangent 
 
 
 class Unjoined(Tangent):
-    """A tangent whose rows still lie in several pieces, until somebody asks for all of them.
+    """A tangent whose rows still lie in several pieces, until all of them are needed.
 
     Args:
         first: Terms of y1, no two of which share a group.

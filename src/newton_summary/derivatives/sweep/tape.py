@@ -27,7 +27,7 @@ class Value:
 
     @property
     def now(self) -> Tensor:
-        """The tensor, if nobody has changed it since. It may still hang on autograd's graph."""
+        """The tensor, unless it has changed since. It may still be part of autograd's graph."""
         if version_of(self.tensor) != self.version:
             raise changed_in_place(self.tensor)
         return self.tensor
