@@ -202,12 +202,16 @@ class RateController(ShownAsTable):
             self._change(loss, slope, curvature, math.nan, 0.5, "not finite")
             return
         self._balance.add(slope, curvature, self._rate, self.memory)
-        peak = self.multiplier * self._peak_lr()
-        error = self._balance.error(peak, self.set_point, self.memory)
-        why: Why = "raise" if error > 0 else "lower"
-        if error > 0 and self._balance.curvature <= 0 and length > LONGEST:
-            error, why = 0.0, "keep"
-        factor = self._balance.factor(peak)
+        # A schedule below its peak neither makes the rate rise again, nor fall twice.
+        peak = max(self.multiplier * self._peak_lr(), self._rate)
+        high = self._balance.error(peak, self.set_point, self.memory)
+        low = self._balance.error(self._rate, self.set_point, self.memory)
+        error, why = 0.0, "keep"
+        if low < 0:
+            error, why = low, "lower"
+        elif high > 0 and (self._balance.curvature > 0 or length < LONGEST):
+            error, why = high, "raise"
+        factor = self._balance.factor(self._rate)
         self._change(loss, slope, curvature, factor, math.exp(self.gain * error), why)
 
     def _start(self, batch: Any, before: list[Tensor]) -> None:
