@@ -112,7 +112,7 @@ class RateController(ShownAsTable):
         loss_fn: LossFn,
         *,
         period: int = 10,
-        set_point: float = 1.0,
+        set_point: float = 0.75,
         gain: float = 0.3,
         memory: float = 0.9,
         distributed: str | bool | Any = "auto",
@@ -246,7 +246,7 @@ class RateController(ShownAsTable):
             if target < 1.5 * s:
                 break
             s = min(target, 10 * s)
-        best = best or s
+        best = (best or s) * self._share_of_velocity()
         # Where a schedule begins below its peak, what was found is for the peak.
         shape = self._rate / (self.multiplier * self._peak_lr())
         self._place(at(best * shape))
@@ -296,6 +296,14 @@ class RateController(ShownAsTable):
             max(float(group.get("initial_lr", first)), float(group.get("max_lr", 0.0)))
             for group, first in groups
         )
+
+    def _share_of_velocity(self) -> float:
+        """Return how long the first step is, as a part of what it becomes at a constant gradient.
+
+        SGD's steps grow by 1 / (1 - momentum) while its velocity builds up; Adam's do not.
+        """
+        groups = self.optimizer.param_groups
+        return min(1 - float(group.get("momentum", 0.0)) for group in groups)
 
     def _change(
         self, loss: float, slope: float, curvature: float, factor: float, change: float, why: Why
