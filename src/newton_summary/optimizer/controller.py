@@ -206,6 +206,7 @@ class RateController(ShownAsTable):
         peak = max(self.multiplier * self._peak_lr(), self._rate)
         high = self._balance.error(peak, self.set_point, self.memory)
         low = self._balance.error(self._rate, self.set_point, self.memory)
+        why: Why
         error, why = 0.0, "keep"
         if low < 0:
             error, why = low, "lower"
