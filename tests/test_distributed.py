@@ -331,7 +331,7 @@ def test_a_meeting_before_every_gathering(two):
         ("groups", "in group '0.weight' on rank 0 and torch.float64 (5, 4) in group 'all' on rank"),
         ("model", "parameter '0.weight' is torch.float64 (5, 4) in group '0.weight' on rank 0 and"),
         ("stderr", "stderr is False on rank 0 and True on rank 1"),
-        ("kind", "direction is gradient on rank 0 and dict on rank 1"),
+        ("kind", "direction is gradient on rank 0 and given on rank 1"),
         ("values", "The ranks differ in the values of parameter '4.weight'"),
         ("direction", "The ranks differ in the values of the direction of '0.bias'"),
         ("optimizer", "summary_period is 10 on rank 0 and 11 on rank 1"),

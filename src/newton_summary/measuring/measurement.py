@@ -152,7 +152,8 @@ def agree(
     if isinstance(direction, Mapping):
         tensors = {name: u for name, u in direction.items() if isinstance(u, Tensor)}
         values |= {f"the direction of {name!r}": u for name, u in tensors.items()}
-    kind = direction if isinstance(direction, str) else type(direction).__name__
+    kind = "given" if isinstance(direction, Mapping) else type(direction).__name__
+    kind = direction if isinstance(direction, str) else kind
     whole = {name: value for name, value in values.items() if not is_sharded(value)}
     processes.agree({**partition.facts(), "direction": kind, **facts}, whole)
 
