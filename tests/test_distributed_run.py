@@ -19,7 +19,7 @@ from newton_summary.errors import UserError
 from newton_summary.experiments import datasets
 from newton_summary.experiments import grid as sweep_module
 from newton_summary.experiments.config import AdamConfig, KFACConfig, SGDConfig
-from newton_summary.experiments.data_parallel import Team
+from newton_summary.experiments.data_parallel import RankGroup
 from newton_summary.experiments.tasks import Task
 from newton_summary.experiments.training import _check_divisible, train
 from ranks import run_once
@@ -140,6 +140,7 @@ def one_process(tmp_path_factory):
     return rows(folder / "run")
 
 
+@pytest.mark.slow
 def test_a_run_on_one_rank_then_two_then_one(one_process, tmp_path):
     """The second epoch, with batches of 14 and 13 samples, is trained by torchrun."""
     run = [*NEWTON, "--run-dir", str(tmp_path / "run")]
@@ -155,6 +156,7 @@ def test_a_run_on_one_rank_then_two_then_one(one_process, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]  # nobody else wrote
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BASELINES)
 def test_other_optimizers_on_two_ranks(two, tmp_path, name):
     """Gradients are averaged for all of them; K-FAC sees the whole batch."""
@@ -163,6 +165,7 @@ def test_other_optimizers_on_two_ranks(two, tmp_path, name):
         assert_same_metrics(without_clocks(rank["rows"][name]), without_clocks(run.rows))
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_page(two):
     """To measure, to train under DDP, to train under FSDP2; the first process prints."""
     assert len(EXAMPLES) == 3
@@ -173,6 +176,7 @@ def test_the_examples_of_the_page(two):
     assert two[1]["examples"] == ["", "", ""]
 
 
+@pytest.mark.slow
 def test_a_mistake_is_told_once(two):
     """The first process cannot write, and says so; the others know, and end in the same way."""
     first, second = (rank["mistake"] for rank in two)
@@ -180,6 +184,7 @@ def test_a_mistake_is_told_once(two):
     assert second == (2, "")
 
 
+@pytest.mark.slow
 def test_a_mistake_of_one_process_ends_all(two):
     """The data is not at hand on rank 1."""
     first, second = (rank["no data"] for rank in two)
@@ -202,19 +207,19 @@ def test_only_run_is_for_torchrun(monkeypatch, capsys):
 
 
 def test_parts_of_a_batch():
-    teams = [Team(rank, 3) for rank in range(3)]
+    groups = [RankGroup(rank, 3) for rank in range(3)]
     for length in (0, 1, 2, 7, 9):
-        parts = [range(length)[team.part(length)] for team in teams]
+        parts = [range(length)[ranks.part(length)] for ranks in groups]
         assert [i for part in parts for i in part] == list(range(length))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    assert [list(team.every("abcde")) for team in teams] == [["a", "d"], ["b", "e"], ["c"]]
+    assert [list(ranks.every("abcde")) for ranks in groups] == [["a", "d"], ["b", "e"], ["c"]]
 
 
 def test_batch_norms_are_not_divided():
     task = Task(nn.BatchNorm1d(3), None, None)
-    _check_divisible(task, Team())
+    _check_divisible(task, RankGroup())
     with pytest.raises(UserError, match="a function of the whole batch, and 2 processes"):
-        _check_divisible(task, Team(0, 2))
+        _check_divisible(task, RankGroup(0, 2))
 
 
 # --- dask -----------------------------------------------------------------------------------------
@@ -231,6 +236,7 @@ def cluster(**options):
             yield local
 
 
+@pytest.mark.slow
 def test_a_sweep_on_a_dask_cluster(tmp_path, capsys):
     """Two worker processes give what one machine gives; a failure is told in the same way."""
     sweep = ["sweep", "mlp_embedded_adam", *FEW[:6], "--epochs", "1", "--device", "cpu", "--json"]
@@ -278,6 +284,7 @@ def die(config, path, threads):
     os._exit(1)
 
 
+@pytest.mark.slow
 def test_a_process_of_a_sweep_that_dies(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sweep_module, "run_one", die)
     sweep = ["sweep", "rosenbrock", "--seed", "0,1", "--runs-dir", str(tmp_path), "--jobs", "2"]

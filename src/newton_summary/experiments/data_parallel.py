@@ -19,7 +19,7 @@ from newton_summary.errors import OtherRankError, UserError
 from newton_summary.experiments import torchrun
 from newton_summary.experiments.config import ExperimentConfig
 from newton_summary.experiments.datasets import Batch
-from newton_summary.experiments.rundir import Run, RunWriter
+from newton_summary.experiments.rundir import Run
 from newton_summary.history import Measured
 from newton_summary.run_directory import Row
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 Params = Sequence[Tensor]
 
 
-class Team:
+class RankGroup:
     """All processes of a run; one alone unless ``torchrun`` has started several.
 
     Attributes:
@@ -85,26 +85,10 @@ class Team:
             work.wait()
         return share
 
-    # --- the first process ------------------------------------------------------------------------
-
-    def from_first(self, compute: Callable[[], T]) -> T:
-        """Return what the first process computes; its mistakes are raised on all of them."""
-        if self.size == 1:
-            return compute()
-        answer: list[Any] = [None, None]
-        if self.rank == 0:
-            try:
-                answer[0] = compute()
-            except UserError as error:
-                dist.broadcast_object_list([None, str(error)])
-                raise
-        dist.broadcast_object_list(answer)
-        if answer[1] is not None:
-            raise OtherRankError(answer[1])
-        return answer[0]  # type: ignore[no-any-return]
+    # --- together ---------------------------------------------------------------------------------
 
     def agreed(self, compute: Callable[[], T]) -> T:
-        """Return what every process computes; a mistake on one of them is raised on all."""
+        """Return what every process computes; an error on one of them is raised on all."""
         if self.size == 1:
             return compute()
         error: UserError | None = None
@@ -112,40 +96,37 @@ class Team:
             result = compute()
         except UserError as mistake:
             error = mistake
-        self._compare(error)
-        return result
+        texts: list[str | None] = [None] * self.size
+        dist.all_gather_object(texts, None if error is None else str(error))
+        failed = next((rank for rank, text in enumerate(texts) if text is not None), None)
+        if failed is None:
+            return result
+        if error is not None and failed == self.rank:
+            raise error
+        raise OtherRankError(f"rank {failed}: {texts[failed]}")
+
+    def from_first(self, compute: Callable[[], T]) -> T:
+        """Return what the first process computes."""
+        box = [self.agreed(lambda: compute() if self.rank == 0 else None)]
+        if self.size > 1:
+            dist.broadcast_object_list(box)
+        return box[0]  # type: ignore[return-value]
 
     def first_on_each_machine(self, compute: Callable[[], T]) -> T:
         """Return what every process computes, first the first of each machine, then the others.
 
         For what leaves files behind that the others then find.
         """
-        results: list[T] = []
-
-        def keep() -> None:
-            results.append(compute())
-
-        for first in (True, False):
-            self.agreed(keep if first == (self.local_rank == 0) else lambda: None)
-        return results[0]
-
-    def _compare(self, error: UserError | None) -> None:
-        """Raise on all processes if there is an error on one; the first to have one tells it."""
-        told: list[str | None] = [None] * self.size
-        dist.all_gather_object(told, None if error is None else str(error))
-        failed = [rank for rank, text in enumerate(told) if text is not None]
-        if not failed:
-            return
-        if error is not None and failed[0] == self.rank:
-            raise error
-        raise OtherRankError(f"rank {failed[0]}: {told[failed[0]]}")
+        early = self.agreed(lambda: compute() if self.local_rank == 0 else None)
+        late = self.agreed(lambda: compute() if self.local_rank != 0 else early)
+        return late  # type: ignore[return-value]
 
 
 @contextmanager
-def assemble(device: torch.device) -> Iterator[Team]:
-    """Give the team of this process; the processes of ``torchrun`` are connected in here."""
+def assemble(device: torch.device) -> Iterator[RankGroup]:
+    """Give the group of this process; the processes of ``torchrun`` are connected in here."""
     if not torchrun.launched():
-        yield Team()
+        yield RankGroup()
         return
     own_gpus = torch.cuda.device_count() >= torchrun.local_size()
     backend = "nccl" if device.type == "cuda" and own_gpus else "gloo"
@@ -155,59 +136,31 @@ def assemble(device: torch.device) -> Iterator[Team]:
     if started:
         dist.init_process_group(backend)
     try:
-        yield Team(dist.get_rank(), dist.get_world_size(), torchrun.local_rank())
+        yield RankGroup(dist.get_rank(), dist.get_world_size(), torchrun.local_rank())
     finally:
         if started:
             dist.destroy_process_group()
 
 
-class TeamWriter:
-    """Writes a run directory from the first process; the others follow.
+class FollowingWriter:
+    """Takes the place of :class:`RunWriter` on all processes but the first: writes nothing."""
 
-    Has the methods of :class:`RunWriter`. What the first process cannot write is told to all.
-    """
+    known: Run | None = None
 
-    def __init__(self, path: Path, config: ExperimentConfig, team: Team):
-        self.path, self.config, self.team = path, config, team
-        self._writer: RunWriter | None = None
-        self.known: Run | None = team.from_first(self._open)
+    def __init__(self, path: Path, config: ExperimentConfig):
+        self.path, self.config = path, config
         self.rows: list[Row] = []
 
-    def _open(self) -> Run | None:
-        self._writer = RunWriter(self.path, self.config)
-        return self._writer.known
-
-    def start(self, session: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Begin or go on, from the checkpoint that is returned."""
-
-        def begin() -> tuple[dict[str, Any] | None, list[Row]]:
-            assert self._writer is not None
-            checkpoint = self._writer.start({**session, "ranks": self.team.size})
-            return checkpoint, list(self._writer.rows)
-
-        checkpoint, self.rows = self.team.from_first(begin)
-        return checkpoint
-
     def add_summary(self, measured: Measured) -> None:
-        """Keep a summary; it is written with its epoch."""
-        if self._writer is not None:
-            self._writer.add_summary(measured)
+        """Leave the summary to the first process."""
 
     def add_row(self, row: Row, checkpoint: Mapping[str, Any] | None) -> None:
-        """Write an epoch."""
-        self._write(lambda writer: writer.add_row(row, checkpoint))
+        """Keep an epoch."""
         self.rows.append(row)
 
     def add_environment(self, **values: Any) -> None:
-        """Add facts on the whole run."""
-        self._write(lambda writer: writer.add_environment(**values))
-
-    def _write(self, write: Callable[[RunWriter], None]) -> None:
-        writer = self._writer
-        self.team.from_first(lambda: None if writer is None else write(writer))
+        """Leave facts to the first process."""
 
     def close(self) -> Run:
-        """Let others in; return the run as it is now."""
-        if self._writer is not None:
-            self._writer.close()
+        """Return the run as it is now."""
         return Run(self.path, self.config, list(self.rows))

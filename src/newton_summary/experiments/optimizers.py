@@ -18,7 +18,7 @@ from newton_summary.experiments.config import (
     OptimizerConfig,
     SGDConfig,
 )
-from newton_summary.experiments.data_parallel import Team
+from newton_summary.experiments.data_parallel import RankGroup
 from newton_summary.experiments.datasets import Batch, Batches, Split
 from newton_summary.experiments.kfac import KFAC
 from newton_summary.experiments.tasks import Task, negative_log_likelihood, reconstruction_error
@@ -35,8 +35,8 @@ class Stepper:
         gradient: Leaves the gradient of a batch in the parameters and returns the loss.
     """
 
-    def __init__(self, task: Task, optimizer: Optimizer, team: Team):
-        self.task, self.optimizer, self.team = task, optimizer, team
+    def __init__(self, task: Task, optimizer: Optimizer, ranks: RankGroup):
+        self.task, self.optimizer, self.ranks = task, optimizer, ranks
         self.params = list(task.model.parameters())
         self.gradient: Callable[[Batch], Tensor] = self._gradient
 
@@ -51,7 +51,7 @@ class Stepper:
 
     def _gradient(self, batch: Batch) -> Tensor:
         self.optimizer.zero_grad()
-        return self.team.backward(partial(self.task.loss, self.task.model), batch, self.params)
+        return self.ranks.backward(partial(self.task.loss, self.task.model), batch, self.params)
 
 
 class GraphedGradient:
@@ -108,7 +108,7 @@ class KFACStepper(Stepper):
 
 
 def make_stepper(
-    config: OptimizerConfig, task: Task, train: Split, team: Team | None = None
+    config: OptimizerConfig, task: Task, train: Split, ranks: RankGroup | None = None
 ) -> Stepper:
     """Make the optimizer of a configuration, for a model that is on its device.
 
@@ -116,29 +116,29 @@ def make_stepper(
         config: Which optimizer, with its settings.
         task: The model and its loss.
         train: The training samples, of which NewtonSummary draws batches of its own.
-        team: The processes that share each batch; this one alone if not given.
+        ranks: The processes that share each batch; this one alone if not given.
 
     Raises:
         UserError: For settings that the optimizer does not take.
     """
     try:
-        return _make_stepper(config, task, train, team or Team())
+        return _make_stepper(config, task, train, ranks or RankGroup())
     except ValueError as error:
         raise UserError(f"optimizer: {error}") from None
 
 
-def _make_stepper(config: OptimizerConfig, task: Task, train: Split, team: Team) -> Stepper:
+def _make_stepper(config: OptimizerConfig, task: Task, train: Split, ranks: RankGroup) -> Stepper:
     params = list(task.model.parameters())
     if isinstance(config, AdamConfig):
         betas = (config.beta1, config.beta2)
         fused = params[0].is_cuda
-        return Stepper(task, Adam(params, lr=config.lr, betas=betas, fused=fused), team)
+        return Stepper(task, Adam(params, lr=config.lr, betas=betas, fused=fused), ranks)
     if isinstance(config, SGDConfig):
-        return Stepper(task, SGD(params, lr=config.lr, momentum=config.momentum), team)
+        return Stepper(task, SGD(params, lr=config.lr, momentum=config.momentum), ranks)
     if isinstance(config, KFACConfig):
-        return KFACStepper(task, _kfac(config, task), team)
+        return KFACStepper(task, _kfac(config, task), ranks)
     if isinstance(config, NewtonSummaryConfig):
-        return Stepper(task, _newton_summary(config, task, train, team), team)
+        return Stepper(task, _newton_summary(config, task, train, ranks), ranks)
     raise UserError(f"There is no optimizer for {type(config).__name__}.")
 
 
@@ -165,10 +165,10 @@ def _kfac(config: KFACConfig, task: Task) -> KFAC:
 
 
 def _newton_summary(
-    config: NewtonSummaryConfig, task: Task, train: Split, team: Team
+    config: NewtonSummaryConfig, task: Task, train: Split, ranks: RankGroup
 ) -> NewtonSummary:
     size, shuffle = config.curvature
-    batches = Batches(train, size, drop_last=True, part=team.part, shuffle=shuffle)
+    batches = Batches(train, size, drop_last=True, part=ranks.part, shuffle=shuffle)
     own = ("lr", "lambda_int", "momentum", "summary_period", "summary_window")
     given: dict[str, Any] = {name: getattr(config, name) for name in own}
     options = {name: value for name, value in given.items() if value is not None}

@@ -36,7 +36,7 @@ from newton_summary.experiments.config import (
     NewtonSummaryConfig,
     check,
 )
-from newton_summary.experiments.data_parallel import Team, TeamWriter, assemble
+from newton_summary.experiments.data_parallel import FollowingWriter, RankGroup, assemble
 from newton_summary.experiments.datasets import Batches, Dataset, Split, load_dataset
 from newton_summary.experiments.optimizers import GraphedGradient, checked_partition, make_stepper
 from newton_summary.experiments.rundir import Run, RunWriter
@@ -97,11 +97,13 @@ def train(
     check(config)
     try:
         device = find_device(config.device)
-        with assemble(device) as team:
-            session = partial(Session, config, device, team, checkpoint_seconds)
+        with assemble(device) as ranks:
+            session = partial(Session, config, device, ranks, checkpoint_seconds)
             facts = environment(device) | {"side_by_side": side_by_side}
+            if ranks.size > 1:
+                facts["ranks"] = ranks.size
             listener = reporter or Reporter()
-            return _train(config, path, listener, session, team, facts, compare_speed)
+            return _train(config, path, listener, session, ranks, facts, compare_speed)
     except UserError as error:
         if not isinstance(error, OtherRankError):
             error.rank = torchrun.rank()
@@ -113,17 +115,20 @@ def _train(
     path: Path,
     reporter: Reporter,
     make_session: Callable[[], Session],
-    team: Team,
+    ranks: RankGroup,
     facts: dict[str, Any],
     compare_speed: bool,
 ) -> Run:
-    writer = RunWriter(path, config) if team.size == 1 else TeamWriter(path, config, team)
-    if writer.known is not None and writer.known.finished:
-        return writer.known
+    kind = RunWriter if ranks.rank == 0 else FollowingWriter
+    writer: Writer = ranks.agreed(lambda: kind(path, config))
+    known = ranks.from_first(lambda: writer.known)
+    if known is not None and known.finished:
+        return known
     with _precision(config), _memory_errors():
-        session = team.agreed(make_session)
+        session = ranks.agreed(make_session)
         try:
-            session.restore(writer.start(facts))
+            state, writer.rows = ranks.from_first(lambda: _start(writer, facts))
+            session.restore(state)
             session.run(writer, reporter)
             if compare_speed and not isinstance(config.optimizer, AdamConfig):
                 writer.add_environment(adam_seconds=session.adam_seconds())
@@ -132,7 +137,13 @@ def _train(
     return run
 
 
-Writer = RunWriter | TeamWriter
+Writer = RunWriter | FollowingWriter
+
+
+def _start(writer: Writer, facts: dict[str, Any]) -> tuple[dict[str, Any] | None, list[Row]]:
+    assert isinstance(writer, RunWriter)
+    state = writer.start(facts)
+    return state, writer.rows
 
 
 class Session:
@@ -142,22 +153,22 @@ class Session:
         self,
         config: ExperimentConfig,
         device: torch.device,
-        team: Team | None = None,
+        ranks: RankGroup | None = None,
         checkpoint_seconds: float = 0.0,
     ):
         self.config, self.device = config, device
         self.checkpoint_seconds, self.saved = checkpoint_seconds, time.monotonic()
-        self.team = team = team or Team()
+        self.ranks = ranks = ranks or RankGroup()
         dtype = getattr(torch, config.dtype)
         load = partial(load_dataset, config.data, dtype, device)
-        self.data: Dataset = team.first_on_each_machine(load)
+        self.data: Dataset = ranks.first_on_each_machine(load)
         torch.manual_seed(config.seed)
         self.task: Task = make_task(config.model, self.data)  # on the CPU, the same for all devices
         self.task.model.to(device, dtype)
         _check_fit(self.task, self.data, config)
-        _check_divisible(self.task, team)
-        self.stepper = make_stepper(config.optimizer, self.task, self.data.train, team)
-        if config.graph_steps and device.type == "cuda" and team.size == 1:
+        _check_divisible(self.task, ranks)
+        self.stepper = make_stepper(config.optimizer, self.task, self.data.train, ranks)
+        if config.graph_steps and device.type == "cuda" and ranks.size == 1:
             self.stepper.gradient = GraphedGradient(self.stepper.gradient, self.stepper.params)
         if config.measure.every:
             self.measured_groups = checked_partition(self.task, config.measure.partition)
@@ -213,7 +224,7 @@ class Session:
             total.add_(self.stepper.step(batch), alpha=len(batch[0]))
             if i % told == 0:
                 reporter.step(self.epoch + 1, i)
-        return float(self.team.total(total)) / len(self.data.train)
+        return float(self.ranks.total(total)) / len(self.data.train)
 
     def _complete(self, row: Row, writer: Writer, reporter: Reporter) -> None:
         """Evaluate, measure and write the present epoch."""
@@ -229,7 +240,8 @@ class Session:
             row |= self._measure(writer, reporter)
             row["measure_seconds"] = time.perf_counter() - start
         row["memory_gib"] = peak_memory(self.device)
-        writer.add_row(row, self.state_dict() if fine and self._checkpoint_due() else None)
+        state = self.state_dict() if fine and self._checkpoint_due() else None
+        self.ranks.agreed(lambda: writer.add_row(row, state))
         reporter.row(row)
 
     # --- metrics ----------------------------------------------------------------------------------
@@ -244,13 +256,13 @@ class Session:
         """Return the mean loss of a part of the data, and the accuracy where there is one."""
         model = self.task.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for batch in self.team.every(split.parts(EVALUATION_BATCH)):
+        for batch in self.ranks.every(split.parts(EVALUATION_BATCH)):
             outputs = model(batch[0])
             values = [self.task.criterion(outputs, batch).double()]
             if self.task.accuracy is not None:
                 values.append(self.task.accuracy(outputs, batch))
             sums[: len(values)] += torch.stack(values) * len(batch[0])
-        loss, accuracy = (self.team.total(sums) / len(split)).tolist()
+        loss, accuracy = (self.ranks.total(sums) / len(split)).tolist()
         return {"loss": loss, "accuracy": None if self.task.accuracy is None else accuracy}
 
     def _optimizer_facts(self, writer: Writer) -> Row:
@@ -290,7 +302,7 @@ class Session:
             summary = summarize(
                 self.task.model,
                 self.task.loss,
-                list(self.team.every(samples.parts(config.batch_size))),
+                list(self.ranks.every(samples.parts(config.batch_size))),
                 partition=self.measured_groups,
                 progress=lambda done, total: reporter.measure(self.epoch, done, total),
             )
@@ -306,7 +318,7 @@ class Session:
         """Return how long an epoch of Adam takes in the same loop, from some of its steps."""
         model = copy.deepcopy(self.task.model).train()
         task = Task(model, self.task.criterion, self.task.accuracy)
-        stepper = make_stepper(AdamConfig(lr=0.0), task, self.data.train, self.team)
+        stepper = make_stepper(AdamConfig(lr=0.0), task, self.data.train, self.ranks)
         passes = itertools.chain.from_iterable(itertools.repeat(self.batches))
         for i, batch in enumerate(itertools.islice(passes, SPEED_WARMUP + SPEED_STEPS)):
             if i == SPEED_WARMUP:
@@ -456,13 +468,13 @@ def _check_fit(task: Task, data: Dataset, config: ExperimentConfig) -> None:
         )
 
 
-def _check_divisible(task: Task, team: Team) -> None:
+def _check_divisible(task: Task, ranks: RankGroup) -> None:
     """Say so if a batch cannot be divided among processes without changing its loss."""
     coupled = any(isinstance(module, _BatchNorm) for module in task.model.modules())
-    if team.size > 1 and coupled:
+    if ranks.size > 1 and coupled:
         raise UserError(
             f"The model has batch norms, so its loss is a function of the whole batch, and "
-            f"{team.size} processes would train another one than one process. Start one process."
+            f"{ranks.size} processes would train another one than one process. Start one process."
         )
 
 
