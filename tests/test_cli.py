@@ -162,7 +162,7 @@ def test_run_writes_prints_and_goes_on(call):
     code, out, _ = call(*args)
     assert code == 0 and (folder / "metrics.jsonl").read_bytes() == before
     code, out, _ = call(*args, "--epochs", "3")
-    assert "going on after epoch 2" in out and Run.load(folder).epoch == 3
+    assert "resuming after epoch 2" in out and Run.load(folder).epoch == 3
 
 
 def test_terminal_shows_a_bar_and_the_time_left():
@@ -181,7 +181,7 @@ def test_terminal_shows_a_bar_and_the_time_left():
         reporter.measure(3, 4, 4)
         reporter.row({**row, "lr": 0.25, "eta": {"x": 2.0, "y": -1.0}})
     shown = console.export_text()
-    assert "a run" in shown and "going on after epoch 2" in shown
+    assert "a run" in shown and "resuming after epoch 2" in shown
     assert "epoch 3/5" in shown and "50%" in shown and "left" in shown and "measuring" in shown
     assert "train -  validation 2 (50.0%)  test 3  lr 0.25  eta -1 to 2  1.0 s  diverged" in shown
 

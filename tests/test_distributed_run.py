@@ -218,7 +218,7 @@ def test_parts_of_a_batch():
 def test_batch_norms_are_not_divided():
     task = Task(nn.BatchNorm1d(3), None, None)
     _check_divisible(task, RankGroup())
-    with pytest.raises(UserError, match="a function of the whole batch, and 2 processes"):
+    with pytest.raises(UserError, match="depends on the whole batch: training on 2 processes"):
         _check_divisible(task, RankGroup(0, 2))
 
 
@@ -268,7 +268,7 @@ def test_clusters_that_cannot_be_used(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sweep_module, "CONNECTING", 0.5)
     sweep = ["sweep", "rosenbrock", "--seed", "0,1", "--runs-dir", str(tmp_path / "runs")]
     assert cli.main([*sweep, "--scheduler", "tcp://127.0.0.1:9"]) == 2
-    assert "There is no dask scheduler at tcp://127.0.0.1:9" in capsys.readouterr().err
+    assert "Cannot reach a dask scheduler at tcp://127.0.0.1:9" in capsys.readouterr().err
     assert cli.main([*sweep, "--scheduler", "tcp://127.0.0.1:9", "--jobs", "2"]) == 2
     assert "--jobs is for this machine" in capsys.readouterr().err
     with cluster(n_workers=1, threads_per_worker=2, processes=False) as local:
@@ -290,4 +290,4 @@ def test_a_process_of_a_sweep_that_dies(tmp_path, capsys, monkeypatch):
     sweep = ["sweep", "rosenbrock", "--seed", "0,1", "--runs-dir", str(tmp_path), "--jobs", "2"]
     assert cli.main(sweep) == 2
     err = capsys.readouterr().err
-    assert "has ended before its run was done, with 0 of 2 done" in err
+    assert "exited before its run was finished, with 0 of 2 runs done" in err

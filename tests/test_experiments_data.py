@@ -117,7 +117,7 @@ def test_files_are_fetched_once_with_a_bar(official, tmp_path, monkeypatch, caps
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(files.urllib.request, "urlopen", urlopen)
     first = load_dataset(DataConfig("mnist", validation=5))
-    assert len(asked) == 4 and "fetching train-images" in capsys.readouterr().err
+    assert len(asked) == 4 and "downloading train-images" in capsys.readouterr().err
     again = load_dataset(DataConfig("mnist", validation=5))
     assert len(asked) == 4 and torch.equal(first.train.inputs, again.train.inputs)
 
@@ -143,7 +143,7 @@ def test_no_network_is_one_line(tmp_path, monkeypatch):
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(files.urllib.request, "urlopen", urlopen)
-    with pytest.raises(UserError, match=r"could not be fetched \(no route to host\)") as error:
+    with pytest.raises(UserError, match=r"could not be downloaded \(no route to host\)") as error:
         load_dataset(DataConfig("mnist"))
     assert "\n" not in str(error.value)
 
@@ -151,7 +151,7 @@ def test_no_network_is_one_line(tmp_path, monkeypatch):
 def test_file_with_another_md5_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(files.urllib.request, "urlopen", lambda *a, **k: Response(b"login page"))
-    with pytest.raises(UserError, match="another md5"):
+    with pytest.raises(UserError, match="does not have the published md5"):
         load_dataset(DataConfig("mnist"))
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
@@ -159,7 +159,7 @@ def test_file_with_another_md5_is_not_kept(tmp_path, monkeypatch):
 def test_unknown_set_and_impossible_split():
     with pytest.raises(UserError, match="Did you mean 'cifar10'"):
         load_dataset(DataConfig("cifar"))
-    with pytest.raises(UserError, match="cannot be held out"):
+    with pytest.raises(UserError, match="Cannot hold out"):
         load_dataset(DataConfig("embedded", validation=5000))
 
 

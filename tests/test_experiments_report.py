@@ -279,7 +279,7 @@ def test_demo_trains_measures_and_draws(tmp_path, capsys, monkeypatch):
     )
     assert cli.main(["demo", "--out", str(tmp_path), "--epochs", "1"]) == 0
     out = capsys.readouterr().out
-    assert str(tmp_path / "report") in out and "training_curves.png" in out
+    assert f"open {tmp_path / 'report' / 'report.html'}" in out and "training_curves.png" in out
     assert "report.html" in out and "layers apart" in out and "from the same weights" in out
     assert [run.epoch for run in find_runs([tmp_path])] == [1, 1]
     assert len(list((tmp_path / "report").glob("*_hbar.png"))) == 2

@@ -282,7 +282,7 @@ def test_directory_of_another_configuration_is_refused(tmp_path):
 
 def test_directory_of_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("...")
-    with pytest.raises(UserError, match="belongs to something else"):
+    with pytest.raises(UserError, match="is not a run directory: it is not empty"):
         train(tiny(), tmp_path)
     with pytest.raises(UserError, match="is a file"):
         train(tiny(), tmp_path / "thesis.tex")
@@ -294,7 +294,7 @@ def test_more_epochs_go_on_and_fewer_are_refused(tmp_path):
     longer = train(tiny(epochs=4), tmp_path / "a")
     assert metrics(longer) == metrics(train(tiny(epochs=4), tmp_path / "b"))
     assert Run.load(tmp_path / "a").config.epochs == 4
-    with pytest.raises(UserError, match="has 4 epochs already"):
+    with pytest.raises(UserError, match="already has 4 epochs"):
         train(tiny(epochs=3), tmp_path / "a")
 
 

@@ -82,7 +82,7 @@ class RunOptions(Output):
 
 
 @dataclass(frozen=True)
-class SweepOptions(Output):
+class GridOptions(Output):
     """Train a grid of options and seeds. Finished runs are skipped, failures reported."""
 
     runs_dir: Path | None = None
@@ -124,7 +124,7 @@ class InspectOptions(Output, Settings):
 class DemoOptions(Output):
     """Train LeNet with NewtonSummary and with Adam, measure its layers, draw the figures.
 
-    About a minute on one CPU core.
+    About a minute on an idle machine.
     """
 
     out: Path = Path("runs/demo")
@@ -225,11 +225,11 @@ def run(args: list[str]) -> int:
     return 0
 
 
-def sweep(args: list[str]) -> int:
+def train_grid(args: list[str]) -> int:
     """Train a grid."""
-    recipe, args = named_recipe(args, SweepOptions(), "sweep")
+    recipe, args = named_recipe(args, GridOptions(), "sweep")
     command = f"sweep {recipe.recipe}"
-    parsed = [parse_fields(recipe, SweepOptions(), p, command, flags=False) for p in grid(args)]
+    parsed = [parse_fields(recipe, GridOptions(), p, command, flags=False) for p in grid(args)]
     configs, options = [config for config, _ in parsed], parsed[0][1]
     if options.jobs < 1:
         raise UserError(f"--jobs {options.jobs}: write 1 or more.")
@@ -308,17 +308,19 @@ def inspect(args: list[str]) -> int:
 def demo(args: list[str]) -> int:
     """Train, measure and draw on the images inside the package."""
     options = parse(DemoOptions(), args, "demo")
-    from newton_summary.experiments.demo import demonstrate
+    from newton_summary.experiments.demo import NEXT, demonstrate
 
-    files = demonstrate(options.out, options.epochs, _console(options))
+    console = _console(options)
+    files = demonstrate(options.out, options.epochs, console)
     _tell_files(files, options)
+    console.print(NEXT.format(page=files[0]), highlight=False, markup=False)
     return 0
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "list": list_recipes,
     "run": run,
-    "sweep": sweep,
+    "sweep": train_grid,
     "report": report,
     "inspect": inspect,
     "demo": demo,

@@ -239,7 +239,7 @@ def from_dict(values: Mapping[str, Any]) -> ExperimentConfig:
             }
         )
     except TypeError as error:
-        raise UserError(f"The configuration is of another version: {error}.") from None
+        raise UserError(f"The configuration is from another version: {error}.") from None
 
 
 def flatten(config: ExperimentConfig) -> dict[str, Any]:
@@ -283,7 +283,7 @@ def check(config: ExperimentConfig) -> None:
         for f in fields(owner):
             name, value = f"{prefix}{f.name}", getattr(owner, f.name)
             if not is_dataclass(value) and not _fits(value, hints[f.name]):
-                raise UserError(f"{name} = {value!r} is not of the type {f.type}.")
+                raise UserError(f"{name} = {value!r} is not of type {f.type}.")
             least = LEAST.get(name)
             if least is not None and value is not None and not least <= value < float("inf"):
                 raise UserError(f"{name} = {value}: write a finite number, {least} or more.")

@@ -1,4 +1,4 @@
-"""The processes of ``torchrun`` that train one run together.
+"""Train one run on several processes, started by ``torchrun``.
 
 Every process has the whole data set and the same model, and takes its part of each batch; gradients
 are averaged, so that a step is that of one process. The first process writes the run directory.
@@ -28,12 +28,12 @@ Params = Sequence[Tensor]
 
 
 class RankGroup:
-    """All processes of a run; one alone unless ``torchrun`` has started several.
+    """All processes of a run; a single one unless ``torchrun`` has started several.
 
     Attributes:
-        rank: The number of this process.
-        size: How many there are.
-        local_rank: The number of this process on its machine.
+        rank: Number of this process.
+        size: Number of processes.
+        local_rank: Number of this process on its machine.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0):
@@ -42,7 +42,7 @@ class RankGroup:
     # --- parts of the data ------------------------------------------------------------------------
 
     def part(self, length: int) -> slice:
-        """Return which of so many samples are this process's; none if there are too few."""
+        """Return which of ``length`` samples this process takes; none if there are too few."""
         return slice(length * self.rank // self.size, length * (self.rank + 1) // self.size)
 
     def part_of(self, batch: Batch) -> Batch:
@@ -51,7 +51,7 @@ class RankGroup:
         return batch[0][part], batch[1][part]
 
     def every(self, items: Iterable[T]) -> Iterator[T]:
-        """Give every size-th item, from the rank-th on."""
+        """Return every size-th item, starting with the rank-th."""
         return (item for i, item in enumerate(items) if i % self.size == self.rank)
 
     # --- sums -------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ class RankGroup:
         return numbers
 
     def backward(self, loss_of: Callable[[Batch], Tensor], batch: Batch, params: Params) -> Tensor:
-        """Leave the gradient of a whole batch, of which each process differentiates its part.
+        """Compute the gradient of a whole batch, of which each process differentiates its part.
 
         Returns:
             This process's share of the loss: over all of them these add up to the mean loss.
@@ -124,7 +124,7 @@ class RankGroup:
 
 @contextmanager
 def assemble(device: torch.device) -> Iterator[RankGroup]:
-    """Give the group of this process; the processes of ``torchrun`` are connected in here."""
+    """Yield the group of this process, after connecting the processes of ``torchrun``."""
     if not torchrun.launched():
         yield RankGroup()
         return

@@ -1,7 +1,7 @@
 """The data of an experiment as tensors on the training device, and minibatches by index.
 
 MNIST and CIFAR-10 come from their official files, the embedded images from the package itself;
-"addition" and "nothing" are made on the spot, for the small GPT and for functions without data.
+"addition" and "nothing" are generated, for the small GPT and for functions without data.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Split:
         return Split(self.inputs[index], self.targets[index])
 
     def parts(self, size: int) -> Iterator[Batch]:
-        """Give all samples in order, ``size`` at a time."""
+        """Yield all samples in order, ``size`` at a time."""
         for start in range(0, len(self), size):
             part = slice(start, start + size)
             yield self.inputs[part], self.targets[part]
@@ -51,7 +51,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Dataset:
-    """What a model is trained, chosen and tested on."""
+    """Samples for training, validation and testing."""
 
     name: str
     train: Split
@@ -70,7 +70,7 @@ class Batches:
         size: Samples in a batch; the last one has what is left.
         generator: Random numbers for the order.
         drop_last: Leave a smaller last batch out, unless it is the only one.
-        part: Says which of the samples in a batch of some length to take; all if not given.
+        part: Which samples to take of a batch of some length; all if not given.
         shuffle: Whether to draw an order; otherwise the samples come as they are stored.
     """
 
@@ -92,7 +92,7 @@ class Batches:
         return -(-self.used // self.size)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Draw an order, and give the batches."""
+        """Draw an order, and yield the batches."""
         if self.shuffle:
             order = torch.randperm(len(self.split), generator=self.generator)
         else:
@@ -124,19 +124,19 @@ def load_dataset(
     """Load a data set, normalised, onto a device.
 
     Raises:
-        UserError: If the data does not exist or is not what it should be.
+        UserError: If the data is missing or corrupt.
     """
     name = config.name
     if name not in DATASETS:
         raise UserError(
-            f"Unknown data set {name!r}.{nearest(name, DATASETS)} There are {', '.join(DATASETS)}."
+            f"Unknown data set {name!r}.{nearest(name, DATASETS)} Known: {', '.join(DATASETS)}."
         )
     source = DATASETS[name]
     known, test = source.load(config, dtype, torch.device(device))
     held_out = source.validation if config.validation is None else config.validation
     if not 0 < held_out < len(known):
         raise UserError(
-            f"{held_out} samples cannot be held out of the {len(known)} of {name!r} for validation."
+            f"Cannot hold out {held_out} of the {len(known)} samples of {name!r} for validation."
         )
     order = torch.randperm(len(known), generator=torch.Generator().manual_seed(SPLIT_SEED))
     order = order.to(known.inputs.device)

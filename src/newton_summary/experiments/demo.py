@@ -20,6 +20,12 @@ from newton_summary.summary import Summary
 
 RECIPES_SHOWN = ("lenet_embedded", "lenet_embedded_adam")
 
+NEXT = """
+What next:
+  open {page} in a browser: the same, to explore
+  newton-summary inspect my_model.py:build      measure your own model
+  newton-summary list                           the paper's experiments, and others"""
+
 
 def demonstrate(out: Path, epochs: int, console: Console) -> list[Path]:
     """Train LeNet with NewtonSummary and with Adam, measure its layers, and draw the figures.
@@ -27,7 +33,7 @@ def demonstrate(out: Path, epochs: int, console: Console) -> list[Path]:
     Args:
         out: Folder for the run directories and the report.
         epochs: Passes over the 4,500 training images.
-        console: Where to tell of it.
+        console: Where to print.
 
     Returns:
         The files of the report.
@@ -64,15 +70,15 @@ def _comparison(mine: Run, adam: Run) -> str:
 
 
 def _layers(summary: Summary) -> str:
-    """Say what the last measurement along the gradient of all images tells of the layers."""
+    """Describe the layers by the last measurement along the gradient of all images."""
     return "\n\n".join(
         [
-            f"The layers at the end, along the gradient of {summary.num_samples:,} images. The "
-            f"learning rate that each\nshould have next, all moving together:",
+            f"The layers at the end, along the gradient of {summary.num_samples:,} images. "
+            f"Learning rates for the next step:",
             str(learning_rates(summary)),
-            "The pairs that act on each other most (1 or -1: as one):",
+            "The pairs that interact most (1 or -1: they act as one):",
             str(strongest_pairs(summary, 5)),
-            "What it is worth to know how layers interact:",
+            "What the interactions between layers are worth:",
             str(joint_gain(summary)),
         ]
     )

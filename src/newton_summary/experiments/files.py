@@ -1,4 +1,4 @@
-"""The official files of MNIST and CIFAR-10: found in a folder or fetched, and checked by md5."""
+"""The official files of MNIST and CIFAR-10: find or download them, and check their md5."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from newton_summary.errors import UserError
+from newton_summary.experiments.rundir import replacing
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -36,7 +37,7 @@ MD5 = {
     "cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530",
 }
 
-# The mirror first: the site of MNIST itself is often closed.
+# The mirror first: the original site is often down.
 MNIST_URLS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
     "http://yann.lecun.com/exdb/mnist/",
@@ -50,7 +51,7 @@ CIFAR10_RECORD = 1 + 3 * 32 * 32  # a label, then the planes of red, green and b
 
 
 class DataError(UserError):
-    """Data files that are missing, corrupt, or cannot be fetched."""
+    """Data files that are missing, corrupt, or cannot be downloaded."""
 
 
 # --- readers -------------------------------------------------------------------------------------
@@ -95,7 +96,7 @@ def _records(path: Path) -> Bytes:
 
 
 def checked(path: Path) -> bytes:
-    """Return the bytes of a file, or say that they are not those that were published."""
+    """Return the bytes of a file, after comparing its md5 with the published one."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -103,16 +104,16 @@ def checked(path: Path) -> bytes:
     if hashlib.md5(content, usedforsecurity=False).hexdigest() != MD5[path.name]:
         raise DataError(
             f"{path} is corrupt: its md5 is not the published {MD5[path.name]}. Delete it, and "
-            f"fetch it again."
+            f"download it again."
         )
     return content
 
 
-# --- finding and fetching ------------------------------------------------------------------------
+# --- finding and downloading ---------------------------------------------------------------------
 
 
 def default_folder() -> Path:
-    """Return where fetched files go: a folder of the user's cache."""
+    """Return the folder for downloads, in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "newton_summary"
 
@@ -136,9 +137,8 @@ def _find(
     if named is not None or not download:
         missing = next(name for name in names if not (places[0] / name).is_file())
         raise DataError(
-            f"{missing} is not in {places[0]}. Name the folder of the official files with "
-            f"--data-root or {ENVIRONMENT}, or leave out both (and --data.no-download) to fetch "
-            f"them."
+            f"{missing} is not in {places[0]}. Set --data-root or {ENVIRONMENT} to the folder of "
+            f"the official files, or neither (and no --data.no-download) to download them."
         )
     fetch(places[0])
     return [places[0] / name for name in names]
@@ -161,12 +161,13 @@ def _fetch_cifar10(folder: Path) -> None:
             name = Path(member.name).name
             content = files.extractfile(member) if name in MD5 else None
             if content is not None:
-                write_whole(folder / name, content.read())
+                with replacing(folder / name) as stream:
+                    stream.write(content.read())
     archive.unlink()
 
 
 def _download(name: str, urls: Sequence[str], folder: Path) -> None:
-    """Fetch a file from the first site that has it, with a bar on standard error."""
+    """Download a file from the first site that has it, with a progress bar on standard error."""
     folder.mkdir(parents=True, exist_ok=True)
     problem: object = None
     for url in urls:
@@ -178,12 +179,13 @@ def _download(name: str, urls: Sequence[str], folder: Path) -> None:
             problem = getattr(error, "reason", error)
             continue
         if hashlib.md5(content, usedforsecurity=False).hexdigest() == MD5[name]:
-            write_whole(folder / name, content)
+            with replacing(folder / name) as stream:
+                stream.write(content)
             return
-        problem = "what came has another md5 than the published one"
+        problem = "the download does not have the published md5"
     raise DataError(
-        f"{name} could not be fetched ({problem}). Name a folder that has it with --data-root or "
-        f"{ENVIRONMENT}, or use --data.name embedded."
+        f"{name} could not be downloaded ({problem}). Set --data-root or {ENVIRONMENT} to a folder "
+        f"that has it, or use --data.name embedded."
     )
 
 
@@ -194,22 +196,9 @@ def _read_with_bar(stream: BinaryIO, name: str, size: int) -> bytes:
         parts.append(part)
         done += len(part)
         share = f" of {size / 1e6:.1f} MB {'#' * (20 * done // size):<20}" if size else " MB"
-        sys.stderr.write(f"\rfetching {name}: {done / 1e6:.1f}{share}")
+        sys.stderr.write(f"\rdownloading {name}: {done / 1e6:.1f}{share}")
         sys.stderr.flush()
     sys.stderr.write("\n")
     if size and done != size:
         raise ValueError(f"the connection ended after {done} of {size} bytes")
     return b"".join(parts)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that it is there as a whole or not at all, also after a crash."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Grids of hyperparameters and seeds: one run directory for each point."""
+"""Grids of hyperparameters and seeds: one run directory per point."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from newton_summary.experiments.config import ExperimentConfig, flatten
 from newton_summary.experiments.recipes import RECIPES
 
 LONGEST_NAME = 120
-CONNECTING = 10  # seconds until a cluster that does not answer is given up
+CONNECTING = 10  # seconds to wait for a cluster
 NOT_IN_NAME = {"recipe", "epochs", "data.root", "data.download", "seed", "graph_steps"}
 
 
 def run_name(config: ExperimentConfig) -> str:
-    """Return a name for a run: what it changes of its recipe, and its seed.
+    """Return a name for a run: how it differs from its recipe, and its seed.
 
     >>> from dataclasses import replace
     >>> run_name(replace(RECIPES["rosenbrock"](), batch_size=2))
@@ -39,17 +39,17 @@ def run_name(config: ExperimentConfig) -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """How a run of a sweep ended."""
+    """How a run of a grid ended."""
 
     config: ExperimentConfig
     path: Path
     outcome: dict[str, Any] | None  # None if it failed
     error: str | None = None
-    skipped: bool = False  # it had been done before
+    skipped: bool = False  # it was finished already
 
 
 def run_one(config: ExperimentConfig, path: Path, side_by_side: int = 1) -> Result:
-    """Train one point; what goes wrong is returned, so that the others go on."""
+    """Train one point; errors are returned, so that the other points continue."""
     import torch
 
     from newton_summary.experiments.results import as_dict, outcome
@@ -77,28 +77,26 @@ def run_all(
     done: Callable[[Result], None],
     scheduler: str | None = None,
 ) -> list[Result]:
-    """Train all points, some at a time, and return how they ended, in their order.
+    """Train all points, some at a time, and return how they ended, in order.
 
     Args:
         configs: The points.
         root: Directory of the run directories; on a cluster, one that all machines see.
         jobs: How many at a time, in processes with one thread each.
-        done: Is called after each run.
-        scheduler: Address of a dask scheduler whose workers train in the place of this machine.
+        done: Called after each run.
+        scheduler: Address of a dask scheduler whose workers train instead of this machine.
 
     Raises:
-        UserError: If the cluster cannot be used, or a process dies. What is done is kept.
+        UserError: If the cluster cannot be used, or a process dies. Finished runs are kept.
     """
     try:
         from joblib import Parallel, delayed, parallel_config
     except ImportError:
-        raise UserError(
-            "A sweep needs joblib: pip install 'newton-summary[experiments]'."
-        ) from None
+        raise UserError("A grid needs joblib: pip install 'newton-summary[experiments]'.") from None
     names = [run_name(config) for config in configs]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise UserError(f"The grid has the point {twice} twice.")
+        raise UserError(f"The grid contains {twice} twice.")
     root = root.absolute()  # workers have other working directories
     beside = 0 if scheduler else jobs  # 0: not known
     work = [delayed(run_one)(c, root / n, beside) for c, n in zip(configs, names, strict=True)]
@@ -106,37 +104,37 @@ def run_all(
     with ExitStack() as cluster:
         if scheduler is not None:
             cluster.enter_context(connected(scheduler))
-            # One task a run: joblib would pack short ones together, to be lost together.
+            # One task per run: joblib would batch short ones, which would then fail together.
             cluster.enter_context(parallel_config(backend="dask"))
         try:
             options = {"n_jobs": -1 if scheduler else jobs, "return_as": "generator_unordered"}
             for result in Parallel(batch_size=1, **options)(work):
                 results[result.path] = result
                 done(result)
-        except Exception as error:  # not of a run, whose errors are results
+        except Exception as error:  # not from a run, whose errors are results
             raise UserError(
-                f"A process of the sweep has ended before its run was done, with "
-                f"{len(results)} of {len(work)} done ({type(error).__name__}: "
-                f"{str(error).splitlines()[0] if str(error) else 'it says nothing'}). The same "
-                f"command goes on from there."
+                f"A process exited before its run was finished, with {len(results)} of "
+                f"{len(work)} runs done ({type(error).__name__}: "
+                f"{str(error).splitlines()[0] if str(error) else 'no message'}). Run the same "
+                f"command to resume."
             ) from None
     return [results[root / name] for name in names]
 
 
 @contextmanager
 def connected(scheduler: str) -> Iterator[None]:
-    """Be a client of a dask cluster."""
+    """Connect to a dask cluster."""
     try:
         distributed: Any = importlib.import_module("distributed")
     except ImportError:
         raise UserError(
-            "A sweep on a cluster needs dask: pip install 'newton-summary[cluster]'."
+            "A grid on a cluster needs dask: pip install 'newton-summary[cluster]'."
         ) from None
     try:
         client = distributed.Client(scheduler, timeout=CONNECTING)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"There is no dask scheduler at {scheduler}: {str(error).splitlines()[0]}"
+            f"Cannot reach a dask scheduler at {scheduler}: {str(error).splitlines()[0]}"
         ) from None
     with client:
         threads = client.nthreads()  # of each worker
@@ -144,8 +142,8 @@ def connected(scheduler: str) -> Iterator[None]:
             raise UserError(f"The scheduler at {scheduler} has no workers: start dask worker.")
         if max(threads.values()) > 1:
             raise UserError(
-                f"Workers of {scheduler} have several threads, and runs in one process would share "
-                f"torch's random numbers. Start them with dask worker --nthreads 1."
+                f"Workers of {scheduler} have several threads, so that runs would share torch's "
+                f"random numbers. Start them with dask worker --nthreads 1."
             )
         yield
 

@@ -96,7 +96,7 @@ class GraphedGradient:
 
 
 class KFACStepper(Stepper):
-    """Shows K-FAC the inputs when its covariances are due; all of them, on every process."""
+    """Passes K-FAC the inputs when its covariances are due: the whole batch, on every process."""
 
     optimizer: KFAC
 
@@ -119,7 +119,7 @@ def make_stepper(
         ranks: The processes that share each batch; this one alone if not given.
 
     Raises:
-        UserError: For settings that the optimizer does not take.
+        UserError: For settings that the optimizer rejects.
     """
     try:
         return _make_stepper(config, task, train, ranks or RankGroup())
@@ -144,7 +144,7 @@ def _make_stepper(config: OptimizerConfig, task: Task, train: Split, ranks: Rank
 
 def _kfac(config: KFACConfig, task: Task) -> KFAC:
     if task.criterion not in (negative_log_likelihood, reconstruction_error):
-        raise UserError("K-FAC is there for classification and for the squared error alone.")
+        raise UserError("K-FAC supports classification and squared error only.")
     gaussian = task.criterion is reconstruction_error
     optimizer = KFAC(
         task.model,
@@ -160,7 +160,7 @@ def _kfac(config: KFACConfig, task: Task) -> KFAC:
         likelihood="gaussian" if gaussian else "categorical",
     )
     if not optimizer.layers:
-        raise UserError("K-FAC finds no layer: it takes no NTK parameterisation.")
+        raise UserError("K-FAC finds no layer: it does not support the NTK parameterisation.")
     return optimizer
 
 
@@ -188,7 +188,7 @@ def _newton_summary(
 
 
 def checked_partition(task: Task, spec: str) -> Partition:
-    """Return a partition of the model; an unknown one is the user's mistake."""
+    """Return a partition of the model, or raise a UserError if the name is unknown."""
     try:
         return make_partition(task.model, spec)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a person sees while a run is under way: a bar, and a line for each epoch."""
+"""Progress of a run on a terminal: a bar, and a line for each epoch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from newton_summary.run_directory import Row
 
 
 class RichReporter(Reporter):
-    """Prints the epochs, with a bar below them where the output is a terminal."""
+    """Prints a line per epoch, with a progress bar on a terminal."""
 
     def __init__(self, console: Console, progress: Progress, title: str):
         self.console, self.progress, self.title = console, progress, title
@@ -28,7 +28,7 @@ class RichReporter(Reporter):
         self.console.print(self.title, style="bold", highlight=False, markup=False)
         self.epochs, self.steps = config.epochs, steps
         if epoch:
-            self.console.print(f"going on after epoch {epoch}")
+            self.console.print(f"resuming after epoch {epoch}")
         self.training = self.progress.add_task(
             "training", total=config.epochs * steps, completed=epoch * steps
         )
@@ -79,7 +79,7 @@ def _number(value: Any) -> str:
 
 @contextmanager
 def watching(console: Console, title: str) -> Iterator[RichReporter]:
-    """Give a reporter that prints to a console, with a title once the run begins."""
+    """Yield a reporter that prints to a console, with a title when the run starts."""
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""What came out of a run, and of several seeds together."""
+"""Results of a run, and of several seeds together."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DATA_LABELS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """The numbers that are compared between runs; nan where there is none."""
+    """The numbers that are compared between runs; nan where missing."""
 
     status: str  # "finished", "diverged" or "unfinished"
     epochs: int  # that were completed
@@ -57,7 +57,7 @@ class Outcome:
 
 
 def outcome(run: Run) -> Outcome:
-    """Sum a run up."""
+    """Summarize a run."""
     trained = [row for row in run.rows if row["epoch"] > 0]
     losses = [value for value in run.column("train_loss") if math.isfinite(value)]
     best = best_row(run)
@@ -81,7 +81,7 @@ def outcome(run: Run) -> Outcome:
 
 
 def ran_alone(run: Run) -> bool:
-    """Whether no other run was started beside it, so that its times mean something."""
+    """Whether no other run shared the machine, so that times are meaningful."""
     sessions = run.environment().get("sessions", [])
     return all(session.get("side_by_side", 1) == 1 for session in sessions)
 
@@ -93,7 +93,7 @@ def best_row(run: Run) -> dict[str, Any]:
 
 
 def as_dict(result: Outcome) -> dict[str, Any]:
-    """Return values that JSON holds."""
+    """Return values that JSON can represent."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in asdict(result).items()
@@ -175,7 +175,7 @@ def is_paper_mode(config: ExperimentConfig) -> bool:
 
 
 def group_by(runs: Sequence[Run], key: Callable[[Run], Any]) -> dict[Any, list[Run]]:
-    """Return runs by a key, in the order in which keys come up."""
+    """Return runs by a key, in order of first appearance."""
     groups: dict[Any, list[Run]] = {}
     for run in runs:
         groups.setdefault(key(run), []).append(run)

@@ -1,7 +1,7 @@
 """Write a run directory, and compare one with its configuration.
 
-Files are replaced as a whole, and the checkpoint comes last: what is there beyond it belongs to an
-epoch that was not completed, and is dropped when the run goes on.
+Files are replaced atomically, the checkpoint last: whatever lies beyond it belongs to an incomplete
+epoch, and is dropped when the run resumes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from newton_summary.run_directory import (
     read_tensors,
 )
 
-# Fields that may differ when a run goes on: where things are, and how long to train.
+# Fields that may differ when a run resumes: where files are, how long to train, and how fast.
 FREE = {"data.root", "data.download", "epochs", "recipe", "graph_steps"}
 
 
@@ -82,7 +82,7 @@ class Run:
         return self.epoch >= self.config.epochs or self.diverged
 
     def check_same(self, config: ExperimentConfig) -> None:
-        """Raise a UserError if the run is one of another configuration."""
+        """Raise a UserError if the run has another configuration."""
         old, new = flatten(self.config), flatten(config)
         for name in sorted({*old, *new} - FREE):
             if old.get(name) != new.get(name):
@@ -92,7 +92,7 @@ class Run:
                 )
 
     def until(self, config: ExperimentConfig) -> Run:
-        """Return the run as it was after the epochs of a configuration, of which it has more."""
+        """Return the run as it was after the epochs of a configuration, which may be fewer."""
         self.check_same(config)
         rows = [row for row in self.rows if row["epoch"] <= config.epochs]
         return replace(self, config=config, rows=rows)
@@ -102,7 +102,7 @@ class Run:
         return read_summaries(self.path)
 
     def environment(self) -> dict[str, Any]:
-        """Read the sessions of the run, and its speed."""
+        """Read the sessions of the run."""
         return read_environment(self.path)
 
     def column(self, name: str) -> list[float]:
@@ -138,7 +138,7 @@ def find_runs(paths: list[Path]) -> list[Run]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file that takes the place of the old one when it is complete."""
+    """Write a file that replaces the old one once it is complete."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as stream:
@@ -146,7 +146,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         part.replace(path)
     except OSError as error:
         raise cannot_write(path, error) from None
-    except RuntimeError as error:  # what torch.save makes of a full disk
+    except RuntimeError as error:  # torch.save, on a full disk
         if "write" not in str(error):
             raise
         raise UserError(f"{path} cannot be written: is the disk full?") from None
@@ -156,8 +156,8 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def cannot_write(path: Path, error: OSError) -> UserError:
-    """Return what to tell of a failed write."""
-    hint = " Free some space, and run the same command to go on." if _is_full(error) else ""
+    """Return the error for a failed write."""
+    hint = " Free some space, then run the same command to resume." if _is_full(error) else ""
     return UserError(f"{path} cannot be written: {error.strerror or error}.{hint}")
 
 
@@ -172,7 +172,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Replace numbers that JSON cannot hold by None."""
+    """Replace numbers that JSON cannot represent by None."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -194,34 +194,34 @@ class RunWriter:
         self.known = self._check()
 
     def _check(self) -> Run | None:
-        """Return the run that is there already, or say why this one may not go there."""
+        """Return the run in the directory, or raise if this one may not be written there."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{self.path} is a file, not a directory.")
         if not self.path.is_dir() or all(_is_part(file) for file in self.path.iterdir()):
             return None
         if not (self.path / CONFIG).is_file():
             raise UserError(
-                f"{self.path} belongs to something else: it is not empty and has no {CONFIG}."
+                f"{self.path} is not a run directory: it is not empty and has no {CONFIG}."
             )
         run = Run.load(self.path)
         run.check_same(self.config)
         if self.config.epochs < run.epoch:
             raise UserError(
-                f"{self.path} has {run.epoch} epochs already, more than were asked. Ask for as "
-                f"many or more, or choose another --run-dir."
+                f"{self.path} already has {run.epoch} epochs, more than requested; request at "
+                f"least as many, or choose another --run-dir."
             )
         return replace(run, config=self.config)
 
     def start(self, session: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Begin or go on: drop what is beyond the checkpoint, which is returned."""
+        """Start or resume: drop what lies beyond the checkpoint, and return the checkpoint."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise cannot_write(self.path, error) from None
         self._acquire()
-        self.known = self._check()  # once more, now that nobody else writes
+        self.known = self._check()  # again, now that no other process can write
         for file in filter(_is_part, self.path.iterdir()):
-            file.unlink()  # what a kill has left
+            file.unlink()  # left by a kill
         checkpoint = read_checkpoint(self.path)
         last = -1 if checkpoint is None else int(checkpoint["epoch"])
         self.rows = [row for row in read_rows(self.path / METRICS) if row["epoch"] <= last]
@@ -237,7 +237,7 @@ class RunWriter:
         return checkpoint
 
     def _acquire(self) -> None:
-        """Keep other processes out, for as long as this one lives."""
+        """Lock the directory for as long as this process lives."""
         try:
             import fcntl
         except ImportError:  # not on Windows
@@ -254,7 +254,7 @@ class RunWriter:
         self.summaries.append(measured)
 
     def add_row(self, row: Row, checkpoint: Mapping[str, Any] | None) -> None:
-        """Write an epoch: the summaries, its metrics, and the state to go on from."""
+        """Write an epoch: the summaries, its metrics, and the state to resume from."""
         if self.summaries and self.summaries[-1].epoch == row["epoch"]:
             self._write_summaries()
         try:
@@ -276,7 +276,7 @@ class RunWriter:
             torch.save([m.state_dict() for m in self.summaries], stream)
 
     def close(self) -> Run:
-        """Let others in; return the run as it is now."""
+        """Unlock the directory; return the run as it is now."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -284,7 +284,7 @@ class RunWriter:
 
 
 def _is_part(file: Path) -> bool:
-    """Whether a file is one that :func:`replacing` had not completed."""
+    """Whether a file is an incomplete one of :func:`replacing`."""
     return file.name.startswith(".") and file.name.endswith(".part")
 
 

@@ -1,4 +1,4 @@
-"""What a model is asked to do: its architecture, its loss, and when an answer is right."""
+"""Tasks: a model, its loss and its accuracy."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ def reconstruction_error(outputs: Tensor, batch: Batch) -> Tensor:
 
 
 def mean_value(outputs: Tensor, batch: Batch) -> Tensor:
-    """The loss is what the model gives."""
+    """Mean of the outputs, which are the loss."""
     return outputs.mean()
 
 
 def right_labels(outputs: Tensor, batch: Batch) -> Tensor:
-    """Share of the samples whose label is the most likely one."""
+    """Fraction of the samples whose label is the most likely one."""
     return (outputs.argmax(1) == batch[1]).double().mean()
 
 
 def right_digits(outputs: Tensor, batch: Batch) -> Tensor:
-    """Share of the digits of the answers that are right."""
+    """Fraction of the digits of the answers that are right."""
     _, answers = batch
     return (outputs[:, -answers.shape[1] :].argmax(2) == answers).double().mean()
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A way to build a model, and what its outputs are compared with."""
+    """How to build a model, and how to score its outputs."""
 
     build: Callable[..., nn.Module]
     gain: float | None = None  # of the initialisation; needed for the NTK parameterisation
@@ -99,7 +99,7 @@ def make_task(config: ModelConfig, data: Dataset) -> Task:
     if config.name not in MODELS:
         raise UserError(
             f"Unknown model {config.name!r}.{nearest(config.name, MODELS)} "
-            f"There are {', '.join(MODELS)}."
+            f"Known: {', '.join(MODELS)}."
         )
     architecture = MODELS[config.name]
     sample = data.train.inputs[0]

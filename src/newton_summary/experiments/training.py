@@ -49,20 +49,20 @@ from newton_summary.solver import learning_rates
 
 EVALUATION_BATCH = 1000
 SPEED_WARMUP, SPEED_STEPS = 3, 50  # of Adam, to compare its speed with
-MANY_GROUPS = 256  # beyond it the rates of the groups are not written with the metrics
+MANY_GROUPS = 256  # with more, the rates of the groups are left out of the metrics
 
 
 class Reporter:
-    """Hears of the progress of a run. This one says nothing."""
+    """Receives the progress of a run. This one ignores it."""
 
     def start(self, config: ExperimentConfig, steps: int, epoch: int) -> None:
-        """A run begins, or goes on after ``epoch``; an epoch has so many steps."""
+        """A run starts, or resumes after ``epoch``; ``steps`` is the number of steps per epoch."""
 
     def step(self, epoch: int, step: int) -> None:
-        """So many steps of an epoch are on their way to the device."""
+        """This many steps of an epoch have been launched."""
 
     def measure(self, epoch: int, done: int, total: int | None) -> None:
-        """So many batches of a measurement are done."""
+        """This many batches of a measurement are done."""
 
     def row(self, row: Row) -> None:
         """An epoch is complete."""
@@ -219,10 +219,10 @@ class Session:
         self.generator.manual_seed(self.config.seed * 1_000_003 + self.epoch)
         self.task.model.train()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        told = max(1, len(self.batches) // 50)
+        interval = max(1, len(self.batches) // 50)
         for i, batch in enumerate(self.batches, start=1):
             total.add_(self.stepper.step(batch), alpha=len(batch[0]))
-            if i % told == 0:
+            if i % interval == 0:
                 reporter.step(self.epoch + 1, i)
         return float(self.ranks.total(total)) / len(self.data.train)
 
@@ -266,7 +266,7 @@ class Session:
         return {"loss": loss, "accuracy": None if self.task.accuracy is None else accuracy}
 
     def _optimizer_facts(self, writer: Writer) -> Row:
-        """Return what NewtonSummary tells of itself, and keep its last summary."""
+        """Return the counters and rates of NewtonSummary, and keep its last summary."""
         optimizer = self.stepper.optimizer
         if not isinstance(optimizer, NewtonSummary) or optimizer.last_rates is None:
             return {}
@@ -328,7 +328,7 @@ class Session:
         _wait(self.device)
         return (time.perf_counter() - start) / SPEED_STEPS * len(self.batches)
 
-    # --- going on ---------------------------------------------------------------------------------
+    # --- resuming ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next epoch depends on."""
@@ -342,7 +342,7 @@ class Session:
         }
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Go back to the end of an epoch."""
+        """Return to the end of an epoch."""
         if state is None:
             return
         self.epoch = int(state["epoch"])
@@ -366,15 +366,15 @@ def find_device(name: str) -> torch.device:
         return torch.device("cuda", torchrun.local_rank() % torch.cuda.device_count())
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device).tolist()  # which a meta device has not
-    except Exception as error:  # torch raises many kinds, with long texts
+        torch.zeros(1, device=device).tolist()  # fails on a meta device
+    except Exception as error:  # torch raises many types, with long messages
         reason = str(error).splitlines()[0].rstrip(".")
         raise UserError(f"The device {name!r} is not available: {reason}.") from None
     return device
 
 
 def peak_memory(device: torch.device) -> float | None:
-    """Return the most memory that was in use, in GiB: on the GPU by torch, else by the process."""
+    """Return the peak memory in GiB: of torch on the GPU, or of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     try:
@@ -386,7 +386,7 @@ def peak_memory(device: torch.device) -> float | None:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return where and when a session runs."""
+    """Return the versions, the machine and the time of a session."""
     from newton_summary import __version__
 
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
@@ -412,7 +412,7 @@ def _program() -> str:
 
 
 def _commit() -> str | None:
-    """Return the commit of the source, where it lies in a git repository."""
+    """Return the commit of the source, if it is in a git repository."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=10)
@@ -444,14 +444,14 @@ def _memory_errors() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"The device has too little memory: {str(error).splitlines()[0]} Try a smaller "
+            f"The device ran out of memory: {str(error).splitlines()[0]} Try a smaller "
             f"--optimizer.curvature-batch-size, --measure.batch-size or --batch-size."
         ) from None
 
 
 @torch.no_grad()
 def _check_fit(task: Task, data: Dataset, config: ExperimentConfig) -> None:
-    """Say so if the model cannot take the samples."""
+    """Raise a UserError if the model cannot take the samples."""
     training = task.model.training
     task.model.eval()
     batch = next(data.train.parts(2))
@@ -469,30 +469,30 @@ def _check_fit(task: Task, data: Dataset, config: ExperimentConfig) -> None:
 
 
 def _check_divisible(task: Task, ranks: RankGroup) -> None:
-    """Say so if a batch cannot be divided among processes without changing its loss."""
+    """Raise a UserError if dividing a batch among processes would change its loss."""
     coupled = any(isinstance(module, _BatchNorm) for module in task.model.modules())
     if ranks.size > 1 and coupled:
         raise UserError(
-            f"The model has batch norms, so its loss is a function of the whole batch, and "
-            f"{ranks.size} processes would train another one than one process. Start one process."
+            f"The model has batch norms, so its loss depends on the whole batch: training on "
+            f"{ranks.size} processes would differ from training on one. Use one process."
         )
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds an epoch, and how that compares with Adam."""
+    """Seconds per epoch, and the same for Adam."""
 
     seconds: float
     adam: float | None
 
     @property
     def ratio(self) -> float | None:
-        """Of this run over Adam."""
+        """Ratio of this run to Adam."""
         return None if not self.adam else self.seconds / self.adam
 
 
 def speed(run: Run) -> Speed | None:
-    """Return the median time of an epoch of training, the first one left out if there are more."""
+    """Return the median time of an epoch, leaving out the first if there are several."""
     times = sorted(row["seconds"] for row in run.rows[1:])
     if len(times) > 1:
         times = sorted(row["seconds"] for row in run.rows[2:])

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found out about a model."""
+    """Results of measuring a model."""
 
     history: History
     summary: Summary
@@ -46,7 +46,7 @@ class Inspection:
     strengths: Strengths | None  # what other lambda_int do, if none was asked for
 
     def __str__(self) -> str:
-        """Return a few lines: what was measured, the slowest and fastest group, strongest pairs."""
+        """Return what was measured, the slowest and fastest groups, and the strongest pairs."""
         facts = self.history.facts
         lines = [
             facts["model"],
@@ -183,7 +183,7 @@ def inspect_model(
 
 
 def _strength(settings: Settings) -> float | None:
-    """Return lambda_int, None if it is to be found; a wrong one is told before measuring."""
+    """Return lambda_int, None if it has to be found; raise a UserError for a wrong one."""
     has_D3 = settings.order == 3
     if settings.lambda_int is None:
         return None if has_D3 else 0.0
@@ -198,7 +198,7 @@ def _strength(settings: Settings) -> float | None:
 
 
 def _hint(data: Any) -> str:
-    """Return how the data was understood, where that may not be what the user thinks."""
+    """Return how the data was interpreted, where this may surprise the user."""
     if isinstance(data, list) and data and all(isinstance(x, Tensor) for x in data):
         return (
             " (A list of tensors is taken as one batch. For several batches of one tensor each, "
@@ -209,7 +209,7 @@ def _hint(data: Any) -> str:
 
 @contextlib.contextmanager
 def progress_bar(console: Console) -> Iterator[Callable[[int, int | None], None]]:
-    """Give a function that shows the batches done, on a terminal."""
+    """Yield a function that shows progress on a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -226,7 +226,7 @@ def take_batches(data: Any, most: int) -> list[Any]:
         raise UserError(f"--max-batches {most}: write 1 or more.")
     batches = list(islice(iter(_as_batches(data)), most))
     if not batches:
-        raise UserError("The data is empty: it gave no batch to measure.")
+        raise UserError("The data is empty: there is no batch to measure.")
     return batches
 
 
@@ -248,7 +248,7 @@ def _facts(
     seconds: float,
     lambda_int: float,
 ) -> dict[str, str]:
-    """Return how it was measured, in words."""
+    """Describe how it was measured."""
     from newton_summary import __version__
 
     model = built.model

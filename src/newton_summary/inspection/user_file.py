@@ -1,7 +1,7 @@
 """A user's file for ``newton-summary inspect FILE.py:build``: run it, check what it returns.
 
-``build()`` returns a model, a loss function and data. What goes wrong in it, or in the loss, is
-told in one line with the place in the user's file.
+``build()`` returns a model, a loss function and data. Errors in it, or in the loss, are reported in
+one line with the line number in the user's file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXPECTED = {
 
 
 class Built(NamedTuple):
-    """What ``build()`` has returned."""
+    """What ``build()`` returned."""
 
     model: nn.Module
     loss_fn: LossFn
@@ -39,7 +39,7 @@ class Built(NamedTuple):
 
 
 def split_target(target: str) -> tuple[Path, str]:
-    """Return the file and the function in ``FILE.py:build``; the function is ``build`` if not said.
+    """Return the file and the function in ``FILE.py:build``; by default ``build``.
 
     >>> split_target("net.py:make")[1], split_target("net.py")[1]
     ('make', 'build')
@@ -79,14 +79,14 @@ def load_build(target: str, seed: int = 0) -> Built:
 
 
 def _load(file: Path) -> Any:
-    """Import a file as Python does a script: modules beside it can be imported."""
+    """Import a file as Python runs a script: it can import modules beside it."""
     folder = str(file.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
     name = file.stem if file.stem not in sys.modules else f"inspected_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise UserError(f"{file} is not a Python file: its name ends in .py.")
+        raise UserError(f"{file} is not a Python file: its name must end in .py.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look there
     spec.loader.exec_module(module)
@@ -94,7 +94,7 @@ def _load(file: Path) -> Any:
 
 
 def _checked(returned: Any, function: str) -> Built:
-    """Return the three things, or say which one is wrong."""
+    """Return the three things, or raise a UserError for the wrong one."""
     names = list(EXPECTED)
     if not isinstance(returned, tuple | list) or len(returned) != len(names):
         what = type(returned).__name__
@@ -119,7 +119,7 @@ def _checked(returned: Any, function: str) -> Built:
             f"{function} returned a {kind_of(loss_fn)} as loss_fn, which compares outputs with "
             f"targets. Write def loss_fn(model, batch): x, y = batch; return criterion(model(x), y)"
         )
-    with contextlib.suppress(ValueError):  # no signature to look at, as of some built-in functions
+    with contextlib.suppress(ValueError):  # some built-in functions have no signature
         _check_arguments(loss_fn, function)
     return Built(model, loss_fn, data)
 
@@ -136,16 +136,16 @@ def _check_arguments(loss_fn: Callable[..., Any], function: str) -> None:
 
 
 def kind_of(value: Any) -> str:
-    """Return what a value is, in a word."""
+    """Return the type of a value, in a word."""
     return "None" if value is None else type(value).__name__
 
 
-# --- errors in it --------------------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def telling(file: Path, what: str, hint: str = "") -> Iterator[None]:
-    """Tell errors of the user's code in one line, with the line of the file where it went wrong."""
+    """Turn errors in the user's code into a UserError with the line number of the file."""
     try:
         yield
     except UserError:
@@ -154,7 +154,7 @@ def telling(file: Path, what: str, hint: str = "") -> Iterator[None]:
         place = _place(error, file)
         ours = isinstance(error, ValueError | TypeError | CannotDifferentiate | ImportError)
         if _raised_here(error) and not ours:
-            raise  # a mistake of this package: all of it is wanted
+            raise  # a bug of this package: show the whole traceback
         kind = "" if _raised_here(error) else f"{type(error).__name__}: "
         said = str(error).strip().split("\n")[0].rstrip(".") or "no message"
         raise UserError(f"{what}{place}: {kind}{said}.{hint if place else ''}") from error
