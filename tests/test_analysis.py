@@ -61,7 +61,7 @@ def test_a_tensor_in_place_of_a_summary():
     assert strongest_pairs(H) == strongest_pairs(summary_of(H))
     with pytest.raises(ValueError, match=r"\(2, 3\)"):
         normalized(torch.ones(2, 3))
-    with pytest.raises(TypeError, match="with gbar"):
+    with pytest.raises(TypeError, match="needs a Summary, not Tensor"):
         joint_gain(H)
 
 
@@ -251,7 +251,7 @@ def test_joint_gain_says_what_cannot_be():
     flat = Summary(torch.ones(2), torch.diag(torch.tensor([1.0, math.nan])), torch.ones(2))
     assert "cannot be compared" in str(joint_gain(flat)) and "not-finite" in str(joint_gain(flat))
     uphill = torch.tensor([[1.0, 0.999], [0.999, 1.0]]).double()
-    assert "does not fall" in str(
+    assert "not predicted to fall" in str(
         joint_gain(summary_of(uphill.repeat(2, 2) + torch.eye(4) / 99), 0)
     )
     far = Summary(torch.ones(1), torch.tensor([[0.1]]), torch.ones(1), loss=0.5)
@@ -285,7 +285,7 @@ def test_pairs_without_an_interaction_are_counted():
     H = torch.tensor([[1.0, 0.5, math.nan], [0.5, 1.0, 2.0], [math.nan, 2.0, 0.0]])
     pairs = strongest_pairs(H)
     assert [(p.first, p.second, p.interaction) for p in pairs] == [("0", "1", 0.5)]
-    assert pairs.undefined == 2 and "Not defined for 2 pairs" in str(pairs)
+    assert pairs.undefined == 2 and "Undefined for 2 pairs" in str(pairs)
     assert len(strongest_pairs(torch.tensor([[1.0]]))) == 0
     with pytest.raises(ValueError, match="count=-1"):
         strongest_pairs(H, -1)
@@ -312,7 +312,7 @@ def test_smoothing_leaves_out_what_is_not_finite_and_an_unfinished_window():
     assert epochs.tolist() == [1, 3, 5] and means[:2].tolist() == [1, 3] and math.isnan(means[2])
     with pytest.raises(ValueError, match="Use a shorter window"):
         smooth(values, range(6), window=20)
-    with pytest.raises(ValueError, match="6 rows of values and 5 epochs"):
+    with pytest.raises(ValueError, match="6 rows of values but 5 epochs"):
         smooth(values, range(5))
     with pytest.raises(ValueError, match="window=0"):
         smooth(values, range(6), window=0)
@@ -376,7 +376,7 @@ def test_coarsening_order_one_and_without_partition():
     ("groups", "message"),
     [
         ({"a": ["0.weigth"]}, "Did you mean '0.weight'"),
-        ({"a": ["0.weight"], "b": ["0.weight"]}, "named twice, in 'a' and in 'b'"),
+        ({"a": ["0.weight"], "b": ["0.weight"]}, "listed twice, in 'a' and in 'b'"),
         ({"0.bias": ["0.weight", "1.weight"]}, "a group '0.bias' already"),
         ({"a": []}, "'a' is empty"),
     ],
@@ -387,7 +387,7 @@ def test_wrong_groups_are_said(groups, message):
 
 
 def test_a_name_in_place_of_a_list_is_said():
-    with pytest.raises(TypeError, match="list of names"):
+    with pytest.raises(TypeError, match="list of group names"):
         coarsen(summary_of(torch.eye(4), make_partition(net(2))), {"a": "0.weight"})
 
 
@@ -408,7 +408,7 @@ def test_groups_of_like_rates_are_merged_by_role():
     }
     assert merges.partition(net(4)).names == merges.coarse().names
     text = str(merges)
-    assert "8 groups could be 5" in text and "not positive: left alone" in text
+    assert "8 groups could become 5" in text and "not positive: left alone" in text
     assert "1.00e+00 to 2.50e+00" in text and "2.50" in text
 
 

@@ -243,7 +243,7 @@ def test_pairs():
     assert text == f"{first.first} (Linear) – {first.second} (Linear)"
     bare = figures.pairs(summary.Hbar, 1).axes[0].get_yticklabels()[0].get_text()
     assert bare == " – ".join(str(summary.names.index(name)) for name in first[:2])
-    assert png(figure) and "no pair" in texts(figures.pairs(Summary(torch.ones(1), torch.eye(1))))
+    assert png(figure) and "no pairs" in texts(figures.pairs(Summary(torch.ones(1), torch.eye(1))))
 
 
 def test_figures_show_themselves_in_a_notebook():

@@ -91,14 +91,14 @@ def test_wrong_files_and_groups_are_said(tmp_path):
     trivial = Summary(torch.ones(1), torch.eye(1), torch.ones(1))
     with pytest.raises(ValueError, match="there are 2 and 1 of them"):
         made.add(2, trivial, learning_rates(trivial))
-    with pytest.raises(ValueError, match="1 learning rates, and the summary has 2"):
+    with pytest.raises(ValueError, match="1 learning rates, but the summary has 2"):
         made.add(2, summary, learning_rates(trivial))
 
 
 def test_history_as_a_table():
     made, _, rates = history()
     lines = str(made).splitlines()
-    assert lines[0] == repr(made) == "History('first', 2 measurements, 1 curves)"
+    assert lines[0] == repr(made) == "History('first', 2 measurements, 1 curve)"
     smallest = float(rates.eta.min())
     assert lines[2].split()[2] == f"{smallest:+.3e}" and lines[3].split()[1] == "0.5"
     assert lines[-1] == "train_loss: 0.5 at epoch 1"
@@ -112,7 +112,7 @@ def test_measurements_of_the_optimizer_are_told_apart_in_the_table():
     made.add(1, summary, rates, kind="optimizer")
     rows = str(made).splitlines()[1:5]
     assert [row.partition("the ")[2] for row in rows[1:]] == [
-        *("gradient", "gradient", "optimizer's own, as it last was")
+        *("gradient", "gradient", "optimizer's last direction")
     ]
 
 

@@ -240,7 +240,7 @@ def test_a_folder_without_a_run_is_told(tmp_path):
 
 def test_without_plotly_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(page_module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"newton-summary\[report\]"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[report\]'"):
         ns.report(random_summary(2), tmp_path / "page.html")
     assert not list(tmp_path.iterdir())
 

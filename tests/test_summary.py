@@ -231,7 +231,7 @@ def test_wrong_means(summary):
     with pytest.raises(ValueError, match="2 summaries and 1 weights"):
         Summary.mean([summary, summary], [1.0])
     for weights in ([0.0, 0.0], [1.0, -2.0]):
-        with pytest.raises(ValueError, match="have to be positive"):
+        with pytest.raises(ValueError, match="must be positive"):
             Summary.mean([summary, summary], weights)
     with pytest.raises(ValueError, match="3 and 4 of them"):
         Summary.mean([random_summary(0), random_summary(0, S=4)])
@@ -375,11 +375,11 @@ def test_blocks_without_groups_of_a_role():
 
 
 def test_wrong_blocks(summary):
-    with pytest.raises(ValueError, match="'weights' is no role: write 'weight'"):
+    with pytest.raises(ValueError, match="Unknown role 'weights': write 'weight'"):
         summary.block("weights", "bias")
     with pytest.raises(ValueError, match="no partition"):
         random_summary(0).blocks()
-    with pytest.raises(ValueError, match=r"shape \(2, 2\), and there are 4 groups"):
+    with pytest.raises(ValueError, match=r"shape \(2, 2\), but there are 4 groups"):
         summary.block("weight", "bias", torch.ones(2, 2))
 
 

@@ -1,7 +1,7 @@
-"""What is known of a model over its training: summaries, curves, and how they were measured.
+"""Measurements of a model over its training: summaries, curves, and how they were made.
 
-Everything that shows a training (figures, the report, callbacks of frameworks) takes a
-:class:`History`. A single measurement is a history with one entry.
+Everything that shows a training (figures, the report, callbacks) takes a :class:`History`. A single
+measurement is a history with one entry.
 """
 
 from __future__ import annotations
@@ -15,16 +15,21 @@ import torch
 from torch import Tensor
 
 from newton_summary.display.html import html_table, paragraph
-from newton_summary.display.table import shorten, text_table
+from newton_summary.display.table import text_table, without_middle
 from newton_summary.solver import LearningRates, learning_rates
 from newton_summary.summary import Summary, _differing, _read_file
 
-_NUMBERS = range(5)  # columns of the table of a history
-_ALONG = {"full": "the gradient", "optimizer": "the optimizer's own, as it last was"}
+_RIGHT = range(5)  # columns of numbers in the table of a history
+_ALONG = {"full": "the gradient", "optimizer": "the optimizer's last direction"}
 
 
 class Trial(NamedTuple):
-    """A step ``fraction * eta`` that was tried: what the summary predicted, and what happened."""
+    """A step ``fraction * eta`` that was tried: what the summary predicted, and what happened.
+
+    >>> trial = Trial(fraction=0.5, predicted=-0.12, real=-0.11)
+    >>> f"{trial.real / trial.predicted:.0%} of the predicted decrease"
+    '92% of the predicted decrease'
+    """
 
     fraction: float
     predicted: float  # change of the loss by the second-order model
@@ -33,10 +38,16 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A summary at the end of an epoch (of epoch 0: at the start)."""
+    """A summary after some epochs (0: before the training), and its learning rates.
+
+    >>> summary = Summary(gbar=torch.tensor([2.0]), Hbar=torch.tensor([[4.0]]))
+    >>> (measured,) = History.of(summary, lambda_int=0).measured
+    >>> measured.epoch, measured.eta, measured.status
+    (0, tensor([0.5000]), 'newton')
+    """
 
     epoch: float
-    kind: str  # "full": along the full-batch gradient; "optimizer": the last one it used
+    kind: str  # "full": along the full-batch gradient; "optimizer": the last one that it used
     summary: Summary
     eta: Tensor  # (S,)
     status: str  # of the learning rates
@@ -44,14 +55,14 @@ class Measured:
     trials: tuple[Trial, ...] = ()  # of steps along eta, where they were tried
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values and tensors."""
+        """Return the measurement as plain values and tensors."""
         state = {f.name: getattr(self, f.name) for f in fields(self)}
         trials = [tuple(trial) for trial in self.trials]
         return {**state, "summary": self.summary.to("cpu").state_dict(), "trials": trials}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Measured:
-        """Return what :meth:`state_dict` has written."""
+        """Rebuild a measurement from :meth:`state_dict`."""
         trials = tuple(Trial(*trial) for trial in state.get("trials", ()))
         summary = Summary.from_state_dict(state["summary"])
         return cls(**{**state, "summary": summary, "trials": trials})
@@ -59,14 +70,25 @@ class Measured:
 
 @dataclass
 class History:
-    """Measurements over a training, in order, with its curves."""
+    """Measurements over a training, in order, with its curves.
+
+    >>> history = History("MLP, SGD")
+    >>> for epoch, curvature in enumerate((4.0, 2.0, 1.0)):
+    ...     summary = Summary(gbar=torch.tensor([1.0]), Hbar=torch.tensor([[curvature]]))
+    ...     history.add(epoch, summary, learning_rates(summary, lambda_int=0))
+    ...     history.add_value("train_loss", epoch, 1 / (1 + epoch))
+    >>> history
+    History('MLP, SGD', 3 measurements, 1 curve)
+    >>> history.epochs, history.rates.flatten().tolist()
+    ([0, 1, 2], [0.25, 0.5, 1.0])
+    """
 
     name: str = "run"
     measured: list[Measured] = field(default_factory=list)
     curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     """Pairs of epoch and value, by metric such as ``"train_loss"``."""
     facts: dict[str, str] = field(default_factory=dict)
-    """How it was measured, as a reader should see it (model, device, versions, command)."""
+    """How it was measured, for readers: model, device, versions, command."""
 
     @classmethod
     def of(cls, summary: Summary, name: str = "measurement", lambda_int: float = 1.0) -> History:
@@ -83,19 +105,19 @@ class History:
         kind: str = "full",
         trials: Sequence[Trial] = (),
     ) -> None:
-        """Append a measurement; all of one history have the same groups."""
+        """Append a measurement; all in a history have the same groups."""
         if self.measured and self.names != summary.names:
             raise ValueError(
                 f"The history {self.name!r} has the groups of another partition: "
-                f"{_differing(self.names, summary.names)}. Begin another history."
+                f"{_differing(self.names, summary.names)}. Start a new history."
             )
         if not isinstance(rates, LearningRates):
             raise TypeError(
-                f"The rates are of type {type(rates).__name__}: give learning_rates(summary)."
+                f"The rates are of type {type(rates).__name__}: pass learning_rates(summary)."
             )
         if len(rates.eta) != len(summary):
             raise ValueError(
-                f"There are {len(rates.eta)} learning rates, and the summary has {len(summary)} "
+                f"There are {len(rates.eta)} learning rates, but the summary has {len(summary)} "
                 f"groups."
             )
         error = rates.eta_stderr
@@ -117,12 +139,12 @@ class History:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the groups; none before the first measurement."""
+        """Names of the groups; empty before the first measurement."""
         return self.measured[0].summary.names if self.measured else ()
 
     @property
     def epochs(self) -> list[float]:
-        """When it was measured."""
+        """Epochs of the measurements."""
         return [measured.epoch for measured in self.measured]
 
     @property
@@ -135,19 +157,19 @@ class History:
     # --- views ------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        """Return the name, and how much there is."""
-        return (
-            f"History({self.name!r}, {len(self.measured)} measurements, {len(self.curves)} curves)"
-        )
+        """Return the name, and the numbers of measurements and curves."""
+        counts = {"measurement": len(self.measured), "curve": len(self.curves)}
+        text = ", ".join(f"{n} {word}{'' if n == 1 else 's'}" for word, n in counts.items())
+        return f"History({self.name!r}, {text})"
 
     def __str__(self) -> str:
         """Return a table of the measurements, and where the curves end."""
-        return "\n".join([repr(self), text_table(self._rows(), right=_NUMBERS), *self._ends()])
+        return "\n".join([repr(self), text_table(self._rows(), right=_RIGHT), *self._ends()])
 
     def _repr_html_(self) -> str:
         """Return the same for a notebook."""
         ends = paragraph("\n".join(self._ends())) if self.curves else ""
-        return paragraph(repr(self)) + html_table(self._rows(), right=_NUMBERS) + ends
+        return paragraph(repr(self)) + html_table(self._rows(), right=_RIGHT) + ends
 
     def _rows(self) -> list[list[str]]:
         rows = [["epoch", "loss", "smallest rate", "median", "largest rate", "status"]]
@@ -157,10 +179,10 @@ class History:
             rates = [f"{float(number):+.3e}" for number in numbers]
             rows.append([f"{m.epoch:g}", f"{float(m.summary.loss):.6g}", *rates, m.status])
         kinds = [m.kind for m in self.measured]
-        if len(set(kinds)) > 1:  # two rows of one epoch are told apart
+        if len(set(kinds)) > 1:  # two rows of one epoch
             columns = zip(rows, ["measured along", *(_ALONG[kind] for kind in kinds)])
             rows = [[*row, along] for row, along in columns]
-        return shorten(rows)
+        return without_middle(rows)
 
     def _ends(self) -> list[str]:
         return [
@@ -172,20 +194,20 @@ class History:
     # --- files ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values and tensors."""
+        """Return the history as plain values and tensors."""
         measured = [measured.state_dict() for measured in self.measured]
         curves = {metric: list(points) for metric, points in self.curves.items()}
         return {"name": self.name, "measured": measured, "curves": curves, "facts": {**self.facts}}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> History:
-        """Return what :meth:`state_dict` has written."""
+        """Rebuild a history from :meth:`state_dict`."""
         measured = [Measured.from_state_dict(entry) for entry in state["measured"]]
         curves = {k: [(x, y) for x, y in points] for k, points in state["curves"].items()}
         return cls(**{**state, "measured": measured, "curves": curves})
 
     def save(self, path: str | Path) -> None:
-        """Write the history to a file that :meth:`load` reads."""
+        """Write the history to a file, which :meth:`load` reads on any machine."""
         torch.save(self.state_dict(), path)
 
     @classmethod

@@ -79,7 +79,7 @@ class LearningRates(ShownAsTable):
     (False, 'saddle', tensor([ 0.5000, -1.0000]))
     """
 
-    _numbers = (1, 2)
+    _right = (1, 2)
 
     eta: Tensor  # (S,)  dtype (float32 at least) and device of gbar
     radius: float  # ||D eta||; nan where D3 was not measured

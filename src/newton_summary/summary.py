@@ -1,4 +1,4 @@
-"""What a measurement gives: gbar, Hbar and D3, and their mean over measurements."""
+"""The result of a measurement: gbar, Hbar and D3 (paper, Section 4), and their means."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from newton_summary.display.html import html_heatmap, html_table, paragraph, side_by_side
 from newton_summary.display.names import first_names
-from newton_summary.display.table import shorten, text_table
+from newton_summary.display.table import text_table, without_middle
 from newton_summary.partition import Partition
 
 
@@ -29,8 +29,22 @@ class Block(NamedTuple):
 class Summary:
     """Derivatives of the loss along ``u``, seen through a partition into S groups.
 
-    All three are derivatives at ``eta = 0`` of phi(eta) = L(theta + U I_{P:S} eta). A measurement
-    of lower order leaves the higher ones ``None``.
+    All three are derivatives at ``eta = 0`` of phi(eta) = L(theta + U I_{P:S} eta) (paper, Sections
+    3 and 4). A measurement of lower order leaves the higher ones ``None``. Made by
+    :func:`summarize`, or by hand:
+
+    >>> summary = Summary(
+    ...     gbar=torch.tensor([3.0, 1.0]),
+    ...     Hbar=torch.tensor([[2.0, 1.0], [1.0, 1.0]]),
+    ...     D3=torch.tensor([1.0, -8.0]),
+    ... )
+    >>> len(summary), summary.order, summary.names
+    (2, 3, ('0', '1'))
+    >>> summary.predicted_change(eta=torch.tensor([1.0, 1.0]))  # -eta.gbar + 1/2 eta.Hbar eta
+    tensor(-1.5000)
+    >>> summary.inverse()
+    tensor([[ 1., -1.],
+            [-1.,  2.]])
     """
 
     gbar: Tensor  # (S,)    first derivative, D^(1)(u)
@@ -39,12 +53,12 @@ class Summary:
     loss: Tensor = field(default_factory=lambda: torch.tensor(float("nan")))  # ()  mean of samples
     num_samples: int = 0
     partition: Partition | None = None
-    backend: str = "given"  # who computed it; "given" if made by hand
+    backend: str = "given"  # what computed it; "given" if made by hand
     reason: str | None = None  # why this backend and not the default one
     approximate: bool = False  # true for central differences
-    gbar_stderr: Tensor | None = None  # (S,)    standard error of gbar over batches, if wanted
-    Hbar_stderr: Tensor | None = None  # (S, S)  the same of Hbar
-    parts: tuple[Summary, ...] = ()  # the batches' own summaries, if errors are wanted
+    gbar_stderr: Tensor | None = None  # (S,)    standard error of gbar over batches
+    Hbar_stderr: Tensor | None = None  # (S, S)  standard error of Hbar
+    parts: tuple[Summary, ...] = ()  # the batches' own summaries, with stderr=True
 
     def __post_init__(self) -> None:
         """Check types and shapes."""
@@ -54,21 +68,21 @@ class Summary:
                 continue
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 what = value.dtype if isinstance(value, Tensor) else type(value).__name__
-                raise TypeError(f"{name} is {what}: it is a tensor of real numbers.")
+                raise TypeError(f"{name} is {what}: it must be a tensor of real numbers.")
         if self.gbar.ndim != 1:
-            raise ValueError(f"gbar has shape {tuple(self.gbar.shape)}: it is a vector, (S,).")
+            raise ValueError(f"gbar has shape {tuple(self.gbar.shape)}: it must be a vector, (S,).")
         S = len(self.gbar)
         for name, value, shape in (("Hbar", self.Hbar, (S, S)), ("D3", self.D3, (S,))):
             if value is not None and tuple(value.shape) != shape:
                 raise ValueError(
-                    f"{name} has shape {tuple(value.shape)}, and gbar has {S} entries: "
-                    f"{name} is of shape {shape}."
+                    f"{name} has shape {tuple(value.shape)}, but gbar has {S} entries: "
+                    f"it must have shape {shape}."
                 )
         if self.partition is not None and len(self.partition) != S:
             raise ValueError(
-                f"The partition has {len(self.partition)} groups, and gbar {S} entries."
+                f"The partition has {len(self.partition)} groups, but gbar has {S} entries."
             )
-        object.__setattr__(self, "loss", torch.as_tensor(self.loss))  # a number will do
+        object.__setattr__(self, "loss", torch.as_tensor(self.loss))  # a plain number is fine
 
     def __len__(self) -> int:
         """Return S, the number of groups."""
@@ -97,6 +111,11 @@ class Summary:
     def mean(summaries: Sequence[Summary], weights: Sequence[float] | None = None) -> Summary:
         """Average summaries of the same groups; D3 with its sign, so that batches add up.
 
+        >>> one = Summary(torch.tensor([1.0]), torch.tensor([[2.0]]), torch.tensor([-4.0]))
+        >>> other = Summary(torch.tensor([3.0]), torch.tensor([[4.0]]), torch.tensor([8.0]))
+        >>> Summary.mean([one, other], weights=[100, 300]).D3
+        tensor([5.])
+
         Args:
             summaries: At least one.
             weights: Relative weights, such as numbers of samples. Equal if not given.
@@ -106,18 +125,18 @@ class Summary:
             last one, approximate if any of them is.
         """
         if not summaries:
-            raise ValueError("The mean of no summaries is not defined. Give at least one.")
+            raise ValueError("There are no summaries to average. Pass at least one.")
         weights = [1.0] * len(summaries) if weights is None else list(weights)
         if len(weights) != len(summaries):
             raise ValueError(f"There are {len(summaries)} summaries and {len(weights)} weights.")
         total = float(sum(weights))
         if min(weights) < 0 or not total > 0:
-            raise ValueError(f"The weights {weights} have to be positive.")
+            raise ValueError(f"The weights must be positive, not {weights}.")
         for summary in summaries:
             if summary.names != summaries[0].names:
                 raise ValueError(
                     f"The groups differ: {_differing(summaries[0].names, summary.names)}. Only "
-                    f"summaries of one partition have a mean."
+                    f"summaries of the same partition can be averaged."
                 )
         order = min(summary.order for summary in summaries)
 
@@ -142,7 +161,7 @@ class Summary:
         """Return this mean of batches with the standard errors of gbar and Hbar over them.
 
         With B batches of n_b samples, N in all, the square of the error of a mean is
-        B/(B-1) sum_b (n_b/N)^2 (x_b - mean)^2. One batch alone tells no error.
+        B/(B-1) sum_b (n_b/N)^2 (x_b - mean)^2. With a single batch there is no error.
         """
         count, total = len(parts), sum(part.num_samples for part in parts)
 
@@ -169,7 +188,7 @@ class Summary:
     # --- views ------------------------------------------------------------------------------------
 
     def hessian(self) -> Tensor:
-        """Return ``Hbar``, or say that it was not measured."""
+        """Return ``Hbar``; raise if it was not measured."""
         if self.Hbar is None:
             raise ValueError("This summary has no Hbar: measure with order=2 or order=3.")
         return self.Hbar
@@ -181,11 +200,11 @@ class Summary:
         of magnitude lose no digits to each other.
 
         Args:
-            without_dead: Leave out groups whose row is zero, such as a bias before a batch norm,
-                and give them nan; else they are an error.
+            without_dead: Leave out groups without effect on the loss, whose rows are zero, such as
+                a bias before a batch norm; their entries are nan. By default they are an error.
 
         Raises:
-            ValueError: If ``Hbar`` has entries that are not finite, or no inverse.
+            ValueError: If ``Hbar`` has entries that are not finite, or is singular.
         """
         H = self.hessian().detach().double().cpu()
         if not bool(torch.isfinite(H).all()):
@@ -194,7 +213,7 @@ class Summary:
         if not bool(live.all()) and not (without_dead and bool(live.any())):
             raise ValueError(
                 f"Hbar has no inverse: the row of group {self.names[int((~live).nonzero()[0])]!r} "
-                f"is zero. Does the loss depend on it, and does the direction move it?"
+                f"is zero. Does the loss depend on this group, and does the direction move it?"
             )
         H = H[live][:, live]
         scale = _equilibrate(H)
@@ -206,8 +225,8 @@ class Summary:
             alike = [n for n, share in zip(live_names, shares) if share > 0.1 * shares.max()]
             raise ValueError(
                 f"Hbar has no inverse: {first_names(alike)} can move against each other without "
-                f"bending the loss (singular value {singular_values[-1]:.1e}). Merge them, with a "
-                f"coarser partition."
+                f"changing the slope of the loss (singular value {singular_values[-1]:.1e}). Merge "
+                f"them, with a coarser partition."
             )
         inverse: Tensor = torch.linalg.inv(scaled) / scale[:, None] / scale[None, :]
         whole = torch.full((len(self), len(self)), float("nan"), dtype=torch.float64)
@@ -216,7 +235,7 @@ class Summary:
 
     @property
     def dead(self) -> Tensor:
-        """Which groups have a row of zeros in ``Hbar``: the loss does not bend along them, (S,)."""
+        """Which groups have no effect on the curvature: rows of zeros in ``Hbar``, (S,)."""
         return (self.hessian().detach().cpu() == 0).all(1)
 
     def block(self, row_role: str, column_role: str, matrix: Tensor | None = None) -> Block:
@@ -228,17 +247,17 @@ class Summary:
             matrix: Another (S, S) matrix to take the entries from, such as the inverse.
         """
         if self.partition is None:
-            raise ValueError("This summary has no partition, so its groups have no roles.")
+            raise ValueError("The summary has no partition, so its groups have no roles.")
         roles = self.partition.roles
-        for wanted in (row_role, column_role):
-            if wanted not in ("weight", "bias", "mixed"):
-                raise ValueError(f"{wanted!r} is no role: write 'weight', 'bias' or 'mixed'.")
+        for given in (row_role, column_role):
+            if given not in ("weight", "bias", "mixed"):
+                raise ValueError(f"Unknown role {given!r}: write 'weight', 'bias' or 'mixed'.")
         rows = [s for s, role in enumerate(roles) if role == row_role]
         columns = [s for s, role in enumerate(roles) if role == column_role]
         matrix = self.hessian() if matrix is None else matrix
         if tuple(matrix.shape) != (len(self), len(self)):
             raise ValueError(
-                f"The matrix has shape {tuple(matrix.shape)}, and there are {len(self)} groups."
+                f"The matrix has shape {tuple(matrix.shape)}, but there are {len(self)} groups."
             )
         values = matrix[rows][:, columns]
         names = self.names
@@ -250,7 +269,7 @@ class Summary:
         return {f"{row}-{column}": self.block(row, column, matrix) for row, column in pairs}
 
     def predicted_change(self, eta: Tensor, order: int = 2) -> Tensor:
-        """Return the change of the loss that a step ``theta - U I_{P:S} eta`` should make.
+        """Return the change of the loss that the step ``theta - U I_{P:S} eta`` should make.
 
         Args:
             eta: Learning rates, (S,).
@@ -258,21 +277,21 @@ class Summary:
         """
         if order not in (1, 2):
             raise ValueError(
-                f"order={order}: write 1 or 2. Of the third order only the diagonal is measured."
+                f"order={order}: write 1 or 2. Only the diagonal of the third order is measured."
             )
         if not isinstance(eta, Tensor):
             raise TypeError(
-                f"eta is of type {type(eta).__name__}: give a tensor of shape ({len(self)},), such "
+                f"eta is of type {type(eta).__name__}: pass a tensor of shape ({len(self)},), such "
                 f"as learning_rates(summary).eta."
             )
         if tuple(eta.shape) != (len(self),):
-            raise ValueError(f"eta has shape {tuple(eta.shape)}: it is of shape ({len(self)},).")
+            raise ValueError(f"eta has shape {tuple(eta.shape)}: it must be ({len(self)},).")
         eta = eta.to(self.gbar)
         change = -eta @ self.gbar
         return change if order == 1 else change + 0.5 * eta @ self.hessian() @ eta
 
     def __str__(self) -> str:
-        """Return a table of the groups with the diagonal of every order."""
+        """Return a table of the groups, with the diagonal of every order."""
         rows = self._rows()
         return f"{self._title()}\n{text_table(rows, right=range(1, len(rows[0])))}"
 
@@ -304,7 +323,7 @@ class Summary:
         for name, values in zip(self.names, numbers, strict=True):
             signs = ("" if title == "±" else "+" for title in header[1:])
             rows.append([name, *(f"{v:{sign}.3e}" for v, sign in zip(values, signs))])
-        return shorten(rows)
+        return without_middle(rows)
 
     def _title(self) -> str:
         how = f"backend {self.backend}" + (", approximate" if self.approximate else "")
@@ -334,7 +353,7 @@ class Summary:
         return cls(**state)
 
     def save(self, path: str | Path) -> None:
-        """Write the summary to a file that :meth:`load` reads, also on another machine."""
+        """Write the summary to a file, which :meth:`load` reads on any machine."""
         state = self.to("cpu").state_dict()
         torch.save(state, path)
 
@@ -345,13 +364,13 @@ class Summary:
 
 
 def _read_file(path: str | Path, key: str, kind: str) -> dict[str, Any]:
-    """Return the state that a file holds; ``key`` is one that it is known by."""
-    wrong = ValueError(f"{path} holds no {kind.lower()}. {kind}.save writes one.")
+    """Return the state in a file; every state of this kind has ``key``."""
+    wrong = ValueError(f"{path} holds no {kind.lower()}: use a file written by {kind}.save.")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # of many kinds, for what torch.save has not written
+    except Exception as error:  # many kinds, for other files
         raise wrong from error
     if not isinstance(state, dict) or key not in state:
         raise wrong
@@ -361,7 +380,7 @@ def _read_file(path: str | Path, key: str, kind: str) -> dict[str, Any]:
 def _equilibrate(H: Tensor) -> Tensor:
     """Return scales d such that the rows of the symmetric H_st / (d_s d_t) have a largest entry 1.
 
-    Ruiz' iteration: every sweep halves the logarithm of what is missing.
+    Ruiz' iteration: every pass halves the logarithm of what is missing.
     """
     scale = torch.ones(len(H), dtype=H.dtype)
     for _ in range(100):
@@ -379,7 +398,14 @@ def _differing(names: Sequence[str], others: Sequence[str]) -> str:
 
 
 class SummaryWindow:
-    """The mean of the last few summaries (upsilon of Algorithm 2)."""
+    """The mean of the last few summaries (paper, Algorithm 2: window of size upsilon).
+
+    >>> window = SummaryWindow(2)
+    >>> for slope in (1.0, 3.0, 5.0):
+    ...     mean = window.push(Summary(gbar=torch.tensor([slope])))
+    >>> len(window), mean.gbar
+    (2, tensor([4.]))
+    """
 
     def __init__(self, size: int):
         """Keep the last ``size`` summaries."""
@@ -388,21 +414,21 @@ class SummaryWindow:
         self._summaries: deque[Summary] = deque(maxlen=size)
 
     def __len__(self) -> int:
-        """Return how many summaries are held now."""
+        """Return the number of summaries in the window."""
         return len(self._summaries)
 
     @property
     def size(self) -> int:
-        """How many summaries are held at most."""
+        """The largest number of summaries."""
         return self._summaries.maxlen or 0
 
     def push(self, summary: Summary) -> Summary:
-        """Add a summary, forget the oldest if the window is full, and return the mean."""
+        """Add a summary, drop the oldest if the window is full, and return the mean."""
         self._summaries.append(summary)
         return self.mean()
 
     def mean(self) -> Summary:
-        """Return the mean of the summaries that are held."""
+        """Return the mean of the summaries in the window."""
         return Summary.mean(list(self._summaries))
 
     def state_dict(self) -> dict[str, Any]:
@@ -410,6 +436,6 @@ class SummaryWindow:
         return {"size": self.size, "summaries": [s.state_dict() for s in self._summaries]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the contents of another window."""
+        """Replace the contents by those of a saved window."""
         summaries = (Summary.from_state_dict(s) for s in state["summaries"])
         self._summaries = deque(summaries, maxlen=state["size"])

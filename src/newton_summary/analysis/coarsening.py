@@ -1,4 +1,4 @@
-"""From a summary to that of a coarser partition: exact sums, and which groups could be merged."""
+"""Coarser partitions of a measured summary: exact sums, and which groups could be merged."""
 
 from __future__ import annotations
 
@@ -12,27 +12,32 @@ import torch
 from torch import Tensor, nn
 
 from newton_summary.display.names import nearest
-from newton_summary.display.table import ShownAsTable, shorten
+from newton_summary.display.table import ShownAsTable, without_middle
 from newton_summary.partition import Partition, make_partition
 from newton_summary.solver import learning_rates
 from newton_summary.summary import Summary
 
 
 def coarsen(summary: Summary, groups: Mapping[str, Iterable[str]]) -> Summary:
-    """Return what a measurement with merged groups would have given, without measuring again.
+    """Return the summary of merged groups, without measuring again.
 
-    Groups that move together along the same direction have one step size, so phi is restricted to
-    equal entries of eta: the entries of ``gbar`` and ``Hbar`` add up, exactly. The third derivative
-    of a merged group would need entries of D^(3) off the diagonal, which were not measured:
-    ``D3`` is None.
+    Merged groups share one step size, so phi is restricted to equal entries of eta, and the entries
+    of ``gbar`` and ``Hbar`` add up exactly. The third derivative of a merged group would need
+    entries of D^(3) off the diagonal, which were not measured: ``D3`` is None.
 
     Args:
         summary: The measurement.
-        groups: From the name of a new group to the names of the old ones that it takes. Groups
-            that are not named stay as they are. A new group stands where its first one stood.
+        groups: From the name of a new group to the names of the old groups in it. Groups that are
+            not named stay as they are. A new group takes the place of its first old one.
 
     Returns:
-        The summary of the coarser partition, with standard errors if the batches' own are there.
+        The summary of the coarser partition, with standard errors if ``summary.parts`` has the
+        batches' own summaries.
+
+    >>> H = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
+    >>> both = coarsen(Summary(gbar=torch.tensor([1.0, 2.0]), Hbar=H), {"both": ["0", "1"]})
+    >>> both.gbar, both.Hbar
+    (tensor([3.]), tensor([[7.]]))
     """
     assigned = _assignment(summary, groups)
     names = list(assigned)
@@ -64,32 +69,32 @@ def _assignment(
 ) -> dict[str, tuple[str, ...]]:
     """Return the old groups of every new one, in the order of the first of them."""
     if not isinstance(summary, Summary):
-        raise TypeError(f"coarsen needs a Summary, and not {type(summary).__name__}.")
+        raise TypeError(f"coarsen needs a Summary, not {type(summary).__name__}.")
     if not isinstance(groups, Mapping):
         raise TypeError(
-            f"The groups are of type {type(groups).__name__}: write a mapping from the name of a "
-            f"new group to the names of old ones, such as {{'both': {list(summary.names[:2])}}}."
+            f"The groups are of type {type(groups).__name__}: pass a mapping from names of new "
+            f"groups to lists of old ones, such as {{'both': {list(summary.names[:2])}}}."
         )
     taken: dict[str, str] = {}
     for name, members in groups.items():
         if isinstance(members, str):
-            raise TypeError(f"Group {name!r} is {members!r}: write a list of names of groups.")
+            raise TypeError(f"Group {name!r} is {members!r}: write a list of group names.")
         for old in members:
             if old not in summary.names:
                 raise ValueError(
-                    f"Group {name!r} names {old!r}, which is no group of the summary."
+                    f"Group {name!r}: the summary has no group {old!r}."
                     f"{nearest(old, summary.names)}"
                 )
             if old in taken:
                 raise ValueError(
-                    f"Group {old!r} is named twice, in {taken[old]!r} and in {name!r}."
+                    f"Group {old!r} is listed twice, in {taken[old]!r} and in {name!r}."
                 )
             taken[old] = name
     merged: dict[str, list[str]] = {}
     for old in summary.names:
         name = taken.get(old, old)
         if old not in taken and name in groups:
-            raise ValueError(f"There is a group {name!r} already. Give the merged one a new name.")
+            raise ValueError(f"There is a group {name!r} already. Give the new group another name.")
         merged.setdefault(name, []).append(old)
     empty = [name for name in groups if name not in merged]
     if empty:
@@ -118,18 +123,18 @@ def _merged_partition(
 
 @dataclass(frozen=True)
 class Merges(ShownAsTable):
-    """A coarser partition that should lose little, and why.
+    """A coarser partition that should lose little, and why. Made by :func:`suggest_merges`.
 
-    ``groups`` is what :func:`coarsen` takes; :meth:`partition` makes the groups of a model.
+    ``groups`` is what :func:`coarsen` takes; :meth:`partition` divides a model accordingly.
     """
 
-    _numbers = (1, 3)
+    _right = (1, 3)
 
     groups: dict[str, tuple[str, ...]]  # every new group, from its name to its old groups
     rates: dict[str, float]  # of every old group alone, gbar_s / Hbar_ss; nan if it has none
-    spread: float  # largest ratio of rates in a group that was allowed
+    spread: float  # largest ratio of rates in a group
     kept: float  # share of the decrease by Newton's step that is left; nan if Hbar is not positive
-    summary: Summary  # what it was made from
+    summary: Summary  # the measurement
 
     def __len__(self) -> int:
         """Return the number of new groups."""
@@ -137,11 +142,11 @@ class Merges(ShownAsTable):
 
     @property
     def spec(self) -> dict[str, list[Any]]:
-        """What :func:`make_partition` takes, with the parameters in every new group."""
+        """The new groups as lists of parameters, for :func:`newton_summary.make_partition`."""
         fine = self.summary.partition
         if fine is None:
             raise ValueError(
-                "The summary has no partition, so it is not known which parameters its groups hold."
+                "The summary has no partition, so the parameters of its groups are unknown."
             )
         spec: dict[str, list[Any]] = {}
         for name, olds in self.groups.items():
@@ -173,14 +178,14 @@ class Merges(ShownAsTable):
             elif math.isnan(low):
                 cells = ["-", "-", "slope or curvature is not positive: left alone"]
             else:
-                cells = [f"{low:.2e}", "1", "no other is near enough"]
+                cells = [f"{low:.2e}", "1", "no other rate is close"]
             rows.append([name, str(len(olds)), *cells])
-        return shorten(rows)
+        return without_middle(rows)
 
     def _said(self) -> str:
         said = (
-            f"{len(self.rates)} groups could be {len(self)}: those of one role whose rates differ "
-            f"by at most a factor {self.spread:g}."
+            f"{len(self.rates)} groups could become {len(self)}: merged are groups of one role "
+            f"whose rates differ by a factor of {self.spread:g} at most."
         )
         if not math.isnan(self.kept):
             said += f"\nNewton's step with them keeps {100 * self.kept:.1f} % of the decrease."
@@ -190,22 +195,27 @@ class Merges(ShownAsTable):
 def suggest_merges(summary: Summary, spread: float = 3.0) -> Merges:
     """Suggest which groups could share one learning rate.
 
-    The remark after Theorem 1 advises to put eigenvalues of the Hessian of the same order of
-    magnitude into one group: the loss shrinks by (gamma - 1)^2 / (gamma + 1)^2 a step at worst,
-    with gamma the largest ratio of eigenvalues in a group. What a summary tells of them is the
-    curvature along the direction; with the gradient as direction, Hbar_ss / gbar_s is a mean of the
-    eigenvalues of group s, and its inverse is the rate that the group would have alone. Groups are
-    merged, the nearest rates first, as long as the ratio of rates in a group is at most ``spread``.
-    With 3, the bound is 1/4 if each of the old groups has one eigenvalue alone.
+    The paper's remark after Theorem 1 advises to put eigenvalues of the Hessian of the same order
+    of magnitude into one group: the loss shrinks by (gamma - 1)^2 / (gamma + 1)^2 per step at
+    worst, with gamma the largest ratio of eigenvalues in a group. A summary shows them only through
+    the curvature along the direction: with the gradient as direction, Hbar_ss / gbar_s is a mean of
+    the eigenvalues of group s, and its inverse is the rate that the group would have alone. Groups
+    are merged, closest rates first, as long as the ratio of rates in a group is at most ``spread``.
+    With 3, the bound is 1/4 if each of the old groups has a single eigenvalue.
 
     Weights and biases stay apart. So does a group whose slope or curvature is not positive.
 
     Args:
         summary: Of order 2 or 3.
         spread: Largest ratio of rates in a merged group, 1 or more.
+
+    >>> H = torch.diag(torch.tensor([1.0, 1.5, 40.0]))
+    >>> merges = suggest_merges(Summary(gbar=torch.ones(3), Hbar=H))
+    >>> merges.groups, f"{merges.kept:.0%}"
+    ({'0+1': ('0', '1'), '2': ('2',)}, '96%')
     """
     if not isinstance(summary, Summary):
-        raise TypeError(f"This is of type {type(summary).__name__}: give a Summary, with gbar.")
+        raise TypeError(f"suggest_merges needs a Summary, not {type(summary).__name__}.")
     if not 1 <= spread < math.inf:
         raise ValueError(f"spread={spread}: write a ratio of rates, 1 or more.")
     g = summary.gbar.detach().double().cpu()

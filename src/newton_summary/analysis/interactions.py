@@ -1,8 +1,8 @@
 """How the groups of a model interact, read off a summary (paper, Section 6.1 and App. H).
 
-Nothing here depends on the scale of the direction: where entries of different groups are compared,
-``Hbar`` or its inverse is first scaled to a unit diagonal. Everything is computed in float64. A
-function that needs ``Hbar`` alone also takes it as an (S, S) tensor.
+Nothing here depends on the scale of the direction: before entries of different groups are compared,
+``Hbar`` or its inverse is scaled to a unit diagonal. Everything is computed in float64. Functions
+that need only ``Hbar`` also take it as an (S, S) tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from newton_summary.display.table import ShownAsTable, shorten
+from newton_summary.display.table import ShownAsTable, without_middle
 from newton_summary.history import History
 from newton_summary.solver import LearningRates, learning_rates
 from newton_summary.summary import Summary
@@ -25,22 +25,29 @@ def normalized(summary: Summary | Tensor) -> Tensor:
     """Return ``Hbar`` scaled to a unit diagonal, ``H_st / sqrt(|H_ss H_tt|)``, shape (S, S).
 
     It does not change if the direction of a group is scaled. The diagonal is the sign of H_ss.
-    Where ``Hbar`` is positive definite the other entries lie between -1 and 1. A group with
-    H_ss = 0 has no scale of its own, nor has one whose H_ss is not finite: its row and column are
-    nan.
+    Where ``Hbar`` is positive definite the other entries lie between -1 and 1. If H_ss is 0 or not
+    finite, the row and the column of group s are nan.
 
     Args:
         summary: A summary, or any symmetric (S, S) matrix, such as the inverse.
+
+    >>> normalized(torch.tensor([[4.0, 1.0], [1.0, 1.0]]))
+    tensor([[1.0000, 0.5000],
+            [0.5000, 1.0000]], dtype=torch.float64)
     """
     return _unit_diagonal(_double(summary).hessian())
 
 
 def layer_numbers(summary: Summary | Tensor) -> tuple[int, ...]:
-    """Return the number of each group's layer, counted in the order of the partition, (S,).
+    """Return the number of each group's layer, counted in the order of the groups, (S,).
 
     Groups that hold parameters of the same layer have the same number: a weight and its bias, a
-    convolution and its batch norm (:func:`newton_summary.partition.layers.find_layers`). Without a
-    partition every group counts as a layer.
+    convolution and its batch norm. Without a partition every group counts as a layer.
+
+    >>> from newton_summary import make_partition
+    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh(), torch.nn.Linear(2, 1))
+    >>> layer_numbers(Summary(torch.ones(4), partition=make_partition(net)))
+    (0, 0, 1, 1)
     """
     partition = _as_summary(summary).partition
     return tuple(range(len(summary))) if partition is None else partition.layers
@@ -50,7 +57,7 @@ def layer_numbers(summary: Summary | Tensor) -> tuple[int, ...]:
 
 
 class Kept(NamedTuple):
-    """What three approximations keep of a matrix, from 0 to 1."""
+    """The share of a matrix that three approximations keep, from 0 to 1."""
 
     diagonal: float
     block_diagonal: float  # weight and bias of one layer
@@ -61,11 +68,12 @@ class Kept(NamedTuple):
 class InverseKept(ShownAsTable):
     """How much of the inverse of ``Hbar``, and of ``Hbar``, lies near the diagonal.
 
-    The share of the sum of squares of the entries, once the matrix is scaled to a unit diagonal. 1
-    means that nothing is left out; what ``tridiagonal`` lacks is interaction over long range.
+    Shares of the sum of squares of the entries, with the matrix scaled to a unit diagonal. 1 means
+    that nothing is left out; what ``tridiagonal`` lacks are interactions between distant layers.
+    Made by :func:`inverse_kept`.
     """
 
-    _numbers = (2, 3)
+    _right = (2, 3)
 
     inverse: Kept
     hessian: Kept
@@ -90,17 +98,21 @@ class InverseKept(ShownAsTable):
 
 
 def inverse_kept(summary: Summary | Tensor) -> InverseKept:
-    """Tell how much of the inverse a diagonal, block-diagonal and tridiagonal one keep.
+    """Compute how much of the inverse of ``Hbar`` lies near its diagonal.
 
-    Section 6.1 asks whether the entries that these approximations of the Hessian, or of its
-    inverse, leave out are negligible; App. H sees the inverse become tridiagonal during training.
-    With P the inverse scaled to a unit diagonal, the answer is sum_kept P_st^2 / sum P_st^2. A
-    block-diagonal ``Hbar`` keeps 1 in the last two. Of two groups that act almost as one, the
-    diagonal keeps 1/2. It is nan where the inverse has a zero on its diagonal. Groups whose row of
-    ``Hbar`` is zero do not count.
+    Section 6.1 of the paper asks whether the entries that a diagonal, block-diagonal or tridiagonal
+    approximation of the Hessian, or of its inverse, leaves out are negligible; App. H sees the
+    inverse become tridiagonal during training. With P the inverse scaled to a unit diagonal, the
+    answer is sum_kept P_st^2 / sum P_st^2. A block-diagonal ``Hbar`` keeps 1 in the last two. Of
+    two groups that act almost as one, the diagonal keeps 1/2. The shares are nan where the inverse
+    has a zero on its diagonal. Groups without effect, whose row of ``Hbar`` is zero, do not count.
 
     Raises:
         ValueError: If ``Hbar`` has no inverse.
+
+    >>> kept = inverse_kept(torch.tensor([[1.0, 0.5, 0.0], [0.5, 1.0, 0.5], [0.0, 0.5, 1.0]]))
+    >>> f"{kept.inverse.diagonal:.3f}, {kept.inverse.tridiagonal:.3f}"  # each group is a layer
+    '0.659, 0.951'
     """
     summary = _double(summary)
     layers = torch.tensor(layer_numbers(summary))
@@ -124,14 +136,14 @@ def inverse_kept(summary: Summary | Tensor) -> InverseKept:
 
 @dataclass(frozen=True)
 class JointGain(ShownAsTable):
-    """What the loss should change by with rates from the whole of ``Hbar``, and from its diagonal.
+    """The predicted change of the loss with rates from all of ``Hbar``, and from its diagonal.
 
-    ``joint`` and ``diagonal`` are changes of the loss to second order, with the whole of ``Hbar``
-    for both. ``joint_model`` and ``diagonal_model`` have the cubic term added: the joint rates are
-    where this is lowest, so it is never above the other.
+    ``joint`` and ``diagonal`` are changes to second order, with all of ``Hbar`` for both.
+    ``joint_model`` and ``diagonal_model`` include the cubic term: the joint rates minimise it, so
+    theirs is never the larger one. Made by :func:`joint_gain`.
     """
 
-    _numbers = (1, 2)
+    _right = (1, 2)
 
     joint: float
     diagonal: float
@@ -139,11 +151,11 @@ class JointGain(ShownAsTable):
     diagonal_model: float
     joint_rates: LearningRates
     diagonal_rates: LearningRates
-    loss: float  # where it starts from; nan if not known
+    loss: float  # where the step starts; nan if unknown
 
     @property
     def ratio(self) -> float:
-        """How many times the decrease of the diagonal step the joint one promises; nan if none."""
+        """Decrease by the joint step over that by the diagonal one; nan if that is none."""
         return self.joint / self.diagonal if self.diagonal < 0 else math.nan
 
     def _rows(self) -> list[tuple[str, ...]]:
@@ -159,15 +171,15 @@ class JointGain(ShownAsTable):
 
     def _said(self) -> str:
         if math.isfinite(self.ratio):
-            said = f"Moving together promises {self.ratio:.3g} times the decrease."
+            said = f"The joint step promises {self.ratio:.3g} times the decrease."
         elif self.diagonal >= 0:
-            said = "By the whole model the loss does not fall with the diagonal's rates."
+            said = "With all of Hbar the loss is not predicted to fall with the diagonal's rates."
         else:
             said = "The two steps cannot be compared."
         if -self.joint > self.loss > 0:
             said += (
-                f"\nIt is more than the whole loss of {self.loss:.4g}: the second order does not "
-                f"hold that far. Take a part of the step."
+                f"\nThat is more than the whole loss of {self.loss:.4g}: the model does not hold "
+                f"that far. Take part of the step."
             )
         return said
 
@@ -178,6 +190,13 @@ def joint_gain(summary: Summary, lambda_int: float = 1.0) -> JointGain:
     Args:
         summary: Of order 3, or of order 2 with ``lambda_int=0``.
         lambda_int: Strength of the cubic term in both.
+
+    >>> H = torch.tensor([[1.0, 0.5], [0.5, 1.0]])
+    >>> print(joint_gain(Summary(gbar=torch.tensor([1.0, 1.0]), Hbar=H), lambda_int=0))
+    rates from    change of the loss  with the cubic term  status
+    all of Hbar              -0.6667              -0.6667  newton
+    its diagonal                -0.5                 -0.5  newton
+    The joint step promises 1.33 times the decrease.
     """
     _need_summary(summary, "joint_gain")
     summary = _double(summary)
@@ -214,12 +233,12 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class StrongestPairs(ShownAsTable):
-    """Pairs of groups, the strongest interaction first."""
+    """Pairs of groups, the strongest interaction first. Made by :func:`strongest_pairs`."""
 
-    _numbers = (2, 3, 4)
+    _right = (2, 3, 4)
 
     pairs: tuple[Pair, ...]
-    undefined: int  # how many pairs have no interaction: H_ss = 0, or entries that are not finite
+    undefined: int  # number of pairs without one: H_ss = 0, or entries that are not finite
 
     def __len__(self) -> int:
         """Return the number of pairs."""
@@ -230,21 +249,21 @@ class StrongestPairs(ShownAsTable):
         return self.pairs[index]
 
     def __iter__(self) -> Iterator[Pair]:
-        """Go through the pairs."""
+        """Iterate over the pairs."""
         return iter(self.pairs)
 
     def _rows(self) -> list[list[str]]:
         rows = [["group", "group", "interaction", "Hbar_st", "layers apart"]]
         for first, second, interaction, value, distance in self.pairs:
             rows.append([first, second, f"{interaction:+.3f}", f"{value:+.3e}", str(distance)])
-        return shorten(rows)
+        return without_middle(rows)
 
     def _said(self) -> str:
         if not self.undefined:
             return ""
         return (
-            f"Not defined for {self.undefined} pairs: a group has no curvature of its own, "
-            f"or an entry is not finite."
+            f"Undefined for {self.undefined} pairs: a group has no curvature of its own, or an "
+            f"entry is not finite."
         )
 
 
@@ -253,7 +272,13 @@ def strongest_pairs(summary: Summary | Tensor, count: int = 10) -> StrongestPair
 
     Args:
         summary: A summary, or Hbar.
-        count: How many pairs at most.
+        count: Largest number of pairs.
+
+    >>> Hbar = torch.tensor([[4.0, -1.0, 0.0], [-1.0, 1.0, 0.1], [0.0, 0.1, 1.0]])
+    >>> print(strongest_pairs(Hbar, count=2))
+    group  group  interaction     Hbar_st  layers apart
+    0      1           -0.500  -1.000e+00             1
+    1      2           +0.100  +1.000e-01             1
     """
     if not isinstance(count, int) or count < 0:
         raise ValueError(f"count={count!r}: write a number of pairs, 0 or more.")
@@ -289,17 +314,20 @@ class Smoothed(NamedTuple):
 def smooth(
     values: Tensor | Sequence[Sequence[float]], epochs: Sequence[float], window: int = 20
 ) -> Smoothed:
-    """Average values over windows of epochs, as the paper does for its figures of ``eta``.
+    """Average values over windows of epochs, as the paper does in its figures of ``eta``.
 
     There, for k = 10, 30, 50, ... the value is the mean over the epochs k - 10 to k + 9, "to remove
     the noise" (App. H has twice that). Windows are counted from the first epoch. The last one is
-    left out if the training did not reach its middle. Values that are not finite are left out of a
-    mean; where nothing is left, it is nan.
+    left out if the training did not reach its middle. Values that are not finite are left out of
+    the means; where nothing is left, the mean is nan.
 
     Args:
         values: One row for each epoch, (M, ...), such as ``history.rates``.
         epochs: When they were measured, (M,), in order.
         window: Length of a window in epochs.
+
+    >>> smooth([[1.0], [3.0], [5.0], [7.0]], epochs=[0, 1, 2, 3], window=2).values.flatten()
+    tensor([2., 6.], dtype=torch.float64)
     """
     if isinstance(values, History):
         raise TypeError(
@@ -308,7 +336,7 @@ def smooth(
     values = torch.as_tensor(values).detach().double().cpu()
     times = torch.as_tensor(list(epochs), dtype=torch.float64)
     if len(times) == 0 or len(values) != len(times):
-        raise ValueError(f"There are {len(values)} rows of values and {len(times)} epochs.")
+        raise ValueError(f"There are {len(values)} rows of values but {len(times)} epochs.")
     if not window > 0:
         raise ValueError(f"window={window}: write a number of epochs above 0.")
     number = ((times - times[0]) / window).floor().long()
@@ -336,24 +364,24 @@ def _as_summary(summary: Summary | Tensor) -> Summary:
         return summary
     if not isinstance(summary, Tensor):
         raise TypeError(
-            f"This is of type {type(summary).__name__}: give a Summary, or Hbar as a tensor."
+            f"The summary is of type {type(summary).__name__}: pass a Summary, or Hbar as a tensor."
         )
     if summary.ndim != 2 or summary.shape[0] != summary.shape[1]:
-        raise ValueError(f"The tensor has shape {tuple(summary.shape)}: Hbar is of shape (S, S).")
+        raise ValueError(f"The tensor has shape {tuple(summary.shape)}: Hbar must be (S, S).")
     return Summary(gbar=summary.new_full(summary.shape[:1], math.nan), Hbar=summary)
 
 
 def _need_summary(summary: Summary, what: str) -> None:
     if not isinstance(summary, Summary):
         raise TypeError(
-            f"{what} needs a Summary, with gbar, and not {type(summary).__name__}: make one with "
-            f"summarize, or Summary(gbar=..., Hbar=..., D3=...)."
+            f"{what} needs a Summary, not {type(summary).__name__}: make one with summarize, or "
+            f"with Summary(gbar=..., Hbar=..., D3=...)."
         )
 
 
 def _double(summary: Summary | Tensor) -> Summary:
     summary = _as_summary(summary)
-    summary.hessian()  # or say that there is none
+    summary.hessian()  # raises if there is none
     return summary.to("cpu", torch.float64)
 
 

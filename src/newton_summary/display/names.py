@@ -8,7 +8,7 @@ from typing import Any
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return " Did you mean ...?" with the names most like a wrong one, or nothing.
+    """Return " Did you mean ...?" with the known names closest to a wrong one, or nothing.
 
     >>> nearest("lenet_cifar", ["lenet_cifar10", "rosenbrock"])
     " Did you mean 'lenet_cifar10'?"

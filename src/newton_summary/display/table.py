@@ -1,4 +1,4 @@
-"""Results that show themselves, in a terminal and in a notebook: a table and a few words."""
+"""Results that print themselves as a table and a few words, in a terminal and in a notebook."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 from newton_summary.display.html import html_table, paragraph
 
-MAX_ROWS = 60  # of a printed table; longer ones are shortened in the middle
+MAX_ROWS = 60  # of a printed table; longer ones lose their middle
 
 
 class ShownAsTable:
     """Prints itself as the table of ``_rows``, the header first, and the words of ``_said``."""
 
-    _numbers: ClassVar[Iterable[int]] = ()  # columns that are aligned to the right
+    _right: ClassVar[Iterable[int]] = ()  # columns that are aligned to the right
 
     def _rows(self) -> Sequence[Sequence[str]]:
         raise NotImplementedError
@@ -23,17 +23,17 @@ class ShownAsTable:
 
     def __str__(self) -> str:
         """Return the table and the words."""
-        table, said = text_table(self._rows(), right=self._numbers), self._said()
+        table, said = text_table(self._rows(), right=self._right), self._said()
         return f"{table}\n{said}" if said else table
 
     def _repr_html_(self) -> str:
         """Return the same for a notebook."""
-        table, said = html_table(self._rows(), right=self._numbers), self._said()
+        table, said = html_table(self._rows(), right=self._right), self._said()
         return table + paragraph(said) if said else table
 
 
-def shorten(rows: list[Any]) -> list[Any]:
-    """Return the rows of a table, header first, with the middle left out if there are many."""
+def without_middle(rows: list[Any]) -> list[Any]:
+    """Return the rows of a table, header first; of many rows the middle is left out."""
     if len(rows) <= MAX_ROWS + 1:
         return rows
     gap = ["..." if cell else "" for cell in rows[0]]

@@ -61,7 +61,9 @@ def make_report(
 def _interactive(runs: Sequence[Run], out: Path) -> list[Path]:
     """Write the interactive page, where plotly is installed."""
     if importlib.util.find_spec("plotly") is None:
-        warnings.warn("no page without plotly: pip install 'newton-summary[report]'", stacklevel=3)
+        warnings.warn(
+            "no page without plotly: run pip install -e '.[report]' in your clone", stacklevel=3
+        )
         return []
     from newton_summary.page import report
 
@@ -92,7 +94,7 @@ def _figures(
         from newton_summary.experiments import paper_figures
     except ImportError as error:
         raise UserError(
-            f"Figures need matplotlib ({error}): pip install 'newton-summary[experiments]'."
+            f"Figures need matplotlib ({error}): run pip install -e '.[experiments]' in your clone."
         ) from None
     found: list[tuple[str, str, Figure | None]] = [
         ("training_curves", "Training loss", paper_figures.training_curves(runs)),

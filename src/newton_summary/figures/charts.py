@@ -1,8 +1,8 @@
 """One function for each figure of a summary or a training, for papers and notebooks.
 
-Each returns a matplotlib figure that shows itself in a notebook and is written with ``savefig``.
-They are drawn without pyplot, so without global state. Colours are told apart by colour-blind
-readers, and what is not finite or negative is marked, not dropped.
+Each returns a matplotlib figure, which a notebook shows and ``savefig`` writes. They are drawn
+without pyplot, so without global state. The colours suit colour-blind readers, and values that are
+negative or not finite are marked, not dropped.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-from torch import Tensor
+import torch
 
 from newton_summary.analysis.interactions import _need_summary, normalized, strongest_pairs
 from newton_summary.figures.drawing import (
@@ -30,6 +30,7 @@ from newton_summary.figures.drawing import (
     MaxNLocator,
     Patch,
     Picture,
+    Scale,
     draw_matrix,
     draw_rates,
     message_figure,
@@ -38,6 +39,9 @@ from newton_summary.figures.drawing import (
 from newton_summary.history import History
 from newton_summary.solver import LearningRates, learning_rates
 from newton_summary.summary import Block, Summary
+
+Matrix = Literal["Hbar", "normalized", "inverse"]
+BlockName = Literal["weight-weight", "weight-bias", "bias-bias"]
 
 TITLES = {
     "Hbar": "Hbar",
@@ -50,24 +54,28 @@ TITLES = {
 
 
 def heatmap(
-    summary: Summary, what: str = "Hbar", scale: str = "raw", block: str | None = None
+    summary: Summary, what: Matrix = "Hbar", scale: Scale = "raw", block: BlockName | None = None
 ) -> Figure:
-    """Draw a matrix of the groups, with their names.
+    """Draw a matrix of the groups, with their names (paper, Figs. 1 and 2).
 
     Args:
         summary: Of order 2 or 3.
         what: ``"Hbar"``, ``"normalized"`` (to a unit diagonal) or ``"inverse"``. If there is no
             inverse, the figure says why.
         scale: Of the colours: ``"raw"``, or ``"symlog"``, logarithmic on both sides of zero.
-        block: ``"weight-weight"``, ``"weight-bias"`` or ``"bias-bias"``; everything if not given.
+        block: ``"weight-weight"``, ``"weight-bias"`` or ``"bias-bias"``; by default everything.
+
+    >>> summary = Summary(gbar=torch.ones(2), Hbar=torch.tensor([[2.0, 1.0], [1.0, 3.0]]))
+    >>> heatmap(summary, "normalized").axes[0].get_title(loc="left")
+    'Hbar, scaled to a unit diagonal'
     """
     if what not in TITLES:
         raise ValueError(f"what={what!r}: write {', '.join(map(repr, TITLES))}.")
     _need_summary(summary, "heatmap")
     title = TITLES[what] + ("" if block is None else f", {block}")
-    summary.hessian()  # or say that there is none
+    summary.hessian()  # raises if there is none
     try:
-        makers: dict[str, Callable[[], Tensor]] = {
+        makers: dict[str, Callable[[], torch.Tensor]] = {
             "Hbar": summary.hessian,
             "normalized": partial(normalized, summary),
             "inverse": partial(summary.inverse, without_dead=True),
@@ -89,7 +97,7 @@ def heatmap(
     return figure
 
 
-def _block(summary: Summary, matrix: Tensor, name: str | None) -> Block:
+def _block(summary: Summary, matrix: torch.Tensor, name: str | None) -> Block:
     if name is None:
         return Block(summary.names, summary.names, matrix)
     blocks = summary.blocks(matrix)
@@ -110,13 +118,19 @@ def _cell(count: int) -> float:
     return 0.5 if count <= 10 else max(0.08, min(0.5, 7 / count))
 
 
-def pairs(summary: Summary | Tensor, count: int = 15) -> Figure:
-    """Draw the strongest interactions between groups, and how far apart in depth they are."""
+def pairs(summary: Summary | torch.Tensor, count: int = 15) -> Figure:
+    """Draw the strongest interactions between groups, and how many layers apart they are.
+
+    Args:
+        summary: A summary of order 2 or 3, or Hbar.
+        count: Largest number of pairs.
+
+    >>> pairs(torch.tensor([[2.0, 1.0], [1.0, 3.0]])).axes[0].get_yticklabels()[0].get_text()
+    '0 – 1'
+    """
     strongest = strongest_pairs(summary, count)
     if not len(strongest):
-        return message_figure(
-            "Strongest interactions", "There is no pair of groups with an interaction."
-        )
+        return message_figure("Strongest interactions", "There are no pairs with an interaction.")
     height = 0.24 * len(strongest) + 1.1
     figure = Picture(figsize=(1.7 * PANEL[0], height), layout="constrained")
     axis = figure.subplots()
@@ -151,13 +165,17 @@ def rates(history: History, window: int | None = None) -> Figure:
     """Draw the learning rates over a training: weights solid, biases dotted (Section 6.1).
 
     Args:
-        history: With one measurement at least; those along the full gradient, if it has any.
-        window: Average over windows of so many epochs, as the paper does (20). If not given, this
-            is done where there are four windows and more; 0 for never.
+        history: With at least one measurement. Those along the full gradient are drawn, if any.
+        window: Average over windows of this many epochs, as the paper does (20); 0 for no average.
+            By default 20, if the training has four windows or more, else 0.
+
+    >>> summary = Summary(gbar=torch.ones(2), Hbar=torch.eye(2))
+    >>> rates(History.of(summary, "MLP", lambda_int=0)).axes[0].get_title(loc="left")
+    'Learning rates, MLP'
     """
     _need_histories([history], "rates")
     if not history.measured:
-        raise ValueError(f"The history {history.name!r} has no measurement to draw rates of.")
+        raise ValueError(f"The history {history.name!r} has no measurements.")
     figure = Picture(figsize=(1.9 * PANEL[0], 1.3 * PANEL[1]), layout="constrained")
     axis = figure.subplots()
     axis.set_title(f"Learning rates, {history.name}", loc="left", fontsize=10)
@@ -166,11 +184,15 @@ def rates(history: History, window: int | None = None) -> Figure:
 
 
 def rate_bars(summary: Summary | LearningRates, lambda_int: float = 1.0) -> Figure:
-    """Draw the learning rate of each group, with its error bar if it was measured.
+    """Draw the learning rate of each group, with its error bar if there is one.
 
     Args:
         summary: A summary, or the rates themselves.
-        lambda_int: Strength of the cubic term, if a summary is given.
+        lambda_int: Strength of the cubic term, for a summary.
+
+    >>> summary = Summary(gbar=torch.ones(2), Hbar=torch.eye(2))
+    >>> rate_bars(summary, lambda_int=0).axes[0].get_title(loc="left")
+    'Learning rates: newton'
     """
     found = summary if isinstance(summary, LearningRates) else learning_rates(summary, lambda_int)
     eta: Array = found.eta.detach().double().cpu().numpy()
@@ -222,7 +244,11 @@ def curves(histories: History | Sequence[History], metrics: Sequence[str] | None
 
     Args:
         histories: One or more.
-        metrics: Which curves; all if not given. A loss is drawn on a logarithmic scale.
+        metrics: Which curves; by default all. A loss is drawn on a logarithmic scale.
+
+    >>> history = History("MLP", curves={"train_loss": [(0, 2.3), (1, 0.4), (2, 0.2)]})
+    >>> curves(history).axes[0].get_yscale()
+    'log'
     """
     histories = list(histories) if isinstance(histories, Iterable) else [histories]
     _need_histories(histories, "curves")
@@ -230,9 +256,9 @@ def curves(histories: History | Sequence[History], metrics: Sequence[str] | None
     metrics = known if metrics is None else list(metrics)
     for metric in metrics:
         if metric not in known:
-            raise ValueError(f"No history has a curve {metric!r}. There are {known}.")
+            raise ValueError(f"No history has a curve {metric!r}, only {known}.")
     if not metrics:
-        raise ValueError("The histories have no curves. History.add_value adds points.")
+        raise ValueError("The histories have no curves. Add points with History.add_value.")
     size = (PANEL[0] * len(metrics), PANEL[1] + 0.18 * len(histories))
     figure = Picture(figsize=size, layout="constrained")
     axes = figure.subplots(1, len(metrics), squeeze=False)[0]
@@ -264,14 +290,21 @@ def curves(histories: History | Sequence[History], metrics: Sequence[str] | None
 
 
 def predicted_change(history: History) -> Figure:
-    """Draw the change of the loss that was predicted for steps against the real one.
+    """Draw the real change of the loss by steps that were tried, against the predicted one.
 
-    On the line both agree; above it the loss has fallen less than predicted, or has risen.
+    On the line both agree; above it the loss fell less than predicted, or rose.
+
+    >>> from newton_summary import Trial
+    >>> summary = Summary(gbar=torch.ones(1), Hbar=torch.eye(1))
+    >>> history = History("MLP")
+    >>> history.add(0, summary, learning_rates(summary, 0), trials=[Trial(1.0, -0.5, -0.4)])
+    >>> predicted_change(history).axes[0].get_ylabel()
+    'real change'
     """
     _need_histories([history], "predicted_change")
     tried = [(m.epoch, trial) for m in history.measured for trial in m.trials]
     if not tried:
-        raise ValueError(f"The history {history.name!r} has no trials. step_trials makes them.")
+        raise ValueError(f"The history {history.name!r} has no trials: see step_trials.")
     figure = Picture(figsize=(1.4 * PANEL[0], 1.3 * PANEL[1]), layout="constrained")
     axis = figure.subplots()
     numbers = [v for _, t in tried for v in (t.predicted, t.real) if math.isfinite(v)]
@@ -304,8 +337,8 @@ def _need_histories(histories: Sequence[object], what: str) -> None:
     for history in histories:
         if not isinstance(history, History):
             raise TypeError(
-                f"{what} draws a History, and this is of type {type(history).__name__}. "
-                f"History.of(summary) makes one of a single measurement."
+                f"{what} draws a History, and this is of type {type(history).__name__}. Use "
+                f"History.of(summary) for a single measurement."
             )
 
 

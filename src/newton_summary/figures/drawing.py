@@ -1,4 +1,4 @@
-"""What figures are drawn with: a matrix, and learning rates over a training, into given axes."""
+"""Parts of figures: a matrix, and learning rates over a training, drawn into given axes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import math
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ try:
     import matplotlib as mpl
 except ImportError as error:
     raise ImportError(
-        "Figures need matplotlib: pip install 'newton-summary[experiments]'."
+        "Figures need matplotlib: run pip install -e '.[experiments]' in your clone."
     ) from error
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
@@ -33,8 +33,9 @@ from newton_summary.history import History
 from newton_summary.summary import Block
 
 Array = npt.NDArray[np.float64]
+Scale = Literal["raw", "symlog"]
 
-# Okabe and Ito's colours, which most colour-blind readers tell apart.
+# Okabe and Ito's colours, which suit most colour-blind readers.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 POSITIVE, NEGATIVE, UNKNOWN = COLOURS[0], COLOURS[1], "#808080"
 AGAINST, TOGETHER = DIVERGING[-3], DIVERGING[2]  # signs of an interaction, as in the heat maps
@@ -54,12 +55,12 @@ class Picture(Figure):
 
 
 def draw_matrix(
-    axis: Axes, block: Block, scale: str = "raw", font_size: float = 6.0, numbers: bool = True
+    axis: Axes, block: Block, scale: Scale = "raw", font_size: float = 6.0, numbers: bool = True
 ) -> None:
     """Draw a matrix into axes, with a colour bar; entries that are not finite are hatched.
 
     Args:
-        axis: Where to.
+        axis: The axes.
         block: The values and the names of rows and columns.
         scale: ``"raw"`` or ``"symlog"``.
         font_size: Of the names, in points; 0 for no names.
@@ -104,9 +105,9 @@ def draw_matrix(
 
 
 def _linear_below(values: Array, largest: float) -> float:
-    """Return the size below which the logarithmic scale goes linearly to zero.
+    """Return the size below which the logarithmic scale turns linear.
 
-    All but the smallest of the entries lie above it, within reason.
+    All but the smallest entries lie above it, within limits.
     """
     sizes = np.abs(values[values != 0])
     decades = math.log10(largest / np.quantile(sizes, 0.05)) if sizes.size else 0.0
@@ -128,7 +129,7 @@ def _hatch(axis: Axes, where: npt.NDArray[np.bool_]) -> None:
 
 
 def message_figure(title: str, text: str) -> Figure:
-    """Return a figure that says why there is nothing to see."""
+    """Return a figure with a message in place of a picture."""
     figure = Picture(figsize=(PANEL[0] * 1.2, PANEL[1] * 0.7), layout="constrained")
     axis = figure.subplots()
     axis.set_title(title, loc="left", fontsize=10)
@@ -138,7 +139,7 @@ def message_figure(title: str, text: str) -> Figure:
 
 
 def draw_rates(axis: Axes, history: History, window: int | None = None) -> None:
-    """Draw the learning rates over a training into axes; the arguments are those of ``rates``."""
+    """Draw the learning rates over a training into axes, with the arguments of ``rates``."""
     full = [m for m in history.measured if m.kind == "full"] or history.measured
     epochs: Array = np.array([m.epoch for m in full], dtype=np.float64)
     values: Array = np.stack([m.eta.double().numpy() for m in full])
@@ -182,7 +183,7 @@ def draw_rates(axis: Axes, history: History, window: int | None = None) -> None:
 def _rates_legend(
     axis: Axes, roles: Sequence[str], negative: bool, lost: bool, colours: Sequence[Any]
 ) -> None:
-    """Name the lines beside the axes; of very many, show the depth as a colour bar instead."""
+    """Name the lines beside the axes; with very many, show the depth as a colour bar instead."""
     figure = axis.get_figure()
     assert figure is not None
     handles = list(axis.get_legend_handles_labels()[0])
@@ -207,7 +208,7 @@ def _rates_legend(
 
 
 def short_name(name: str, most: int = 32) -> str:
-    """Return the name of a group for a label: without what says nothing, long ones cut inside."""
+    """Return the name of a group for a label, without empty words; long ones lose their middle."""
     name = name.replace("parametrizations.", "").replace(".original", "")
     if len(name) <= most:
         return name
@@ -216,7 +217,7 @@ def short_name(name: str, most: int = 32) -> str:
 
 
 def _layer_colours(count: int) -> list[Any]:
-    """Return a colour for each layer: distinct ones of a few, a scale over the depth of many."""
+    """Return a colour for each layer: distinct ones for a few, a scale over depth for many."""
     if count <= len(COLOURS):
         return list(COLOURS[:count])
     return [mpl.colormaps["viridis"](i / (count - 1)) for i in range(count)]

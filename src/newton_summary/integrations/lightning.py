@@ -1,4 +1,4 @@
-"""Measurements during a training with Lightning: ``pip install 'newton-summary[lightning]'``.
+"""Measurements during a training with Lightning: ``pip install -e '.[lightning]'``.
 
 Works with the packages ``lightning`` and ``pytorch_lightning``, which have the same contents.
 """
@@ -24,7 +24,7 @@ except ImportError:
         from pytorch_lightning import Callback  # type: ignore[assignment]
     except ImportError:
         raise ImportError(
-            "The Lightning callback needs Lightning: pip install 'newton-summary[lightning]'."
+            "The callback needs Lightning: run pip install -e '.[lightning]' in your clone."
         ) from None
 
 __all__ = ["SummaryCallback", "training_loss"]

@@ -211,7 +211,7 @@ class Monitor:
         if self.report is not None and importlib.util.find_spec("plotly") is None:
             raise ImportError(
                 "The report at the end of the training needs plotly: "
-                "pip install 'newton-summary[report]', or give report=None."
+                "run pip install -e '.[report]' in your clone, or pass report=None."
             )
 
     def _rates(self, model: nn.Module, data: Any, summary: Summary) -> LearningRates:

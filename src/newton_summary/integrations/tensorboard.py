@@ -1,4 +1,4 @@
-"""Measurements in TensorBoard: ``pip install 'newton-summary[tensorboard]'``."""
+"""Measurements in TensorBoard: ``pip install -e '.[tensorboard]'``."""
 
 from __future__ import annotations
 

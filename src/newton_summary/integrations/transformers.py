@@ -1,6 +1,6 @@
 """Measurements during a training with Transformers' Trainer.
 
-Needs ``pip install 'newton-summary[transformers]'``.
+Needs ``pip install -e '.[transformers]'``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ try:
     from transformers import TrainerCallback
 except ImportError:
     raise ImportError(
-        "The callback needs Transformers: pip install 'newton-summary[transformers]'."
+        "The callback needs Transformers: run pip install -e '.[transformers]' in your clone."
     ) from None
 
 __all__ = ["SummaryCallback", "model_loss"]

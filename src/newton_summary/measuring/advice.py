@@ -63,7 +63,7 @@ class Advice(ShownAsTable):
         rates: The solution; its ``eta`` are the factors.
     """
 
-    _numbers = range(1, 5)
+    _right = range(1, 5)
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Advice(ShownAsTable):
         rows: list[tuple[str, ...]] = [("group", "lr", "factor", "±", "suggested", "verdict")]
         for group in self.groups:
             error = "" if group.stderr is None else f"{group.stderr:.2g}"
-            lrs, suggested = (_numbers(values) for values in (group.lrs, group.suggested))
+            lrs, suggested = (_listed(values) for values in (group.lrs, group.suggested))
             rows.append((group.name, lrs, f"{group.factor:.3g}", error, suggested, group.verdict))
         return rows
 
@@ -366,5 +366,5 @@ def _multiply(group: dict[str, Any], factor: float) -> None:
             group[key] *= factor
 
 
-def _numbers(values: Sequence[float]) -> str:
+def _listed(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.3g}" for value in values)

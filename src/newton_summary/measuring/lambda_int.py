@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from newton_summary.display.table import ShownAsTable
-from newton_summary.measuring.trial_steps import find_groups, need_summary, numbers, try_steps
+from newton_summary.measuring.trial_steps import as_floats, find_groups, need_summary, try_steps
 from newton_summary.partition import Partition, Spec
 from newton_summary.probe.directions import Direction
 from newton_summary.probe.probe import LossFn
@@ -39,7 +39,7 @@ class TriedStrength(NamedTuple):
 class Strengths(ShownAsTable):
     """What some strengths of the cubic term do, made by :func:`suggest_lambda_int`."""
 
-    _numbers = range(4)
+    _right = range(4)
 
     tried: tuple[TriedStrength, ...]
     loss: float  # where the steps start
@@ -130,7 +130,7 @@ def suggest_lambda_int(
     The loss is 2.243; with lambda_int = 100 it falls most.
     """
     need_summary(summary)
-    strengths = numbers(strengths, "strengths")
+    strengths = as_floats(strengths, "strengths")
     if not strengths:
         raise ValueError("There are no strengths to try: write some, strengths=(1, 10, 100).")
     groups = find_groups(model, summary, partition)

@@ -58,7 +58,7 @@ def step_trials(
         finite.
     """
     eta = _rates(summary, rates)
-    fractions = numbers(fractions, "fractions")
+    fractions = as_floats(fractions, "fractions")
     wrong = [fraction for fraction in fractions if not math.isfinite(fraction)]
     if wrong:
         raise ValueError(f"A fraction of the step is {wrong[0]}: write finite numbers.")
@@ -145,7 +145,7 @@ def _rates(summary: Summary, rates: LearningRates | Tensor | None) -> Tensor:
     return eta.detach().to("cpu", torch.float64)
 
 
-def numbers(values: Any, name: str) -> tuple[float, ...]:
+def as_floats(values: Any, name: str) -> tuple[float, ...]:
     """Return numbers that a user has given as a sequence."""
     try:
         return tuple(float(value) for value in values)

@@ -35,7 +35,7 @@ class Verification(ShownAsTable):
     against it.
     """
 
-    _numbers = (1, 2)
+    _right = (1, 2)
 
     names: tuple[str, ...]
     Hbar_error: Tensor  # (S,)  largest difference in the group's row, over its largest entry

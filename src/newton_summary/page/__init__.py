@@ -1,7 +1,7 @@
-"""What was measured as one interactive page, which opens offline and keeps every number.
+"""Measurements as one interactive page, which opens offline and keeps every number.
 
-``report`` gathers histories, ``contents`` turns them into plain values, ``page`` puts these into
-one file of HTML together with the drawing library.
+``report`` gathers histories, ``contents`` turns them into plain values, ``document`` puts these
+into one HTML file together with the drawing library.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ Source = Summary | History | str | Path
 
 
 def report(what: Source | Sequence[Source], path: str | Path, *, title: str | None = None) -> Path:
-    """Write what was measured as one HTML page: heat maps, learning rates, curves, tables.
+    """Write measurements as one HTML page: heat maps, learning rates, curves, tables.
 
-    The page opens from a file, without a network. It needs plotly while it is written:
-    ``pip install 'newton-summary[report]'``.
+    The page opens from a file, without a network. Writing it needs plotly (extra ``report``).
 
     Args:
-        what: A :class:`Summary`, a :class:`History`, the path of a run directory or of a file that
-            ``History.save`` has written; or several of these, which the page compares.
+        what: A :class:`Summary`, a :class:`History`, the path of a run directory or of a file
+            written by ``History.save``; or several of these, which the page compares.
         path: File to write, such as ``"report.html"``, or a folder for a file of that name.
-        title: Heading of the page; the names of the runs if not given.
+        title: Heading of the page; by default the names of the runs.
 
     Returns:
         The path of the page.
@@ -37,11 +36,18 @@ def report(what: Source | Sequence[Source], path: str | Path, *, title: str | No
     Raises:
         ImportError: If plotly is not installed.
         ValueError: If there is nothing to show, or a summary has no Hbar.
+
+    >>> import tempfile, torch
+    >>> summary = Summary(gbar=torch.ones(2), Hbar=torch.tensor([[2.0, 1.0], [1.0, 3.0]]))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = report(summary, f"{folder}/report.html", title="Two groups")
+    ...     "Two groups" in path.read_text(encoding="utf-8")
+    True
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
-            f"The path is of type {type(path).__name__}: write report(what, path), with the file "
-            f"to write, such as 'report.html'."
+            f"The path is of type {type(path).__name__}: write report(what, path), where path "
+            f"is the file to write, such as 'report.html'."
         )
     from newton_summary.page.document import write_page
 
@@ -50,9 +56,9 @@ def report(what: Source | Sequence[Source], path: str | Path, *, title: str | No
     else:
         sources = list(what)
     if not sources:
-        raise ValueError("There is nothing to report: the sequence of runs is empty.")
+        raise ValueError("There is nothing to report: the list of runs is empty.")
     histories = [_history(source) for source in sources]
-    _shorten_names(histories)
+    _leave_out_common_folders(histories)
     for history in histories:
         if not history.measured and not history.curves:
             raise ValueError(
@@ -63,8 +69,8 @@ def report(what: Source | Sequence[Source], path: str | Path, *, title: str | No
     return write_page(histories, path / "report.html" if is_folder else path, title)
 
 
-def _shorten_names(histories: list[History]) -> None:
-    """Leave out the folders that the names of all runs begin with."""
+def _leave_out_common_folders(histories: list[History]) -> None:
+    """Leave out the folders with which the names of all runs begin."""
     paths = [Path(history.name).parts for history in histories]
     folders = zip(*(path[:-1] for path in paths), strict=False)
     shared = len(list(takewhile(lambda parts: len(set(parts)) == 1, folders)))
@@ -74,22 +80,22 @@ def _shorten_names(histories: list[History]) -> None:
 
 
 def _history(source: object) -> History:
-    """Return what a source tells as a history."""
+    """Return a source as a history."""
     if isinstance(source, History):
         return source
     if isinstance(source, Summary):
         if source.order == 1:
-            raise ValueError("The summary has no Hbar to show: measure it with order=2 or order=3.")
+            raise ValueError("The summary has no Hbar: measure it with order=2 or order=3.")
         lambda_int = 1.0 if source.order == 3 else 0.0  # the cubic term needs D3
         return History.of(source, lambda_int=lambda_int)
     if not isinstance(source, str | os.PathLike):
         raise TypeError(
-            f"A report is of a summary, a history or a run directory, and this is of type "
+            f"report shows a summary, a history or a run directory, and this is of type "
             f"{type(source).__name__}. summarize(model, loss_fn, data) makes a summary."
         )
     path = Path(source)
     if not path.exists():
         raise FileNotFoundError(
-            f"There is no {path}: name a run directory, or a file that History.save has written."
+            f"{path} does not exist: pass a run directory, or a file written by History.save."
         )
     return History.load(path) if path.is_file() else read_history(path)

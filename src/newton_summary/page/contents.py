@@ -1,4 +1,4 @@
-"""Histories as plain values that a page can carry: numbers keep their digits."""
+"""Histories as plain values for a page; numbers keep their digits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from newton_summary.summary import Summary
 
 
 def contents(histories: Sequence[History]) -> dict[str, Any]:
-    """Return all that the page shows, ready for JSON."""
+    """Return everything that the page shows, ready for JSON."""
     return {"runs": [_run(history) for history in histories]}
 
 
@@ -101,7 +101,7 @@ def _doubt(measured: Measured) -> str:
 
 
 def _inverse(summary: Summary) -> tuple[Tensor | None, str | None]:
-    """Return the inverse of Hbar, or None and why there is none."""
+    """Return the inverse of Hbar, or None and the reason."""
     try:
         return summary.to(torch.float64).inverse(without_dead=True), None
     except ValueError as error:
@@ -129,7 +129,7 @@ def _analysis(summary: Summary) -> dict[str, Any]:
 def _kept(summary: Summary) -> dict[str, dict[str, float | str]] | None:
     try:
         kept = inverse_kept(summary)
-    except ValueError:  # no inverse, which the page says elsewhere
+    except ValueError:  # no inverse: the page says so elsewhere
         return None
     both = {"inverse": kept.inverse, "hessian": kept.hessian}
     return {
@@ -141,13 +141,13 @@ def _kept(summary: Summary) -> dict[str, dict[str, float | str]] | None:
 def _gain(summary: Summary) -> str | None:
     lambda_int = 1.0 if summary.order == 3 else 0.0
     gain = joint_gain(summary, lambda_int)
-    beyond = -gain.joint > gain.loss > 0  # more than the whole loss: where no model holds
+    beyond = -gain.joint > gain.loss > 0  # more than the whole loss: no model holds that far
     if beyond or not math.isfinite(gain.ratio):
         return None
     return (
-        f"Rates from all of Hbar promise {gain.ratio:.3g} times the decrease that those "
-        f"from its diagonal promise ({gain.joint:+.3g} against {gain.diagonal:+.3g}, to second "
-        f"order, with lambda_int = {lambda_int:g})."
+        f"Rates from all of Hbar promise {gain.ratio:.3g} times the decrease of those from its "
+        f"diagonal ({gain.joint:+.3g} against {gain.diagonal:+.3g}, to second order, with "
+        f"lambda_int = {lambda_int:g})."
     )
 
 
@@ -158,8 +158,8 @@ def _merges(summary: Summary) -> str | None:
         return None
     shown = "; ".join(joined[:6]) + ("; ..." if len(joined) > 6 else "")
     return (
-        f"Groups whose own rates differ by less than {merges.spread:g} times could be merged, into "
-        f"{len(merges)} groups that keep {merges.kept:.0%} of Newton's decrease: {shown}."
+        f"Groups whose own rates differ by a factor of {merges.spread:g} at most could be merged, "
+        f"into {len(merges)} groups that keep {merges.kept:.0%} of Newton's decrease: {shown}."
     )
 
 
@@ -171,7 +171,7 @@ def _plain(value: Any) -> Any:
 
 
 def _number(value: float) -> float | str:
-    """Return a number that JSON has, or the name of one that it has not."""
+    """Return a number, or the name of one that JSON cannot hold."""
     return float(value) if math.isfinite(value) else str(float(value))
 
 
@@ -190,7 +190,7 @@ def _array(vector: Tensor | None) -> dict[str, str] | None:
 
 
 def _encoded(values: NDArray[np.float64]) -> dict[str, str]:
-    """Return numbers as base64: in 32 bits where these are enough for seven digits, else in 64."""
+    """Return numbers as base64, in 32 bits if these give seven digits, else in 64."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         short = values.astype("<f4")
     shown = np.isfinite(values) & (values != 0)

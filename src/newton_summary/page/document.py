@@ -1,4 +1,4 @@
-"""One file of HTML: the template filled with style, script, drawing library and contents."""
+"""One HTML file: the template filled with style, script, drawing library and contents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCRIPTS = ("values.js", "heatmap.js", "charts.js", "tables.js", "sections.js", "
 
 
 def write_page(histories: Sequence[History], path: Path, title: str | None = None) -> Path:
-    """Write the page as a whole or not at all; folders above it are made."""
+    """Write the page as a whole or not at all; create its folder."""
     text = page(histories, title)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -48,12 +48,12 @@ def page(histories: Sequence[History], title: str | None = None) -> str:
         "contents": _json({"title": title, **contents(histories)}),
         "plotly": _drawing_library(),
     }
-    # In one pass, so that nothing inside the parts is taken for a place to fill.
+    # In one pass, so that nothing inside the parts is treated as a place to fill.
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _file("page.html"))
 
 
 def _breakable(title: str) -> str:
-    """Return HTML that may go on in a new line after a part of a path or of a list of options."""
+    """Return HTML that may break after a part of a path or of a list of options."""
     return re.sub(r"([/,=_])", r"\1<wbr>", html.escape(title))
 
 
@@ -62,7 +62,7 @@ def _file(name: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """Return JSON for the inside of a script element, which no text in it can close."""
+    """Return JSON for a script element, which no text inside can close."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -71,7 +71,7 @@ def _drawing_library() -> str:
     """Return plotly.js, compressed and in base64."""
     found = importlib.util.find_spec("plotly")
     if found is None or not found.submodule_search_locations:
-        raise ImportError("The report needs plotly: pip install 'newton-summary[report]'.")
+        raise ImportError("The report needs plotly: run pip install -e '.[report]' in your clone.")
     return _compressed(Path(found.submodule_search_locations[0]) / "package_data" / "plotly.min.js")
 
 
@@ -88,8 +88,8 @@ def _title(histories: Sequence[History]) -> str:
 
 
 def _lead(histories: Sequence[History]) -> str:
-    """Return one sentence on what was measured."""
-    told = []
+    """Return a sentence on what was measured."""
+    texts = []
     for history in histories:
         if not history.measured:
             continue
@@ -100,13 +100,13 @@ def _lead(histories: Sequence[History]) -> str:
         if summary.num_samples:
             text += f" measured on {summary.num_samples:,} samples"
         if len(history.measured) > 1:
-            text += f" at {len(history.measured)} moments of training"
-        told.append(text)
-    if not told:
+            text += f" at {len(history.measured)} points of training"
+        texts.append(text)
+    if not texts:
         return "No summary was measured; the page shows the curves of training."
-    if len(set(told)) == 1:
-        return f"{'In each run ' if len(told) > 1 else ''}{told[0]}."
-    if len(set(told)) > 3:
+    if len(set(texts)) == 1:
+        return f"{'In each run ' if len(texts) > 1 else ''}{texts[0]}."
+    if len(set(texts)) > 3:
         sizes = [len(history.names) for history in histories if history.measured]
-        return f"{len(told)} runs with {min(sizes)} to {max(sizes)} groups of parameters."
-    return "; ".join(dict.fromkeys(told)) + "."
+        return f"{len(texts)} runs with {min(sizes)} to {max(sizes)} groups of parameters."
+    return "; ".join(dict.fromkeys(texts)) + "."

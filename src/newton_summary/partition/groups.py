@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from newton_summary.display.html import html_table, paragraph
 from newton_summary.display.names import nearest
-from newton_summary.display.table import shorten, text_table
+from newton_summary.display.table import text_table, without_middle
 from newton_summary.parallel.processes import is_sharded, whole
 from newton_summary.partition.layers import Types, layers_of, module_path, module_types
 from newton_summary.partition.parameters import Params, aliases_of, result_dtype, role
@@ -295,7 +295,7 @@ class Partition:
         ):
             held = _describe(self.members[s], name, aliases)
             rows.append((str(s), name, self._module_types(s), kind, f"{size:,}", held))
-        return shorten(rows)
+        return without_middle(rows)
 
     def _module_types(self, s: int) -> str:
         """Return the types of the modules that own the parameters of a group."""
