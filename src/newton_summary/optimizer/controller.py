@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from newton_summary.derivatives import Backend
-from newton_summary.display.table import ShownAsTable, shorten
+from newton_summary.display.table import ShownAsTable, without_middle
 from newton_summary.errors import NotFiniteError
 from newton_summary.measuring.measurement import summarize
 from newton_summary.optimizer.steering import Balance
@@ -103,7 +103,7 @@ class RateController(ShownAsTable):
     True
     """
 
-    _numbers = range(7)
+    _right = range(7)
 
     def __init__(
         self,
@@ -367,7 +367,7 @@ class RateController(ShownAsTable):
         for r in self.history:
             numbers = (r.rate, r.loss, r.slope, r.curvature, r.factor, r.change)
             rows.append([str(r.step), *(f"{x:.3g}" for x in numbers), r.why])
-        return shorten([header, *rows])
+        return without_middle([header, *rows])
 
     def _said(self) -> str:
         rates = ", ".join(f"{rate:.3g}" for rate in self.rates)
