@@ -76,7 +76,7 @@ def ctc() -> Case:
 class Experts(nn.Module):
     """A mixture of experts by grouped products, as transformers' default."""
 
-    def __init__(self, features: int = 64, hidden: int = 128, experts: int = 8):
+    def __init__(self, features: int = 128, hidden: int = 256, experts: int = 8):
         super().__init__()
         self.up = nn.Linear(32, features)
         self.router = nn.Linear(features, experts)
@@ -101,7 +101,7 @@ def experts() -> Case:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1])
 
-    return Experts(), loss, (torch.randn(2048, 32), torch.randint(10, (2048,)))
+    return Experts(), loss, (torch.randn(1024, 32), torch.randint(10, (1024,)))
 
 
 class StateSpace(nn.Module):

@@ -928,6 +928,44 @@ def test_mixed_dtypes_in_a_sum() -> None:
     assert max(errors(actual, expected)) < 0.05
 
 
+class Experts(nn.Module):
+    """Tokens sorted by expert, one of which gets none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 4)
+        self.up = nn.Parameter(torch.randn(3, 4, 8))
+        self.down = nn.Parameter(torch.randn(3, 8, 4))
+
+    def forward(self, x: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        h = torch.tanh(self.a(x))
+        return h + product(torch.tanh(product(h, self.up)), self.down)
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="needs torch._grouped_mm")
+def test_grouped_products() -> None:
+    """They exist in float32 and less alone."""
+
+    def grouped(x: Tensor, w: Tensor) -> Tensor:
+        offsets = torch.tensor([2, 2, 4], dtype=torch.int32)
+        return torch._grouped_mm(x, w, offs=offsets).narrow(0, 0, 4)
+
+    def by_hand(x: Tensor, w: Tensor) -> Tensor:
+        return torch.cat([x[:2] @ w[0], x[2:4] @ w[2]])
+
+    torch.manual_seed(0)
+    model = Experts()
+    actual, expected = (
+        measure(
+            model.to(dtype),
+            lambda m, x, f=product: m(x[:4], f).square().mean(),
+            batch(dtype),
+        )
+        for product, dtype in ((grouped, torch.float32), (by_hand, torch.float64))
+    )
+    assert max(errors(actual, expected)) < 1e-5
+
+
 def test_as_strided_scatter_where_autograd_itself_is_wrong() -> None:
     def loss(model: Net, x: Tensor) -> Tensor:
         y = model.a(x)

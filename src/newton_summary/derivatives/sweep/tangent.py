@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -119,36 +119,65 @@ def add_rows(terms: Sequence[tuple[Groups, Tensor]]) -> tuple[Groups, Tensor]:
     return groups, total
 
 
-# Rows of some groups: a tensor, or a function that writes them to a tensor it is given.
-Term = tuple[Groups, Tensor | Callable[[Tensor], object]]
+# A function (out, which, add) that writes some of its rows to a tensor, or adds them to it.
+Writer = Callable[[Tensor, slice, bool], object]
+Term = tuple[Groups, Tensor | Writer]  # rows of some groups
 
 
 def add_up(first: Sequence[Term], second: Sequence[Term], y: Tensor) -> Tangent | None:
-    """Make the tangent of ``y`` from terms of y1 and terms of y2.
-
-    Where no two terms share a group, as in a network whose parameters are met one after the other,
-    every row is written once.
-    """
+    """Make the tangent of ``y`` from terms of y1 and terms of y2: each is written or added once."""
     first = [term for term in first if term[0]]
     second = [term for term in second if term[0]]
     if not first:
         return None
     groups1, groups2 = union(*(g for g, _ in first)), union(*(g for g, _ in second))
-    if sum(len(g) for g, _ in (*first, *second)) > len(groups1) + len(groups2):
-        terms1, terms2 = ([(g, written(g, x, y)) for g, x in some] for some in (first, second))
-        return join(add_rows(terms1), add_rows(terms2) if terms2 else None)
     parts = [x for _, x in (*first, *second)]
     if len(parts) == 1 and isinstance(parts[0], Tensor):
         return Tangent(groups1, groups2, parts[0])
-    if y.is_cuda and all(isinstance(part, Tensor) for part in parts):
+    n = len(groups1) + len(groups2)
+    apart = sum(len(g) for g, _ in (*first, *second)) == n  # no two terms share a group
+    if apart and y.is_cuda and all(isinstance(part, Tensor) for part in parts):
         return Unjoined(first, second, y)  # type: ignore[arg-type]
-    rows = y.new_empty((len(groups1) + len(groups2), *y.shape))
+    rows = y.new_empty((n, *y.shape))
     start = 0
-    for groups, part in (*first, *second):
-        target = rows[start : start + len(groups)]
-        target.copy_(part) if isinstance(part, Tensor) else part(target)
+    for groups, terms in ((groups1, first), (groups2, second)):
+        present: set[int] = set()
+        for mine, part in terms:
+            for target, which, add in _stretches(mine, groups, start, present):
+                _write(part, rows[target], which, add)
+            present.update(mine)
         start += len(groups)
     return Tangent(groups1, groups2, rows)
+
+
+def _stretches(
+    mine: Groups, groups: Groups, start: int, present: set[int]
+) -> Iterator[tuple[slice, slice, bool]]:
+    """Give stretches of rows that lie side by side: where they belong, which, and whether to add.
+
+    >>> list(_stretches((1, 2, 4, 5), (1, 2, 3, 4, 5), 10, {1, 2, 3, 4}))
+    [(slice(10, 12, None), slice(0, 2, None), True), (slice(13, 14, None), slice(2, 3, None), True),
+     (slice(14, 15, None), slice(3, 4, None), False)]
+    """
+    places = {s: start + i for i, s in enumerate(groups)}
+    begin = 0
+    for j in range(1, len(mine) + 1):
+        if j < len(mine):
+            together = places[mine[j]] == places[mine[j - 1]] + 1
+            if together and (mine[j] in present) == (mine[begin] in present):
+                continue
+        target = places[mine[begin]]
+        yield slice(target, target + j - begin), slice(begin, j), mine[begin] in present
+        begin = j
+
+
+def _write(part: Tensor | Writer, out: Tensor, which: slice, add: bool) -> None:
+    if not isinstance(part, Tensor):
+        part(out, which, add)
+    elif add:
+        out.add_(part[which])
+    else:
+        out.copy_(part[which])
 
 
 class Unjoined(Tangent):
@@ -193,15 +222,6 @@ class Unjoined(Tangent):
     def to(self, dtype: torch.dtype) -> Tangent:
         """Convert the rows."""
         return self if self.y.dtype == dtype else super().to(dtype)
-
-
-def written(groups: Groups, rows: Tensor | Callable[[Tensor], object], y: Tensor) -> Tensor:
-    """Return the rows of a term as a tensor."""
-    if isinstance(rows, Tensor):
-        return rows
-    result = y.new_empty((len(groups), *y.shape))
-    rows(result)
-    return result
 
 
 def matching(first: Groups, second: Groups) -> list[tuple[slice, slice]]:

@@ -13,14 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from newton_summary.derivatives.sweep.tangent import Groups, Tangent, Term, add_up, cast, lift
+from newton_summary.derivatives.sweep.tangent import (
+    Groups,
+    Tangent,
+    Term,
+    Writer,
+    add_up,
+    cast,
+    lift,
+)
 from newton_summary.derivatives.sweep.tape import Op, Value
 from newton_summary.errors import CannotDifferentiate
 
@@ -38,9 +47,10 @@ class Product:
     # These take the complex conjugates of rows, which for real ones are the rows themselves.
     adjoint_left: Callable[[Tensor, Tensor], Tensor]  # delta, rows of b -> rows like a
     adjoint_right: Callable[[Tensor, Tensor], Tensor]  # delta, rows of a -> rows like b
-    left_into: Callable[[Tensor, Tensor], object] | None = (
-        None  # rows of a, where to write h(row, b)
-    )
+    # The same, written to a tensor, or added to it.
+    left_into: Callable[[Tensor, Tensor, bool], object] | None = None
+    right_into: Callable[[Tensor, Tensor, bool], object] | None = None
+    elementwise: bool = False  # then the size of the factors decides what is cheap
 
 
 def gram(X: Tensor, Y: Tensor) -> Tensor:
@@ -111,7 +121,7 @@ def product(sweep: Sweep, op: Op, h: Product, a: Value, b: Value) -> tuple[list[
         delta = sweep.adjoint(op.out)
         if delta is not None:
             delta = cast(delta, dtype)
-            if len(B.rows) <= len(A.rows):
+            if _from_left(h, A, B):
                 contribute(sweep, A, B, h.adjoint_left(delta, B.rows.conj()))
             else:
                 contribute(sweep, B, A, h.adjoint_right(delta, A.rows.conj()))
@@ -119,23 +129,40 @@ def product(sweep: Sweep, op: Op, h: Product, a: Value, b: Value) -> tuple[list[
     second: list[Term] = []
     if not op.wanted:
         return first, second
-    if A is not None and h.left_into is not None:
-        first.append((A.first, partial(h.left_into, A.y1)))
-        second.append((A.second, partial(h.left_into, A.y2)))
-    elif A is not None:
-        moved = A.map(h.left)
-        first.append((A.first, moved.y1))
-        second.append((A.second, moved.y2))
-    if B is not None:
-        moved = B.map(h.right)
-        first.append((B.first, moved.y1))
-        second.append((B.second, moved.y2))
+    for t, moved, into in ((A, h.left, h.left_into), (B, h.right, h.right_into)):
+        if t is not None:
+            y1, y2 = _moved(t, moved, into)
+            first.append((t.first, y1))
+            second.append((t.second, y2))
     if A is not None and B is not None and sweep.order == 3:
         shared = tuple(s for s in A.first if s in B.first)
         if shared:
             cross = h.pair(pick(A.first, A.y1, shared), pick(B.first, B.y1, shared))
-            second.append((shared, 2 * cross))
+            second.append((shared, cross.mul_(2)))
     return first, second
+
+
+def _from_left(h: Product, A: Tangent, B: Tangent) -> bool:
+    """Whether it is cheaper to multiply the adjoint with the rows of b than with those of a."""
+    if h.elementwise:
+        return len(B.rows) * A.shape.numel() <= len(A.rows) * B.shape.numel()
+    return len(B.rows) <= len(A.rows)
+
+
+def _moved(
+    t: Tangent,
+    move: Callable[[Tensor], Tensor],
+    into: Callable[[Tensor, Tensor, bool], object] | None,
+) -> tuple[Tensor | Writer, Tensor | Writer]:
+    """Return the rows of one factor times the other, of first and of second order."""
+    if into is None:
+        moved = t.map(move)
+        return moved.y1, moved.y2
+
+    def writer(rows: Tensor) -> Writer:
+        return lambda out, which, add: into(rows[which], out, add)
+
+    return writer(t.y1), writer(t.y2)
 
 
 def contribute(sweep: Sweep, A: Tangent, B: Tangent, G: Tensor) -> None:
@@ -202,8 +229,12 @@ def linear(sweep: Sweep, op: Op, x: Value, weight: Value, bias: Any = None) -> A
             lambda w: delta.reshape(-1, delta.shape[-1]) @ w, rows
         ).reshape(len(rows), *X.shape),
         adjoint_right=adjoint_right,
-        left_into=lambda rows, out: torch.mm(
-            rows.reshape(-1, X.shape[-1]), W.T, out=out.view(-1, len(W))
+        left_into=lambda rows, out, add: torch.addmm(
+            flat_out := out.view(-1, len(W)),
+            rows.reshape(-1, X.shape[-1]),
+            W.T,
+            beta=int(add),
+            out=flat_out,
         ),
     )
     return plus_bias(sweep, op, product(sweep, op, h, x, weight), bias, -1)
@@ -260,6 +291,41 @@ def sparse_product(sweep: Sweep, op: Op, a: Value, b: Value) -> Tangent | None:
     return t.map(lambda rows: multiply(rows).reshape(len(rows), *op.out.tensor.shape))
 
 
+def grouped_mm(
+    sweep: Sweep, op: Op, a: Value, b: Value, offs: Any = None, *rest: Any, **kwargs: Any
+) -> Any:
+    """``torch._grouped_mm``: rows of a, of which consecutive ones share a matrix of b."""
+    if offs is None:
+        return matmul(sweep, op, a, b)
+    if a.tensor.dim() != 2 or b.tensor.dim() != 3:
+        raise CannotDifferentiate("sweep: grouped_mm is known for rows times matrices alone")
+    A, B = a.now, b.now
+    ends = [0, *offs.now.tolist()]
+    parts = [slice(*pair) for pair in pairwise(ends)]
+
+    def multiply(x: Tensor, w: Tensor) -> Tensor:
+        x, w = (x if x.dim() == 3 else x[None]), (w if w.dim() == 4 else w[None])
+        k = max(len(x), len(w))
+        y = x.new_empty((k, x.shape[-2], w.shape[-1]))
+        for e, part in enumerate(parts):
+            left, right = x[:, part].expand(k, -1, -1), w[:, e].expand(k, -1, -1)
+            torch.bmm(left, right, out=y[:, part])
+        y[:, ends[-1] :] = 0
+        return y
+
+    def adjoint_right(delta: Tensor, rows: Tensor) -> Tensor:
+        return torch.stack([rows[:, part].mT @ delta[part] for part in parts], 1)
+
+    h = Product(
+        left=lambda rows: multiply(rows, B),
+        right=lambda rows: multiply(A, rows),
+        pair=multiply,
+        adjoint_left=lambda delta, rows: multiply(delta, rows.mT),
+        adjoint_right=adjoint_right,
+    )
+    return add_up(*product(sweep, op, h, a, b), op.out.tensor)
+
+
 def unbroadcast(rows: Tensor, shape: Sequence[int]) -> Tensor:
     """Sum rows over the dimensions along which a value of ``shape`` was broadcast."""
     k = rows.shape[0]
@@ -279,9 +345,17 @@ def multiply(sweep: Sweep, op: Op, a: Any, b: Any) -> Any:
         return None if t is None else t.map(lambda rows: rows * factor)
     dtype, ndim = op.out.tensor.dtype, op.out.tensor.dim()
     A, B = cast(a.now, dtype), cast(b.now, dtype)
+
+    def into(rows: Tensor, factor: Tensor, out: Tensor, add: bool) -> None:
+        rows = lift(rows, ndim)
+        out.addcmul_(rows, factor) if add else torch.mul(rows, factor, out=out)
+
     h = Product(
         left=lambda rows: lift(rows, ndim) * B,
         right=lambda rows: lift(rows, ndim) * A,
+        left_into=lambda rows, out, add: into(rows, B, out, add),
+        right_into=lambda rows, out, add: into(rows, A, out, add),
+        elementwise=True,
         pair=lambda x, y: lift(x, ndim) * lift(y, ndim),
         adjoint_left=lambda delta, rows: unbroadcast(lift(rows, ndim) * delta, A.shape),
         adjoint_right=lambda delta, rows: unbroadcast(lift(rows, ndim) * delta, B.shape),
@@ -458,4 +532,5 @@ BILINEAR: dict[str, Callable[..., Any]] = {
     **{f"conv{n}d": convolution(False, n) for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": convolution(True, n) for n in (1, 2, 3)},
     "einsum": einsum,
+    "_grouped_mm": grouped_mm,
 }
