@@ -1,10 +1,13 @@
 """The tree shows the way of the data: each part imports only from those before it."""
 
 import ast
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import newton_summary as ns
 
@@ -85,3 +88,60 @@ def test_the_root_holds_few_modules():
 def test_no_module_is_named_like_a_public_function():
     public = {name for name in ns.__all__ if callable(getattr(ns, name))}
     assert not public & {name.rpartition(".")[2] for name in MODULES}
+
+
+# --- one process sees one process -----------------------------------------------------------------
+
+
+def entered(call):
+    """Return the files of the package whose functions a call passes through."""
+    found = set()
+
+    def look(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(f"{ROOT}/"):
+            found.add(str(Path(frame.f_code.co_filename).relative_to(ROOT)))
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+def loss_fn(model, batch):
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+@pytest.fixture
+def walks():
+    """What ``summarize``, and a step that measures, pass through on a small network."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    batch = torch.randn(5, 3).double(), torch.randn(5, 2).double()
+    partition = ns.make_partition(net)
+    optimizer = ns.NewtonSummary(
+        partition, curvature=(loss_fn, [batch]), summary_period=1, warmup=1
+    )
+    loss_fn(net, batch).backward()
+    for _ in range(2):  # what is found out once, and rates
+        ns.summarize(net, loss_fn, batch)
+        optimizer.step()
+    return {
+        "summarize": entered(lambda: ns.summarize(net, loss_fn, batch, partition=partition)),
+        "refresh": entered(optimizer.step),
+    }
+
+
+def test_alone_nothing_of_several_processes_is_entered(walks):
+    """One module decides that there is one process."""
+    for files in walks.values():
+        assert {file for file in files if file.startswith("parallel/")} == {"parallel/processes.py"}
+        assert not any("sharded" in file for file in files)
+
+
+@pytest.mark.parametrize(("walk", "most"), [("summarize", 15), ("refresh", 23)])
+def test_few_files_are_passed_through(walks, walk, most):
+    """Not counting the rules, which are one for each kind of operation in the model."""
+    files = {file for file in walks[walk] if "/rules/" not in file}
+    assert len(files) <= most, "\n".join(sorted(files))

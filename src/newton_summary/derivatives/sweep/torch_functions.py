@@ -70,17 +70,15 @@ class Call:
         )
 
 
-_calls: dict[Any, Call] = {}
+class Calls(dict[Callable[..., Any], Call]):
+    """What is known of functions, found out once for each."""
+
+    def __missing__(self, func: Callable[..., Any]) -> Call:
+        """Find out what is known of a function."""
+        return self.setdefault(func, Call.of(func))
 
 
-def look_up(func: Callable[..., Any]) -> Call:
-    """Return what is known of a function, found out once."""
-    try:
-        return _calls[func]
-    except KeyError:
-        return _calls.setdefault(func, Call.of(func))
-    except TypeError:  # it cannot be a key
-        return Call.of(func)
+look_up = Calls().__getitem__
 
 
 def canonical_name(func: Callable[..., Any]) -> str:
