@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from losses import classification_loss
 from torch import Tensor
 
 import newton_summary as ns
@@ -61,7 +62,7 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
     test_images, test_labels = (t.to(device) for t in load_mnist_subset("test"))
     torch.manual_seed(task["seed"])
     model = MODELS[task["model"]]().to(device)
-    loss_fn = models.classification_loss
+    loss_fn = classification_loss
     if task["optimizer"] == "adam":
         optimizer: Any = torch.optim.Adam(model.parameters(), lr=task["lr"])
     else:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from losses import classification_loss, next_token_loss
 from torch import nn
 
 import newton_summary as ns
@@ -51,7 +52,7 @@ class Case:
 
     @property
     def loss_fn(self) -> Any:
-        return models.classification_loss if self.image else models.next_token_loss
+        return classification_loss if self.image else next_token_loss
 
 
 GPT_BY_ROLE = {

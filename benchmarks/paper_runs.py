@@ -24,6 +24,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,18 @@ def start(
     return process
 
 
+@contextmanager
+def shared_gpu(folder: Path) -> Iterator[None]:
+    """Let kernels of all processes run at the same time: with NVIDIA's MPS, started here."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["CUDA_MPS_PIPE_DIRECTORY"] = os.environ["CUDA_MPS_LOG_DIRECTORY"] = str(folder)
+    subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=False)
+
+
 def log_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.log")
 
@@ -268,6 +281,7 @@ def main() -> None:
     parser.add_argument(
         "--graph-steps", action="store_true", help="replay gradients as CUDA graphs"
     )
+    parser.add_argument("--mps", action="store_true", help="let processes share the GPU by MPS")
     parser.add_argument("--compare-speed", action="store_true", help="time Adam after each run")
     parser.add_argument("--pack", type=Path, help="archive of the results")
     parser.add_argument("--dry", action="store_true", help="print the runs alone")
@@ -288,7 +302,8 @@ def main() -> None:
             todo.append((config, path))
     if not args.dry:
         say(f"{len(todo)} runs to do, {args.workers} at a time, in {args.seconds:.0f} s")
-        run_all(args, todo)
+        with shared_gpu(args.work.absolute() / "mps") if args.mps else nullcontext():
+            run_all(args, todo)
         print_table(args.work)
     if args.pack is not None:
         pack(args.work, args.pack)

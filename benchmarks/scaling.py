@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from engine import CASES
+from losses import classification_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import newton_summary as ns
@@ -76,7 +77,7 @@ def work(rank: int, count: int, folder: str, rounds: int) -> None:
     model = DistributedDataParallel(models.lenet())
     batch = (torch.randn(SAMPLES, 3, 32, 32), torch.randint(0, 10, (SAMPLES,)))
     mine = tuple(t.tensor_split(count)[rank] for t in batch)
-    loss_fn = models.classification_loss
+    loss_fn = classification_loss
     partition = ns.make_partition(model)
     S, P = len(partition), sum(partition.sizes)
     options: dict[str, Any] = {"curvature": (loss_fn, [mine]), "lr": 1e-6, "warmup": 1}

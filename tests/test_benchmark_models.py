@@ -1,11 +1,17 @@
 """Every model of benchmarks/engine.py, at a small size, against central differences."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 import newton_summary as ns
 from newton_summary.experiments import models
 from oracle import finite_differences
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from losses import classification_loss, next_token_loss
 
 
 def images(count, channels, size=32):
@@ -41,7 +47,7 @@ def test_the_sweep_agrees_with_central_differences(name):
     build, spec, batch = CASES[name]
     torch.manual_seed(KINKED.get(name, 0))
     model = build().double()
-    loss_fn = models.next_token_loss if name.startswith("gpt") else models.classification_loss
+    loss_fn = next_token_loss if name.startswith("gpt") else classification_loss
     part = ns.make_partition(model, spec)
     generator = torch.Generator().manual_seed(2)
     u = {}

@@ -243,15 +243,3 @@ class GPT(nn.Module):
         T = tokens.shape[1]
         x = self.tokens(tokens) + self.positions(torch.arange(T, device=tokens.device))
         return F.linear(self.norm(self.blocks(x)), self.tokens.weight)
-
-
-def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean loss of predicting every token from those before it."""
-    logits = model(tokens[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def classification_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean negative log-likelihood of the labels."""
-    images, labels = batch
-    return F.cross_entropy(model(images), labels)
