@@ -110,8 +110,9 @@ class Run:
 
 RUNS = {
     "default": {},
-    "paper": MODES["paper"] | {"eta_momentum": 0.5},
-    "safeguards": {"max_growth": 1.5, "min_decrease": 0.1, "negative": "drop", "ridge": 0.1},
+    "as-run": MODES["paper"] | {"eta_momentum": 0.5, "warmup": 3},
+    "as-published": MODES["paper"] | {"variant": "as-published"},
+    "weight_decay": {"weight_decay": 0.01, "ridge": 0.1},
     "divided": {
         "partition": [
             [("0.weight", 0)],
@@ -120,7 +121,7 @@ RUNS = {
         ]
     },
     "Adam": {"direction": "Adam"},
-    "SGD, paper": MODES["paper"] | {"direction": "SGD"},
+    "SGD, as-run": MODES["paper"] | {"direction": "SGD"},
     "generator": {"loader": {"generator": "fresh"}},
 }
 
@@ -169,10 +170,15 @@ def test_the_state_matters():
     assert not torch.allclose(flat(resumed.model), flat(whole.model), rtol=1e-3)
 
 
-def test_a_checkpoint_of_something_else_is_refused():
+def trained(steps=1, **options):
     model = make_net()
-    opt = make_optimizer(model)
-    quiet(lambda: train(model, opt, 1))
+    opt = make_optimizer(model, **options)
+    quiet(lambda: train(model, opt, steps))
+    return model, opt
+
+
+def test_a_checkpoint_of_something_else_is_refused():
+    model, opt = trained()
     with pytest.raises(ValueError, match="another optimizer"):
         opt.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())
     with pytest.raises(ValueError, match="Make the same partition"):
@@ -182,6 +188,131 @@ def test_a_checkpoint_of_something_else_is_refused():
         make_optimizer(model, direction=adam).load_state_dict(opt.state_dict())
     with pytest.raises(ValueError, match="curvature"):
         make_optimizer(model, curvature=None).load_state_dict(opt.state_dict())
+
+
+def test_other_settings_are_named():
+    """All that differ, and no other; lr and momentum belong to schedulers."""
+    _, opt = trained(lambda_int=10.0, summary_period=5, diagonal=True, lr=0.1, momentum=0.5)
+    fresh = make_optimizer(make_net())
+    with pytest.raises(ValueError, match="other settings") as caught:
+        fresh.load_state_dict(opt.state_dict())
+    text = str(caught.value)
+    assert "lambda_int=10.0 (here 1.0)" in text and "summary_period=5 (here 10)" in text
+    assert "diagonal=True (here False)" in text
+    assert not [name for name in ("lr", "momentum", "ridge", "variant") if f" {name}=" in text]
+    with pytest.raises(ValueError, match=r"variant='smoothed' \(here 'as-run'\)"):
+        make_optimizer(make_net(), **MODES["paper"]).load_state_dict(trained()[1].state_dict())
+
+
+def test_lr_momentum_and_changed_groups_come_from_the_checkpoint():
+    _, opt = trained(lr=0.1, momentum=0.5)
+    opt.param_groups[1]["weight_decay"] = 0.1
+    opt.param_groups[0]["lambda_int"] = 3.0
+    other = make_optimizer(make_net())
+    other.load_state_dict(opt.state_dict())
+    for key in ("lr", "momentum", "weight_decay", "lambda_int", "eta", "name"):
+        assert [g[key] for g in other.param_groups] == [g[key] for g in opt.param_groups]
+
+
+def spoil(path, value):
+    """Return a function that puts a value somewhere deep in a state."""
+
+    def spoiled(state):
+        for key in path[:-1]:
+            state = state[key]
+        if value is KeyError:
+            del state[path[-1]]
+        else:
+            state[path[-1]] = value
+
+    return spoiled
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("newton_summary", "eta"), torch.ones(3)),
+        (("newton_summary", "eta"), torch.full((4,), float("nan"))),
+        (("newton_summary", "norms"), torch.tensor([1.0, -1.0, 1.0, 1.0])),
+        (("newton_summary", "counts", "refreshes"), -1),
+        (("newton_summary", "counts", "failed_in_a_row"), KeyError),
+        (("newton_summary", "schedule", "next"), 2.5),
+        (("newton_summary", "average", "sum", "gbar"), torch.ones(2)),
+        (("newton_summary", "average", "sum"), KeyError),
+        (("newton_summary", "last_summary", "Hbar"), torch.ones(2, 2)),
+        (("newton_summary", "data", "index"), KeyError),
+        (("newton_summary", "settings"), KeyError),
+        (("state", 0, "momentum_buffer"), torch.zeros(2, 2)),
+        (("param_groups", 1, "params"), [1, 2]),
+    ],
+)
+def test_nothing_is_half_loaded(path, value):
+    """A state that is damaged anywhere is refused, and the optimizer goes on as it was."""
+    _, donor = trained(3)
+    model, opt = trained(5)
+    twin, other = trained(5)
+    state = copy.deepcopy(donor.state_dict())
+    spoil(path, value)(state)
+    before = copy.deepcopy(opt.state_dict())
+    with pytest.raises(ValueError):
+        opt.load_state_dict(state)
+    assert same(opt.state_dict(), before)
+    quiet(lambda: train(model, opt, 12, start=5))
+    quiet(lambda: train(twin, other, 12, start=5))
+    assert torch.equal(flat(model), flat(twin))
+
+
+def same(a, b):
+    """Whether two nested states are equal, bit for bit."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b) and a.dtype == b.dtype
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b or (a != a and b != b)
+
+
+def test_a_state_of_version_0_1_0_says_why_it_is_not_loaded():
+    """As that version wrote it: no settings, other averages."""
+    _, opt = trained()
+    state = opt.state_dict()
+    params = [
+        {k: g[k] for k in ("params", "name", "lr", "momentum", "eta")}
+        for g in state["param_groups"]
+    ]
+    old = {
+        "state": state["state"],
+        "param_groups": params,
+        "newton_summary": {
+            **{"groups": list(opt.partition.names), "t": 1, "next_refresh": 10, "warmed_up": 3},
+            **{"skipped": 0, "skipped_since": 0, "direction": None},
+            "data": state["newton_summary"]["data"],
+            "refresh": {
+                **{"done": 3, "failed": 0, "told": [], "solution": opt.eta, "eta": opt.eta},
+                **{"norms": torch.ones(4), "peak": opt.eta, "last_rates": None},
+                **{"last_summary": None, "average": {"count": 0, "sum": None}},
+            },
+        },
+    }
+    before = copy.deepcopy(opt.state_dict())
+    with pytest.raises(ValueError, match=r"saved by newton_summary 0\.1\.0.*new optimizer"):
+        opt.load_state_dict(old)
+    assert same(opt.state_dict(), before)
+
+
+def test_settings_are_shown():
+    _, opt = trained(lambda_int=2.0, weight_decay=0.01)
+    opt.param_groups[1]["lr"] = 0.25
+    shown = repr(opt)
+    assert shown == str(opt)
+    for name, value in opt.defaults.items():
+        assert name in shown
+        if name not in ("lr", "momentum", "weight_decay"):
+            assert f"{name}={value!r}" in shown
+    row = next(line for line in shown.splitlines() if line.startswith("0.bias"))
+    assert row.split() == ["0.bias", "0.25", "0.9", "0.01", f"{opt.eta[1]:.4g}"]
+    assert all(opt.defaults.keys() <= group.keys() for group in opt.param_groups)
 
 
 def test_the_state_can_be_copied_and_pickled():

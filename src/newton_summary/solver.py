@@ -54,14 +54,14 @@ STATUS = {
     # The optimizer alone gives these three, since it does not use negative rates:
     "shortened": "Negative rates were set to zero. Without them the others are so large that the "
     "model rises, so these were shortened by one factor, to where the model is lowest.",
+    "common-rate": "Separate rates have no minimum. All groups have one rate, the best along the "
+    "direction as a whole with the absolute value of its curvature.",
     "no-positive-rate": "Every rate is negative or zero: by this measurement the loss rises along "
     "the direction. Measure on larger batches, or average over more of them.",
-    "no-decrease": "The loss of the curvature batch did not fall as predicted, however short the "
-    "step. Measure on larger batches, or use a smaller lr.",
 }
 """What each ``LearningRates.status`` means; :func:`explain` adds what to do about it."""
 
-USABLE = ("minimum", "newton", "flat", "hard-case", "shortened")
+USABLE = ("minimum", "newton", "flat", "hard-case", "shortened", "common-rate")
 
 _EPS = float(np.finfo(np.float64).eps)
 

@@ -1,15 +1,10 @@
-"""Summaries averaged over the refreshes of a training run.
-
-Both averages take a summary and the norms n_s = ||U^s|| of the direction it was measured along, and
-give a summary whose solution is what the optimizer keeps between two refreshes: a rate eta_s for
-each group, or a length l_s = eta_s n_s.
-"""
+"""Summaries averaged over the refreshes of a training run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,169 +13,115 @@ from newton_summary.partition import Partition
 from newton_summary.summary import Summary
 
 
-class Average(Protocol):
-    """What the optimizer needs of an average."""
-
-    lengths: bool  # whether the solution is a step length for each group, or a rate
-
-    def __len__(self) -> int:
-        """Return how many summaries have gone in and still count."""
-
-    def push(self, summary: Summary, norms: Tensor | None) -> None:
-        """Add a summary that was measured along a direction with these norms, (S,).
-
-        The norms may be left out where ``lengths`` is false.
-        """
-
-    def mean(self) -> Summary:
-        """Return the average, in float64 on the CPU."""
-
-    def clear(self) -> None:
-        """Forget everything."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the average as plain values and tensors."""
-
-    def load_state_dict(self, state: Mapping[str, Any], partition: Partition) -> None:
-        """Take over a saved average of the same groups."""
-
-
 class WindowAverage:
     """The mean of the last few summaries (upsilon of Algorithm 2), D3 with its sign.
 
-    In the paper these are the last ``size``. In its author's runs they were, from refresh to
-    refresh, the last ``size``, ``size`` + 1, ... 2 ``size`` - 1, and ``size`` again.
+    As published these are the last ``size``. In the experiments of the paper they were, from
+    refresh to refresh, the last ``size``, ``size`` + 1, ..., 2 ``size`` - 1, and ``size`` again.
 
     Args:
         size: How many summaries are averaged.
-        breathes: Whether the number grows and falls back, as in the runs.
+        as_run: Whether their number grows and falls back, as in the experiments.
     """
 
-    lengths = False
-
-    def __init__(self, size: int, breathes: bool = False):
-        self.size, self.breathes = size, breathes
+    def __init__(self, size: int, as_run: bool = False):
+        self.size, self.as_run = size, as_run
         self._held: list[Summary] = []
-        self._count = 0  # of all summaries, also those that are no longer held
+        self.count = 0  # of all summaries, also those that are no longer held
 
-    def __len__(self) -> int:
-        """Return how many summaries are averaged."""
-        growth = (self._count - 1) % self.size if self.breathes else 0
-        return min(self._count, self.size + growth)
-
-    def push(self, summary: Summary, norms: Tensor | None) -> None:
+    def push(self, summary: Summary, norms: Tensor) -> None:
         """Add a summary; the norms do not matter."""
-        self._count += 1
-        self._held.append(_exact(summary))
-        self._held = self._held[-len(self) :]
+        growth = self.count % self.size if self.as_run else 0
+        self.count += 1
+        self._held = [*self._held, _exact(summary)][-(self.size + growth) :]
 
-    def mean(self) -> Summary:
-        """Return the mean of the summaries that count now."""
+    def mean(self, norms: Tensor) -> Summary:
+        """Return the mean; the norms do not matter."""
         return Summary.mean(self._held)
-
-    def clear(self) -> None:
-        """Forget all summaries."""
-        self._held, self._count = [], 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window as plain values and tensors."""
-        held = [replace(summary, partition=None).state_dict() for summary in self._held]
-        return {"count": self._count, "summaries": held}
+        return {
+            "count": self.count,
+            "summaries": [plain_summary(summary) for summary in self._held],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], partition: Partition) -> None:
-        """Take over the summaries of another window."""
-        held = [Summary.from_state_dict(saved) for saved in state["summaries"]]
-        self._held = [replace(summary, partition=partition) for summary in held]
-        self._count = state["count"]
+        """Take over the summaries of another window of the same size."""
+        self._held = [restored_summary(saved, partition) for saved in state["summaries"]]
+        self.count = state["count"]
 
 
 class NormalizedAverage:
-    """Exponential averages of gbar_s / n_s, Hbar_st / (n_s n_t) and D3_s / n_s^3.
+    """Exponential averages of gbar_s / n_s, Hbar_st / (n_s n_t) and |D3_s| / n_s^3, n_s = ||U^s||.
 
-    These are the derivatives by step length along u_s / n_s. Unlike those by eta they do not change
-    their scale when u does, so summaries of different times can be averaged. Early averages are
-    corrected for having started at zero. Invariant under rescaling a group, as the solution is: a
-    length scales as the parameters do.
+    These are the derivatives by step length. Unlike those by eta they do not change their scale
+    when the direction does, so summaries of different times can be averaged. Of D3 the absolute
+    value counts: noise then makes the cubic term larger, where with signs it makes it smaller.
+    Early averages are corrected for having started at zero.
 
     Args:
-        decay: Weight of the past at each refresh; 0 keeps the last summary only.
-        absolute: Average abs(D3) instead of D3, which noise of changing sign cannot make small.
+        memory: About how many summaries count: at each refresh the past is weighted by
+            1 - 1 / ``memory``. 1 keeps the last summary only.
     """
 
-    lengths = True
-
-    def __init__(self, decay: float, absolute: bool):
-        self.decay, self.absolute = decay, absolute
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all summaries."""
+    def __init__(self, memory: int):
+        self.decay = 1 - 1 / memory
         self._sum: Summary | None = None
-        self._count = 0
+        self.count = 0
 
-    def __len__(self) -> int:
-        """Return how many summaries have gone in."""
-        return self._count
-
-    def push(self, summary: Summary, norms: Tensor | None) -> None:
-        """Add a summary that was measured along a direction with these norms."""
-        assert norms is not None
-        summary, norms = _exact(summary), norms.detach().double().cpu()
+    def push(self, summary: Summary, norms: Tensor) -> None:
+        """Add a summary that was measured along a direction with these norms, (S,)."""
         inverse = torch.where(norms > 0, 1 / norms, 0.0)  # a group that does not move counts as 0
-        D3 = summary.D3
-        if D3 is not None:
-            D3 = (D3.abs() if self.absolute else D3) * inverse**3
-        new = replace(
-            summary,
-            gbar=summary.gbar * inverse,
-            Hbar=summary.hessian() * inverse * inverse[:, None],
-            D3=D3,
-        )
+        new = _scaled(_exact(summary), inverse.double().cpu())
+        if new.D3 is not None:
+            new = replace(new, D3=new.D3.abs())
         # The sum of decay^k x_k, divided by that of decay^k where it is read.
         self._sum = new if self._sum is None else _add(self._sum, new, self.decay)
-        self._count += 1
+        self.count += 1
 
-    def mean(self) -> Summary:
-        """Return the average, whose solution is a step length for each group."""
+    def mean(self, norms: Tensor) -> Summary:
+        """Return the average, as derivatives by eta along a direction with these norms."""
         if self._sum is None:
             raise ValueError("The mean of no summaries is not defined.")
-        weight = (1 - self.decay**self._count) / (1 - self.decay)
-        return _scaled(self._sum, 1 / weight)
+        weight = (1 - self.decay**self.count) / (1 - self.decay)
+        return _scaled(self._sum, norms.double().cpu(), 1 / weight)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average as plain values and tensors."""
-        held = None if self._sum is None else replace(self._sum, partition=None).state_dict()
-        return {"count": self._count, "sum": held}
+        return {"count": self.count, "sum": None if self._sum is None else plain_summary(self._sum)}
 
     def load_state_dict(self, state: Mapping[str, Any], partition: Partition) -> None:
-        """Take over another average."""
-        self._count = state["count"]
-        held = None if state["sum"] is None else Summary.from_state_dict(state["sum"])
-        self._sum = None if held is None else replace(held, partition=partition)
+        """Take over another average of the same memory."""
+        self._sum = None if state["sum"] is None else restored_summary(state["sum"], partition)
+        self.count = state["count"]
 
 
-def make_average(
-    kind: str, window: int, decay: float, absolute: bool, breathes: bool = False
-) -> Average:
-    """Return the average called ``"window"`` or ``"normalized"``."""
-    if kind == "window":
-        return WindowAverage(window, breathes)
-    if kind == "normalized":
-        return NormalizedAverage(decay, absolute)
-    raise ValueError(f"averaging={kind!r}: write 'normalized', or 'window' as in the paper.")
+Average = WindowAverage | NormalizedAverage
 
 
 def _exact(summary: Summary) -> Summary:
     return summary.to("cpu").to(torch.float64)
 
 
-def _scaled(summary: Summary, factor: float) -> Summary:
+def plain_summary(summary: Summary) -> dict[str, Any]:
+    """Return a summary as plain values and tensors, without its partition."""
+    return replace(summary, partition=None).state_dict()
+
+
+def restored_summary(state: Mapping[str, Any], partition: Partition) -> Summary:
+    """Return a summary from its plain values, with its partition."""
+    return replace(Summary.from_state_dict(state), partition=partition)
+
+
+def _scaled(summary: Summary, a: Tensor, factor: float = 1.0) -> Summary:
+    """Return a summary along a u that is multiplied by a_s in each group, of a loss scaled too."""
     return replace(
         summary,
-        gbar=summary.gbar * factor,
-        Hbar=summary.hessian() * factor,
-        D3=None if summary.D3 is None else summary.D3 * factor,
-        loss=summary.loss * factor,
+        gbar=factor * summary.gbar * a,
+        Hbar=factor * summary.hessian() * a * a[:, None],
+        D3=None if summary.D3 is None else factor * summary.D3 * a**3,
+        loss=factor * summary.loss,
     )
 
 

@@ -1,31 +1,38 @@
-"""What NewtonSummary is given: checks with clear errors, closures as losses, groups added later."""
+"""What NewtonSummary is given: checks with clear errors, and groups that are added later."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from newton_summary.optimizer.curvature_data import CurvatureData
+from newton_summary.optimizer.schedule import VARIANTS
 from newton_summary.partition import Partition
-from newton_summary.probe.loss_function import LossFn, check_loss_fn
-
-Closure = Callable[[], Tensor]
 
 
-def check_number(condition: bool, name: str, value: object, allowed: str) -> None:
-    """Raise an error that says what a value may be, unless the condition holds."""
-    if not condition:
-        raise ValueError(f"{name}={value!r}: write a number that is {allowed}.")
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raise an error that says what a setting may be, unless all of them are."""
+    if settings["variant"] not in VARIANTS:
+        known = ", ".join(map(repr, VARIANTS))
+        raise ValueError(f"variant={settings['variant']!r}: write one of {known}.")
+    for name, least in (("summary_period", 1), ("summary_window", 1), ("warmup", 0)):
+        value = settings[name]
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}={value!r}: write a whole number, {least} or more.")
+    limits = dict.fromkeys(("lr", "lambda_int", "ridge", "weight_decay"), math.inf)
+    for name, limit in {**limits, "momentum": 1.0, "eta_momentum": 1.0}.items():
+        if not (_is_number(settings[name]) and 0 <= float(settings[name]) < limit):
+            words = "finite" if limit == math.inf else "below 1"
+            raise ValueError(f"{name}={settings[name]!r}: write a number, 0 or more, {words}.")
+    if not (_is_number(settings["max_step"]) and settings["max_step"] > 0):
+        raise ValueError(f"max_step={settings['max_step']!r}: write a number above 0, or inf.")
 
 
-def check_whole(name: str, value: object, least: int) -> None:
-    """Raise unless a value is a whole number, and large enough."""
-    fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    check_number(fits, name, value, f"whole and at least {least}")
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def check_partition(partition: Any) -> nn.Module:
@@ -62,42 +69,6 @@ def check_direction(direction: Optimizer, partition: Partition) -> None:
                 )
 
 
-def check_curvature(curvature: Any) -> tuple[LossFn | None, CurvatureData | None]:
-    """Return the loss and its data."""
-    if curvature is None:
-        return None, None
-    if not (isinstance(curvature, tuple) and len(curvature) == 2 and callable(curvature[0])):
-        raise TypeError(
-            "curvature is a pair (loss_fn, loader), with loss_fn(model, batch) -> mean loss."
-        )
-    check_loss_fn(curvature[0])
-    return curvature[0], CurvatureData(curvature[1])
-
-
-def as_loss_fn(closure: Closure, partition: Partition) -> LossFn:
-    """Return the closure as a function of model and batch that checks what comes back."""
-    asked = (
-        "A closure of step() returns the loss of a curvature batch as a tensor, without backward()"
-    )
-
-    def grads() -> list[Tensor | None]:
-        with torch._C.DisableTorchFunction():  # or the sweep thinks that the loss reads them
-            return [p.grad for p in partition.params.values()]
-
-    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-        before = grads()
-        loss = closure()
-        if any(new is not old for new, old in zip(grads(), before)):
-            raise ValueError(f"The closure called backward() or zero_grad(). {asked}.")
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"The closure returned {type(loss).__name__}. {asked}.")
-        if not loss.requires_grad:
-            raise ValueError(f"The closure returned a loss that is detached. {asked}.")
-        return loss
-
-    return loss_fn
-
-
 def is_divided(partition: Partition) -> bool:
     """Return whether a tensor lies in more than one group."""
     return any(isinstance(label, Tensor) for label in partition.labels.values())
@@ -115,8 +86,8 @@ def extended(partition: Partition, model: nn.Module, params: list[Tensor], name:
     for p in params:
         if id(p) not in names:
             raise ValueError(
-                f"The new group {name!r} holds a tensor of shape {tuple(p.shape)} that is no "
-                f"parameter of the model. Register it in the model first."
+                f"The new group {name!r} holds a tensor of shape {tuple(p.shape)} that is not "
+                f"a parameter of the model. Register it in the model first."
             )
         if names[id(p)] in partition.params:
             raise ValueError(f"Parameter {names[id(p)]!r} is in the partition already.")

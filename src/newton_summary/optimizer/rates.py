@@ -1,138 +1,116 @@
-"""From an averaged summary to the rates that are used: Algorithm 2's rules, and safeguards."""
+"""From an averaged summary to rates: the minimum of the cubic model, and safeguards."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from newton_summary.optimizer.checks import check_number
 from newton_summary.solver import LearningRates, learning_rates
 from newton_summary.summary import Summary
 
 
-@dataclass(frozen=True)
-class RateRules:
-    """How rates follow from a summary and from the rates before.
+def solve(
+    summary: Summary,
+    lambda_int: float,
+    *,
+    diagonal: bool = False,
+    ridge: float = 0.0,
+    shorten: bool = False,
+) -> LearningRates:
+    """Return the minimum of the cubic model, with negative entries.
 
-    What is said of rates holds for step lengths where the summary is normalised. See
-    :class:`~newton_summary.NewtonSummary` for the meaning of each field.
+    Args:
+        summary: The averaged summary.
+        lambda_int: Strength of the cubic term.
+        diagonal: Leave out the interactions between groups (App. K).
+        ridge: Fraction of its own absolute value to add to each diagonal entry of Hbar.
+        shorten: Whether to shorten rates that are too large without the negative ones.
     """
+    summary = _with_ridge(summary, ridge)
+    rates = learning_rates(summary, lambda_int, diagonal=diagonal)
+    if rates.ok and not bool((rates.eta > 0).any()):
+        return replace(rates, status="no-positive-rate")
+    if rates.ok and shorten and bool((rates.eta < 0).any()):
+        return _shortened(rates, summary)
+    return rates
 
-    lambda_int: float = 1.0
-    diagonal: bool = False
-    negative: str = "cut"
-    eta_momentum: float = 0.0
-    eta_average: bool = False
-    ridge: float = 0.0
-    max_eta: float | None = None
-    max_growth: float | None = None
-    keep_last_good: bool = True
-    shorten: bool = True
 
-    def __post_init__(self) -> None:
-        """Check the values."""
-        check_number(
-            0 <= self.lambda_int < math.inf, "lambda_int", self.lambda_int, "0 or more, finite"
-        )
-        check_number(
-            0 <= self.eta_momentum < 1, "eta_momentum", self.eta_momentum, "0 or more, below 1"
-        )
-        check_number(0 <= self.ridge < math.inf, "ridge", self.ridge, "0 or more, finite")
-        check_number(self.max_eta is None or self.max_eta > 0, "max_eta", self.max_eta, "above 0")
-        check_number(
-            self.max_growth is None or self.max_growth > 1, "max_growth", self.max_growth, "above 1"
-        )
-        if self.negative not in ("cut", "drop"):
-            raise ValueError(f"negative={self.negative!r}: write 'cut' or 'drop'.")
+def solve_common(rates: LearningRates, summary: Summary, ridge: float = 0.0) -> LearningRates:
+    """Return one rate for all groups, where separate ones have no minimum.
 
-    def solve(self, summary: Summary) -> LearningRates:
-        """Return the minimum of the model, with negative entries unless these groups are dropped.
+    Along the direction as a whole the model is a function of one number, bounded below once the
+    curvature is taken by its absolute value.
 
-        A status that is not usable, or ``"no-positive-rate"``, says that there is nothing to use.
-        """
-        H = summary.hessian()
-        if self.ridge:
-            summary = replace(summary, Hbar=H + self.ridge * H.diagonal().abs().diag())
-        if self.negative == "drop":
-            rates = self._solve_without_negative(summary)
-        else:
-            rates = learning_rates(summary, self.lambda_int, diagonal=self.diagonal)
-        if rates.ok and not bool((rates.eta > 0).any()):
-            rates = replace(rates, status="no-positive-rate")
-        if rates.ok and self.shorten and bool((rates.eta < 0).any()):
-            rates = self._shortened(rates, summary)
+    Args:
+        rates: What :func:`solve` found.
+        summary: The averaged summary.
+        ridge: As for :func:`solve`.
+    """
+    every = torch.ones(len(summary), dtype=torch.float64)
+    a, b, c = _along(every, _with_ridge(summary, ridge), rates)
+    t = _lowest(a, abs(b), c)
+    if not (a > 0 and math.isfinite(t)):
         return rates
-
-    def _shortened(self, rates: LearningRates, summary: Summary) -> LearningRates:
-        """Shorten rates that are too large without the negative ones that they came with.
-
-        Groups that act alike come out with large rates of opposite sign. Cut to zero, the negative
-        ones no longer hold the others back. Along t eta_+ the model is
-        T(t) = -a t + b t^2 / 2 + c t^3 / 3; where it rises at t = 1, its minimum is taken.
-        """
-        eta = rates.eta.double().clamp_min(0)
-        H = summary.hessian().double()
-        H = H.diagonal().diag() if self.diagonal else H
-        a, b = float(eta @ summary.gbar.double()), float(eta @ H @ eta)
-        c = 0.0
-        if summary.D3 is not None and self.lambda_int > 0:
-            D = summary.D3.double().abs() ** (1 / 3)
-            c = self.lambda_int / 2 * float((D * eta).norm()) ** 3
-        if -a + b / 2 + c / 3 < 0:
-            return rates
-        if a <= 0 or not math.isfinite(b + c):
-            return replace(rates, status="no-positive-rate")
-        t = 2 * a / (b + math.sqrt(b * b + 4 * a * c))  # T rises at 1, so b or c is positive
-        return replace(rates, eta=(t * eta).to(rates.eta), status="shortened")
-
-    def _solve_without_negative(self, summary: Summary) -> LearningRates:
-        """Solve again without the groups whose rate is negative, until there are none."""
-        every = torch.arange(len(summary))
-        kept = every
-        while True:
-            rates = learning_rates(_part(summary, kept), self.lambda_int, diagonal=self.diagonal)
-            negative = rates.eta < 0
-            if not rates.ok or not bool(negative.any()) or bool(negative.all()):
-                break
-            kept = kept[~negative]
-        eta = torch.zeros(len(summary), dtype=rates.eta.dtype)
-        eta[kept] = rates.eta
-        return replace(rates, eta=eta, names=summary.names)
-
-    def usable(self, rates: LearningRates) -> bool:
-        """Whether to take over these rates, or to keep the last good ones.
-
-        Algorithm 2 itself takes any finite solution: saddle points if lambda_int = 0, and a step of
-        length zero if every rate was negative.
-        """
-        if self.keep_last_good:
-            return rates.ok
-        return bool(torch.isfinite(rates.eta).all())
-
-    def follow(self, rates: LearningRates, last: Tensor | None, peak: Tensor | None) -> Tensor:
-        """Return the rates to be used, (S,): none of them negative.
-
-        Args:
-            rates: The solution, with negative entries.
-            last: The rates in use until now; None at the first refresh.
-            peak: For each group the last rate above zero; None at the first refresh.
-        """
-        eta = rates.eta.clamp_min(0)
-        if last is not None:
-            mu = self.eta_momentum
-            eta = mu * last + ((1 - mu) * eta if self.eta_average else eta)
-        if self.max_growth is not None and peak is not None:
-            limit = torch.where(peak > 0, self.max_growth * peak, math.inf)
-            eta = torch.minimum(eta, limit)
-        return eta if self.max_eta is None else eta.clamp_max(self.max_eta)
+    return replace(rates, eta=t * every, status="common-rate", escaping=())
 
 
-def _part(summary: Summary, kept: Tensor) -> Summary:
-    return Summary(
-        gbar=summary.gbar[kept],
-        Hbar=summary.hessian()[kept][:, kept],
-        D3=None if summary.D3 is None else summary.D3[kept],
-    )
+def limit(eta: Tensor, lrs: Tensor, norms: Tensor, weight_norms: Tensor, max_step: float) -> Tensor:
+    """Shorten rates so that no group moves by more than a fraction of the norm of its weights.
+
+    A group without weights, or whose weights are zero as yet, moves by no more than a group with
+    weights of median norm may. Small weights count as a tenth of that at least: else what has
+    started near zero would stay there.
+
+    Args:
+        eta: The rates, (S,), none of them negative.
+        lrs: The factors on them, (S,).
+        norms: Of each group's direction, (S,).
+        weight_norms: Of each group's weights, (S,).
+        max_step: The fraction.
+    """
+    has_weights = weight_norms > 0
+    if not bool(has_weights.any()):
+        return eta
+    median = weight_norms[has_weights].median()
+    sizes = torch.where(has_weights, weight_norms.clamp_min(median / 10), median)
+    return eta * (max_step * sizes / (lrs * eta * norms)).nan_to_num(1.0).clamp_max(1)
+
+
+def _with_ridge(summary: Summary, ridge: float) -> Summary:
+    H = summary.hessian()
+    return replace(summary, Hbar=H + ridge * H.diagonal().abs().diag()) if ridge else summary
+
+
+def _shortened(rates: LearningRates, summary: Summary) -> LearningRates:
+    """Shorten rates that are too large without the negative ones that they came with.
+
+    Groups that act alike come out with large rates of opposite sign. Cut to zero, the negative ones
+    no longer hold the others back. Where the model rises along the others, its minimum is taken.
+    """
+    eta = rates.eta.double().clamp_min(0)
+    a, b, c = _along(eta, summary, rates)
+    if -a + b / 2 + c / 3 < 0:
+        return rates
+    if a <= 0 or not math.isfinite(b + c):
+        return replace(rates, status="no-positive-rate")
+    return replace(rates, eta=(_lowest(a, b, c) * eta).to(rates.eta), status="shortened")
+
+
+def _along(eta: Tensor, summary: Summary, rates: LearningRates) -> tuple[float, float, float]:
+    """Return a, b, c of the model along t eta, T(t) = -a t + b t^2 / 2 + c t^3 / 3."""
+    H = summary.hessian().double()
+    H = H.diagonal().diag() if rates.diagonal else H
+    c = 0.0
+    if summary.D3 is not None and rates.lambda_int > 0:
+        D = summary.D3.double().abs() ** (1 / 3)
+        c = rates.lambda_int / 2 * float((D * eta).norm()) ** 3
+    return float(eta @ summary.gbar.double()), float(eta @ H @ eta), c
+
+
+def _lowest(a: float, b: float, c: float) -> float:
+    """Return where -a t + b t^2 / 2 + c t^3 / 3 is lowest for t > 0, if a > 0 and b or c is."""
+    below = b + math.sqrt(b * b + 4 * a * c) if a * c >= 0 else math.nan
+    return 2 * a / below if below else math.inf

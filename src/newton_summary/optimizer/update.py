@@ -8,11 +8,11 @@ a direction is finite is decided on the device, and one that is not is set to ze
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from newton_summary.parallel.processes import is_sharded, like_sharded, local_part, local_rows
 from newton_summary.partition import Params, Partition, result_dtype
 
-Factors = Tensor | list[float]
 _unflatten: Callable[..., tuple[Tensor, ...]] = torch._utils._unflatten_dense_tensors
 
 
@@ -65,6 +64,13 @@ class Bucket:
     def split(self, flat: Tensor) -> list[Tensor]:
         """Return a buffer as one tensor for each parameter, of its shape."""
         return [x.view(shape) for x, shape in zip(torch.split(flat, self.sizes), self.shapes)]
+
+    def scale(self, momenta: Sequence[float]) -> None:
+        """Multiply the direction by the momentum of each group; of all, if there is but one."""
+        if len(set(momenta)) == 1:
+            self.u.mul_(momenta[0])
+        else:
+            torch._foreach_mul_(self.views, [momenta[s] for s in self.group_numbers])
 
     def add_gradient(self) -> None:
         """Add the gradients to the direction; a parameter without one has gradient 0."""
@@ -117,10 +123,30 @@ class Bucket:
         elif not condition:
             self.u.zero_()
 
-    def move(self, rates: Tensor | list[float]) -> None:
+    def decay(self, fractions: Sequence[float | Tensor], made: Tensor | bool) -> None:
+        """Shrink parameters that have a gradient by the fraction of their group, if a step is made.
+
+        Args:
+            fractions: Of each group; of all groups, if there is but one.
+            made: Whether the step is made.
+        """
+        equal: dict[Any, list[Tensor]] = defaultdict(list)
+        for i, p in enumerate(self.live):
+            if p.requires_grad and p.grad is not None:
+                fraction = fractions[0 if len(fractions) == 1 else self.group_numbers[i]]
+                equal[fraction].append(self.params[i])
+        for fraction, params in equal.items():
+            if isinstance(made, Tensor) or isinstance(fraction, Tensor):
+                factor = 1 - torch.as_tensor(made, device=self.u.device) * fraction
+                torch._foreach_mul_(params, factor.to(self.dtype))
+            elif made and fraction:
+                torch._foreach_mul_(params, 1 - fraction)
+
+    def move(self, rates: Tensor) -> None:
         """Subtract from each parameter its direction times the rate of its group, (S,)."""
-        if isinstance(rates, list):
-            factors = [rates[s] for s in self.group_numbers]
+        if rates.device.type == "cpu" and not self.divided:
+            values = rates.tolist()
+            factors = [values[s] for s in self.group_numbers]
             torch._foreach_sub_(self.params, torch._foreach_mul(self.views, factors))
             return
         rates = rates.to(self.u.device, self.dtype, non_blocking=True)
@@ -128,7 +154,7 @@ class Bucket:
         torch._foreach_sub_(self.params, _unflatten(steps, self.params))
 
 
-class Motion:
+class Update:
     """The direction of every parameter, kept from step to step, and the move along it.
 
     Args:
@@ -136,8 +162,6 @@ class Motion:
         given: An optimizer whose step is the direction of the parameters that it holds. The others
             have u <- momentum u + gradient, as in Algorithm 2.
         state: The state of the optimizer, where ``momentum_buffer`` is kept for each parameter.
-        with_norms: Whether groups move by lengths, which takes the norm of each one's direction at
-            every step, or by multiples of the direction.
         skipped: How many steps were not made before.
     """
 
@@ -146,11 +170,10 @@ class Motion:
         partition: Partition,
         given: Optimizer | None,
         state: Mapping[Any, dict[str, Any]],
-        with_norms: bool,
         skipped: int,
     ):
-        self.partition, self.given, self.with_norms = partition, given, with_norms
-        held = set() if given is None else {id(p) for p in _params_of(given)}
+        self.partition, self.given = partition, given
+        held = set() if given is None else {id(p) for g in given.param_groups for p in g["params"]}
         kinds: dict[Any, list[str]] = {}
         for name, p in partition.params.items():
             kinds.setdefault((id(p) in held, p.device, p.dtype, is_sharded(p)), []).append(name)
@@ -162,6 +185,7 @@ class Motion:
             bucket = Bucket(names, params, labels)
             (self.stepped if is_held else self.heavy_ball).append(bucket)
         self.buckets = self.heavy_ball + self.stepped
+        self.sharded = any(bucket.sharded for bucket in self.buckets)
         for bucket in self.heavy_ball:
             for p, view in zip(bucket.live, bucket.views):
                 if "momentum_buffer" in state[p]:
@@ -170,35 +194,29 @@ class Motion:
         devices = [p.device for p in partition.params.values()]
         self.device = next((d for d in devices if d.type != "cpu"), devices[0])
         self.dtype = result_dtype(partition.params)
-        self._all_groups = list(range(len(partition)))
         self.norms = torch.zeros(len(partition), dtype=self.dtype, device=self.device)
-        self._least_norms: Tensor | None = None
         self.finite: Tensor | bool = True  # whether the last direction was
-        self.made: Tensor | int = 0  # how many of those asked for were
-        self.asked = skipped
+        self._made: Tensor | int = 0  # how many of the steps asked for were
+        self._asked = skipped
 
     # --- gradient to direction --------------------------------------------------------------------
 
-    def direct(self, momentum: float) -> None:
-        """Set the direction from the present gradients; to zero if it would not be finite."""
+    def advance(self, momenta: Sequence[float]) -> None:
+        """Set the direction from the present gradients; to zero if it would not be finite.
+
+        Args:
+            momenta: Of each group; of all groups, if there is but one.
+        """
         for bucket in self.heavy_ball:
-            bucket.u.mul_(momentum)
+            bucket.scale(momenta)
             bucket.add_gradient()
         shown = True if self.given is None else self._step_given(self.given)
-        self.finite = self._look() & shown
+        self.norms = self._root_of_sums(Bucket.add_squares)
+        self.finite = _is_finite(self.norms.sum()) & shown
         for bucket in self.buckets:
             bucket.zero_unless(self.finite)
-        self.made = self.made + self.finite
-        self.asked += 1
-
-    def _look(self) -> Tensor | bool:
-        """Return whether the direction is finite, and keep its norms if they are wanted."""
-        if not self.with_norms:
-            return self._all_finite(self.buckets)
-        self.norms = self.measured_norms()
-        finite = _is_finite(self.norms.sum())
-        self.norms.nan_to_num_(math.inf, math.inf)  # a rate is then zero, and not nan
-        return finite
+        self._made = self._made + self.finite
+        self._asked += 1
 
     def _step_given(self, given: Optimizer) -> Tensor | bool:
         """Let the given optimizer step, put the parameters back: u is what it subtracted.
@@ -217,7 +235,8 @@ class Motion:
         for bucket in self.stepped:
             bucket.u.zero_()
             bucket.add_gradient()
-        finite = self._all_finite(self.stepped)
+        sums = [b.u.abs().sum(dtype=b.dtype).to(self.device) for b in self.stepped]
+        finite = _is_finite(self._over_ranks(torch.stack(sums).sum()))
         for bucket in self.stepped:
             bucket.zero_unless(finite)
         try:
@@ -232,209 +251,82 @@ class Motion:
                 p.grad = grad
         return finite
 
-    def _all_finite(self, buckets: Sequence[Bucket]) -> Tensor | bool:
-        """Return whether all directions are finite."""
-        sums = [bucket.u.sum(dtype=bucket.dtype) for bucket in buckets]
-        if len(sums) > 1:
-            sums = [torch.stack([x.to(self.device, self.dtype) for x in sums]).sum()]
-        return _is_finite(sums[0])
-
-    def measured_norms(self) -> Tensor:
-        """Return ||U^s|| of the present direction, (S,)."""
-        if len(self.buckets) == 1 and self.buckets[0].group_numbers == self._all_groups:
-            return self.buckets[0].norms()  # each tensor is a group
-        return self._root_of_sums(Bucket.add_squares)
-
-    def weight_norms(self) -> Tensor:
-        """Return the norm of the weights of each group, (S,): tensors of two dimensions or more."""
-        return self._root_of_sums(Bucket.add_weight_squares)
-
-    def _root_of_sums(self, add: Callable[[Bucket, Tensor], None]) -> Tensor:
-        """Return the root of what all buckets add to the groups, (S,)."""
-        total = torch.zeros(len(self.partition), dtype=self.dtype, device=self.device)
-        for bucket in self.buckets:
-            add(bucket, total)
-        return total.sqrt_()
+    @property
+    def usable(self) -> bool:
+        """Whether the direction is finite and not zero (waits)."""
+        return bool(self.finite) and bool(self.norms.any())
 
     @property
-    def moves(self) -> bool:
-        """Whether the present direction is not zero (waits)."""
-        return bool(self.measured_norms().any())
+    def skipped(self) -> int:
+        """How many steps were not made because of a gradient that was not finite (waits)."""
+        return self._asked - int(self._made)
 
     def direction(self) -> Params:
         """Return the present direction by name, as views."""
         u = {n: view for b in self.buckets for n, view in zip(b.names, b.views)}
         return {name: like_sharded(u[name], p) for name, p in self.partition.params.items()}
 
-    # --- direction to update ----------------------------------------------------------------------
-
-    @property
-    def takes_numbers(self) -> bool:
-        """Whether :meth:`move` likes its factors best as plain numbers, or on the device."""
-        return not self.with_norms and not any(bucket.divided for bucket in self.buckets)
-
-    def put(self, values: Tensor) -> Tensor:
-        """Copy a vector from the CPU to the device without waiting."""
-        values = values.to(self.dtype)
-        if self.device.type == "cuda":
-            values = values.pin_memory()
-        return values.to(self.device, non_blocking=True)
-
-    def hold(self, norms: Tensor) -> None:
-        """Make rates no larger than for directions of these norms, (S,), whatever the lengths.
-
-        A direction that is shorter than at the refresh has less to say, and then moves by less.
-        """
-        self._least_norms = self.put(norms).clamp_min(_least(self.dtype))
-
-    def rates(self, factors: Factors) -> Factors:
-        """Return what ``u`` is multiplied with, (S,), from rates or from step lengths.
-
-        Finite also where the direction is zero.
-        """
-        if not self.with_norms:
-            return factors
-        lengths = factors if isinstance(factors, Tensor) else self.put(as_vector(factors))
-        if self._least_norms is None:
-            return lengths / self.norms.clamp_min(_least(self.dtype))
-        return lengths / torch.maximum(self.norms, self._least_norms)
-
-    def move(self, factors: Factors) -> None:
-        """Subtract U I_{P:S} rates from the parameters; nothing if u was not finite."""
-        rates = self.rates(factors)
-        for bucket in self.buckets:
-            bucket.move(rates)
-
-    def try_move(self, factors: Factors, evaluate: Callable[[], Tensor]) -> Tensor:
-        """Return what ``evaluate`` gives after a move; the parameters are then as before."""
-        params = [p for bucket in self.buckets for p in bucket.params]
-        before = [p.detach().clone() for p in params]
-        try:
-            self.move(factors)
-            return evaluate()
-        finally:
-            for p, old in zip(params, before):
-                p.copy_(old)
-
-    @property
-    def skipped(self) -> int:
-        """How many steps were not made because of a gradient that was not finite (waits)."""
-        return self.asked - int(self.made)
-
-
-class HostMotion(Motion):
-    """The same for groups of whole tensors on the CPU, where nothing is gained by not looking.
-
-    Norms and rates are plain numbers here. For small models a step is mostly the cost of calling
-    operations: with lengths, LeNet's takes 85 microseconds in this way and 140 in the other.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._parts = [
-            (p, view, view.view(-1).numpy(), s)
-            for bucket in self.buckets
-            for p, view, s in zip(bucket.params, bucket.views, bucket.group_numbers)
-        ]
-        self._norms = [0.0] * len(self.partition)
-        self._least = [_least(self.dtype)] * len(self.partition)
-
-    @staticmethod
-    def suits(partition: Partition) -> bool:
-        """Return whether all tensors are whole, on the CPU, and of a type that numpy knows."""
-        return all(isinstance(label, int) for label in partition.labels.values()) and all(
-            p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64)
-            for p in partition.params.values()
-        )
-
-    def _look(self) -> Tensor | bool:
-        if not self.with_norms:
-            return self._all_finite(self.buckets)
-        squares = [0.0] * len(self._norms)
-        for _, _, vector, s in self._parts:
-            squares[s] += float(np.dot(vector, vector))
-        finite = math.isfinite(sum(squares))
-        self._norms = [math.sqrt(x) for x in squares] if finite else [0.0] * len(squares)
-        return finite
-
-    @property
-    def takes_numbers(self) -> bool:
-        """Plain numbers are what everything here is made of."""
-        return True
-
-    def hold(self, norms: Tensor) -> None:
-        """Make rates no larger than for directions of these norms, (S,), whatever the lengths."""
-        self._least = [max(n, _least(self.dtype)) for n in norms.tolist()]
-
-    def rates(self, factors: Factors) -> list[float]:
-        """Return what ``u`` is multiplied with, (S,), from rates or from step lengths."""
-        values: list[float] = factors.tolist() if isinstance(factors, Tensor) else factors
-        if not self.with_norms:
-            return values
-        return [x / max(n, least) for x, n, least in zip(values, self._norms, self._least)]
-
-    def move(self, factors: Factors) -> None:
-        """Subtract U I_{P:S} rates from the parameters; nothing if u was not finite."""
-        rates = self.rates(factors)
-        for p, view, _, s in self._parts:
-            p.add_(view, alpha=-rates[s])
-
-
-class ShardedMotion(Motion):
-    """The same for parameters that FSDP2 has divided among ranks, each of which moves its part.
-
-    The norms of all groups, or whether a direction is finite, are a sum over ranks: one message at
-    every step, of S numbers or of one.
-    """
-
-    def _all_finite(self, buckets: Sequence[Bucket]) -> Tensor | bool:
-        mine = torch.stack([b.u.abs().sum(dtype=self.dtype).to(self.device) for b in buckets])
-        return _is_finite(_sum_over_ranks(mine.sum().reshape(1)).sum())
-
-    def measured_norms(self) -> Tensor:
-        """Return ||U^s|| of the present direction on all ranks, (S,)."""
-        return self._root_of_sums(Bucket.add_squares)
+    def weight_norms(self) -> Tensor:
+        """Return the norm of the weights of each group, (S,): tensors of two dimensions or more."""
+        return self._root_of_sums(Bucket.add_weight_squares)
 
     def _root_of_sums(self, add: Callable[[Bucket, Tensor], None]) -> Tensor:
         """Return the root of what the buckets of all ranks add to the groups, (S,)."""
         total = torch.zeros(len(self.partition), dtype=self.dtype, device=self.device)
         for bucket in self.buckets:
-            if bucket.sharded or dist.get_rank() == 0:  # others are the same on all ranks
+            if bucket.sharded or not self.sharded or dist.get_rank() == 0:  # else counted already
                 add(bucket, total)
-        return _sum_over_ranks(total).sqrt_()
+        return self._over_ranks(total).sqrt_()
 
+    def _over_ranks(self, numbers: Tensor) -> Tensor:
+        if self.sharded:
+            dist.all_reduce(numbers)
+        return numbers
 
-def _sum_over_ranks(numbers: Tensor) -> Tensor:
-    dist.all_reduce(numbers)
-    return numbers
+    # --- direction to update ----------------------------------------------------------------------
 
+    def hold(self, eta: Tensor, norms: Tensor | None) -> None:
+        """Take over the rates of a refresh, (S,), for the moves to come.
 
-def make_motion(
-    partition: Partition,
-    given: Optimizer | None,
-    state: Mapping[Any, dict[str, Any]],
-    with_norms: bool,
-    skipped: int,
-) -> Motion:
-    """Return the motion that suits a partition; arguments as of :class:`Motion`."""
-    kind = HostMotion if HostMotion.suits(partition) else Motion
-    if any(is_sharded(p) for p in partition.params.values()):
-        kind = ShardedMotion
-    return kind(partition, given, state, with_norms, skipped)
+        Args:
+            eta: The rates.
+            norms: Of the directions then, if no step is to be longer than it was then.
+        """
+        self._eta = eta if norms is None else self.put(eta)  # the host's need no device
+        self._norms = None if norms is None else self.put(norms)
 
+    def put(self, values: Tensor) -> Tensor:
+        """Copy a vector from the CPU to the device without waiting."""
+        if self.device.type != "cuda":
+            return values.to(self.device)
+        return values.to(self.dtype).pin_memory().to(self.device, non_blocking=True)
 
-def as_vector(factors: Factors) -> Tensor:
-    """Return factors as a tensor, (S,)."""
-    return factors if isinstance(factors, Tensor) else torch.tensor(factors, dtype=torch.float64)
+    def move(
+        self, lrs: Sequence[float | Tensor], weight_decay: Sequence[float | Tensor] = (0.0,)
+    ) -> None:
+        """Subtract U I_{P:S} (lr eta) from the parameters; nothing if u was not finite.
 
+        Args:
+            lrs: The factor on the rates of each group; of all groups, if there is but one.
+            weight_decay: Fractions of lr by which parameters shrink, likewise.
+        """
+        if any(isinstance(x, Tensor) or x for x in weight_decay):
+            fractions = [lr * x for lr, x in zip(lrs, weight_decay, strict=True)]
+            for bucket in self.buckets:
+                bucket.decay(fractions, self.finite)
+        rates = self._eta * self._factors(lrs)
+        if self._norms is not None:  # a direction that has grown since moves as far as then
+            rates = rates * (self._norms / self.norms).nan_to_num(1.0, 1.0).clamp_max(1)
+        for bucket in self.buckets:
+            bucket.move(rates)
 
-def _least(dtype: torch.dtype) -> float:
-    """Return a norm so small that it counts as zero, and large enough to divide by."""
-    return float(torch.finfo(dtype).tiny ** 0.5)
-
-
-def _params_of(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    def _factors(self, lrs: Sequence[float | Tensor]) -> Tensor | float:
+        if any(isinstance(lr, Tensor) for lr in lrs):
+            return torch.stack([torch.as_tensor(x, device=self.device) for x in lrs]).to(self.dtype)
+        if len(set(lrs)) == 1:
+            return lrs[0]
+        factors = torch.tensor(lrs, dtype=torch.float64)
+        return factors if self._eta.device.type == "cpu" else self.put(factors)
 
 
 def _is_finite(number: Tensor) -> Tensor | bool:

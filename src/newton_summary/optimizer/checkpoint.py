@@ -1,0 +1,114 @@
+"""Reading a saved state of NewtonSummary: everything is checked before anything is taken over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from newton_summary.display.names import first_names
+from newton_summary.partition import Partition
+
+KEY = "newton_summary"
+FORMAT = 2
+
+
+def find_saved(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what NewtonSummary has written into a state, with its tensors on the CPU."""
+    saved = state_dict.get(KEY)
+    if not isinstance(saved, dict):
+        raise ValueError("Not a state_dict of NewtonSummary, but of another optimizer.")
+    if saved.get("format") != FORMAT:
+        raise ValueError(
+            "This state was saved by newton_summary 0.1.0, which did not record its settings and "
+            "kept other averages. Finish that training with 0.1.0, or load the weights of its "
+            "model and start with a new optimizer."
+        )
+    # Loaders and frameworks may have moved everything to the parameters' device.
+    return dict(tree_map(lambda x: x.cpu().clone() if isinstance(x, Tensor) else x, saved))
+
+
+@contextmanager
+def told_as_damaged() -> Iterator[None]:
+    """Say of what is missing, or of another type, that the state is damaged."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"The state is damaged or incomplete ({reason}).") from error
+
+
+def check_same(
+    saved: Mapping[str, Any],
+    names: Sequence[str],
+    settings: Mapping[str, Any],
+    given: Mapping[str, bool],
+) -> None:
+    """Raise unless a state is that of an optimizer made in the same way.
+
+    Args:
+        saved: The state.
+        names: Of the groups.
+        settings: That this optimizer was made with.
+        given: Whether it has a direction, and data, of its own.
+    """
+    if list(saved["groups"]) != list(names):
+        raise ValueError(
+            f"The checkpoint has the groups {first_names(saved['groups'], 5)}, and this optimizer "
+            f"{first_names(names, 5)}. Make the same partition."
+        )
+    differing = [
+        f"{name}={theirs!r} (here {settings.get(name)!r})"
+        for name, theirs in saved["settings"].items()
+        if theirs != settings.get(name)
+    ]
+    if differing:
+        raise ValueError(
+            f"The checkpoint was saved with other settings: {', '.join(differing)}. Make the "
+            f"optimizer with the same, load, and change param_groups afterwards if you want others."
+        )
+    written = {"direction": "direction=...", "data": "curvature=(loss_fn, loader)"}
+    for part, mine in given.items():
+        if (saved[part] is not None) != mine:
+            here, there = ("with", "without") if mine else ("without", "with")
+            raise ValueError(
+                f"This optimizer was made {here} {written[part]}, and that of the checkpoint "
+                f"{there}. Make it in the same way."
+            )
+
+
+def check_groups(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise unless the parameters and their buffers have the shapes of a state."""
+    saved = state_dict["param_groups"]
+    sizes = [[len(group["params"]) for group in x] for x in (saved, groups)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"Its param_groups have {sizes[0]} parameters, and these {sizes[1]}.")
+    for theirs, mine in zip(saved, groups):
+        for index, p in zip(theirs["params"], mine["params"]):
+            buffer = state_dict["state"].get(index, {}).get("momentum_buffer")
+            if buffer is not None and buffer.shape != p.shape:
+                raise ValueError(
+                    f"A momentum buffer of {mine['name']!r} has shape {tuple(buffer.shape)}, and "
+                    f"its parameter {tuple(p.shape)}."
+                )
+
+
+def read_vector(values: Tensor | None, partition: Partition, name: str) -> Tensor | None:
+    """Return rates or norms, (S,); raise if they cannot be any."""
+    if values is None:
+        return None
+    if values.shape != (len(partition),) or not (values.isfinite() & (values >= 0)).all():
+        raise ValueError(f"{name} = {values}, of {len(partition)} groups.")
+    return values.to(torch.float64)
+
+
+def read_counts(saved: Mapping[str, Any], *names: str) -> list[int]:
+    """Return counts of refreshes and steps; raise if they cannot be any."""
+    counts = {name: saved[name] for name in names}
+    if not all(isinstance(x, int) and x >= 0 for x in counts.values()):
+        raise ValueError(f"Counts are whole and not negative, and the state has {counts}.")
+    return list(counts.values())
