@@ -146,7 +146,7 @@ def train(steps=40, **options):
 def test_a_cuda_graph_gives_the_same_training():
     plain, expected = train()
     captured, actual = train(cuda_graph=True)
-    assert actual._refresh._graphs._graphs, "nothing was captured"
+    assert actual._curvature._graphs._graphs, "nothing was captured"
     for a, e in zip(captured.parameters(), plain.parameters()):
         torch.testing.assert_close(a, e, rtol=1e-7, atol=1e-9)
     for field in ("gbar", "Hbar", "D3", "loss"):
@@ -166,7 +166,9 @@ def test_what_a_cuda_graph_cannot_replay_is_measured_without(layer, reason):
     optimizer = NewtonSummary(
         make_partition(model), summary_period=1, curvature=(cross_entropy, [batch]), cuda_graph=True
     )
-    assert optimizer.warmup == 3  # refreshes at the first step, before anything is captured
+    assert (
+        optimizer.defaults["warmup"] == 3
+    )  # refreshes at the first step, before anything is captured
     cross_entropy(model, batch).backward()
     optimizer.step()
     with pytest.warns(UserWarning, match=reason):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,7 +38,7 @@ from newton_summary.optimizer.schedule import Schedule, Variant
 from newton_summary.optimizer.update import Update
 from newton_summary.parallel.fsdp import own_memory
 from newton_summary.parallel.processes import find_processes
-from newton_summary.partition import Partition
+from newton_summary.partition import Params, Partition
 from newton_summary.probe.probe import LossFn
 from newton_summary.solver import LearningRates
 from newton_summary.summary import Summary
@@ -313,33 +314,31 @@ class NewtonSummary(Optimizer):
             update = self._get_update()
             update.advance(self._of_groups("momentum"))  # direction
             if self.refresh_due and update.usable:  # else at the next step
-                loss = self._refresh(update, closure, loss)
-            if self._eta is not None:
-                update.move(self._of_groups("lr"), self._of_groups("weight_decay"))  # update
+                with self._refreshing(update) as (u, order):
+                    for _ in range(self._schedule.begin()):
+                        own = self._curvature.measure(self.partition, u, order, closure)  # summary
+                        self.last_summary = self._curvature.mean(own, u)  # mean over the ranks
+                        self._average.push(self.last_summary, update.norms)  # average
+                        loss = self.last_summary.loss if self._curvature.data is None else loss
+                    self._renew_rates(update)  # rates
+            update.move(self._of_groups("lr"), self._of_groups("weight_decay"))  # update
         self._schedule.advance()
         return loss
 
-    def _refresh(self, update: Update, closure: Closure | None, loss: Any) -> Any:
-        """Measure, average and solve; return the loss if a closure gave it."""
+    @contextmanager
+    def _refreshing(self, update: Update) -> Iterator[tuple[Params, int]]:
+        """Give the direction and the order of a refresh, and see to one that fails."""
         self._report_skipped(update)
-        order = 3 if self.param_groups[0]["lambda_int"] > 0 else 2
-        u, tried = update.direction(), 0
+        before = copy.copy(self._schedule)
         try:
-            while tried < self._schedule.wanted:
-                tried += 1
-                own = self._curvature.measure(self.partition, u, order, closure)  # summary
-                self.last_summary = self._curvature.mean(own, u)  # mean over ranks
-                self._average.push(self.last_summary, update.norms)  # average
-                loss = self.last_summary.loss if self._curvature.data is None else loss
-            self._schedule.record(tried)
-            if self._schedule.ready:
-                self._renew_rates(update)  # rates
+            yield update.direction(), 3 if self.param_groups[0]["lambda_int"] > 0 else 2
         except NotFiniteError as error:
-            self._schedule.record(tried)
             nan = torch.full((len(self.partition),), math.nan)
             rates = LearningRates(nan, math.nan, "not-finite", self.partition.names)
             self._fail(rates, rates, str(error))
-        return loss
+        except BaseException:
+            self._schedule = before
+            raise
 
     @property
     def refresh_due(self) -> bool:
@@ -348,6 +347,8 @@ class NewtonSummary(Optimizer):
 
     def _renew_rates(self, update: Update) -> None:
         """Set the rates from the averaged summary; keep the last ones if it gives none."""
+        if not self._schedule.ready:
+            return
         settings = self.param_groups[0]
         smoothed = settings["variant"] == "smoothed"
         ridge, max_step = settings["ridge"], settings["max_step"]

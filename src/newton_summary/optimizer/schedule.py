@@ -58,18 +58,15 @@ class Schedule:
         """Whether there are enough measurements for rates."""
         return self.tried >= self.needed
 
-    @property
-    def wanted(self) -> int:
-        """How many measurements to make where one is due."""
-        warming_up = self.variant == "smoothed" and self.at_once
-        return max(1, self.needed - self.tried) if warming_up else 1
-
-    def record(self, number: int) -> None:
-        """Count measurements of this step, whether they succeeded or not, and plan the next."""
+    def begin(self) -> int:
+        """Return how many measurements to make now, count them, and plan the next."""
+        missing = self.needed - self.tried if self.variant == "smoothed" and self.at_once else 1
+        number = max(1, missing)
         self.tried += number
         self.next = self.first + ((self.t - self.first) // self.period + 1) * self.period
         if self.variant == "smoothed" and not self.ready:
             self.next = self.t + 1
+        return number
 
     def advance(self) -> None:
         """Count a step."""

@@ -196,6 +196,8 @@ class Update:
         self.dtype = result_dtype(partition.params)
         self.norms = torch.zeros(len(partition), dtype=self.dtype, device=self.device)
         self.finite: Tensor | bool = True  # whether the last direction was
+        self._eta: Tensor | None = None  # the rates that are held, (S,)
+        self._norms: Tensor | None = None  # (S,) of the directions they were found for
         self._made: Tensor | int = 0  # how many of the steps asked for were
         self._asked = skipped
 
@@ -304,29 +306,33 @@ class Update:
     def move(
         self, lrs: Sequence[float | Tensor], weight_decay: Sequence[float | Tensor] = (0.0,)
     ) -> None:
-        """Subtract U I_{P:S} (lr eta) from the parameters; nothing if u was not finite.
+        """Subtract U I_{P:S} (lr eta) from the parameters.
+
+        Nothing moves if u was not finite, or before there are rates.
 
         Args:
             lrs: The factor on the rates of each group; of all groups, if there is but one.
             weight_decay: Fractions of lr by which parameters shrink, likewise.
         """
+        if self._eta is None:
+            return
         if any(isinstance(x, Tensor) or x for x in weight_decay):
             fractions = [lr * x for lr, x in zip(lrs, weight_decay, strict=True)]
             for bucket in self.buckets:
                 bucket.decay(fractions, self.finite)
-        rates = self._eta * self._factors(lrs)
+        rates = self._eta * self._factors(lrs, self._eta.device)
         if self._norms is not None:  # a direction that has grown since moves as far as then
             rates = rates * (self._norms / self.norms).nan_to_num(1.0, 1.0).clamp_max(1)
         for bucket in self.buckets:
             bucket.move(rates)
 
-    def _factors(self, lrs: Sequence[float | Tensor]) -> Tensor | float:
+    def _factors(self, lrs: Sequence[float | Tensor], device: torch.device) -> Tensor | float:
         if any(isinstance(lr, Tensor) for lr in lrs):
             return torch.stack([torch.as_tensor(x, device=self.device) for x in lrs]).to(self.dtype)
         if len(set(lrs)) == 1:
             return lrs[0]
         factors = torch.tensor(lrs, dtype=torch.float64)
-        return factors if self._eta.device.type == "cpu" else self.put(factors)
+        return factors if device.type == "cpu" else self.put(factors)
 
 
 def _is_finite(number: Tensor) -> Tensor | bool:
