@@ -346,7 +346,7 @@ def test_a_bias_before_a_batch_norm_has_no_derivatives_at_all(loss_fn):
         loss.backward()
         optimizer.step()
     assert optimizer.failed_refreshes == 0
-    assert cross_entropy(model, batch) < 0.2
+    assert cross_entropy(model, batch) < 0.3
 
 
 def test_a_bias_before_a_batch_norm_stays_where_it_is():
