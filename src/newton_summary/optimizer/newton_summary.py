@@ -51,6 +51,17 @@ if TYPE_CHECKING:
 Closure = Callable[[], Tensor]
 
 OF_GROUPS = ("lr", "momentum", "weight_decay")  # settings that each group has for itself
+COMMON = (  # settings that all groups share
+    "variant",
+    "lambda_int",
+    "eta_momentum",
+    "summary_period",
+    "summary_window",
+    "warmup",
+    "diagonal",
+    "ridge",
+    "max_step",
+)
 COUNTS = ("refreshes", "failed_refreshes", "failed_in_a_row", "skipped_steps", "skipped_since")
 PATIENCE = 3  # refreshes in a row without separate rates, after which one rate serves all groups
 
@@ -416,8 +427,7 @@ class NewtonSummary(Optimizer):
         head = ("name", *OF_GROUPS, "eta")
         rows = [[_shown(group[key]) for key in head] for group in self.param_groups]
         table = text_table(shorten([list(head), *rows]), right=range(1, len(head)))
-        common = {k: v for k, v in self.param_groups[0].items() if k not in (*head, "params")}
-        said = ", ".join(f"{k}={v!r}" for k, v in common.items() if k in self.defaults)
+        said = ", ".join(f"{name}={self.param_groups[0][name]!r}" for name in COMMON)
         return f"{type(self).__name__}({said})\n{table}"
 
     def _show_rates(self) -> None:
@@ -567,7 +577,7 @@ class NewtonSummary(Optimizer):
 
     def _fixed_settings(self) -> dict[str, Any]:
         """Return what the optimizer was made with, but for what schedulers change."""
-        return {k: v for k, v in self.defaults.items() if k not in ("lr", "momentum")}
+        return {name: self.defaults[name] for name in (*COMMON, "weight_decay")}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: buffers are made again, a scheduler's wrapper stays behind."""
