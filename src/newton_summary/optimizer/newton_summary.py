@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from newton_summary.display.table import shorten, text_table
+from newton_summary.display.table import text_table, without_middle
 from newton_summary.display.warn import warn_user
 from newton_summary.errors import NotFiniteError
 from newton_summary.optimizer import checkpoint
@@ -426,7 +426,7 @@ class NewtonSummary(Optimizer):
         """Return the settings, and a table of the groups."""
         head = ("name", *OF_GROUPS, "eta")
         rows = [[_shown(group[key]) for key in head] for group in self.param_groups]
-        table = text_table(shorten([list(head), *rows]), right=range(1, len(head)))
+        table = text_table(without_middle([list(head), *rows]), right=range(1, len(head)))
         said = ", ".join(f"{name}={self.param_groups[0][name]!r}" for name in COMMON)
         return f"{type(self).__name__}({said})\n{table}"
 
