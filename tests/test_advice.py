@@ -313,7 +313,7 @@ def test_a_step_that_promises_too_much_is_told():
         return model.weight.sum() - 0.505 + 0.005 * model.weight.square().sum()
 
     advice = ns.suggest_lrs(model, loss_fn, [(torch.ones(1),)] * 2, sgd, lambda_int=0)
-    assert "promise -51" in str(advice) and "suggest_lambda_int" in str(advice)
+    assert "promises -51" in str(advice) and "suggest_lambda_int" in str(advice)
     summary = ns.summarize(model, loss_fn, torch.ones(1))
     assert "more than the whole loss of 0.5" in str(ns.learning_rates(summary))
     steep = ns.Summary(gbar=summary.gbar, Hbar=100 * summary.Hbar, D3=summary.D3, loss=0.52)

@@ -60,7 +60,7 @@ def test_the_best_strength_is_where_the_loss_falls_most():
     assert found.lambda_int == strengths[real.index(min(real))] == found.rates.lambda_int
     best = next(line for line in str(found).splitlines() if line.endswith("best"))
     assert best.split()[0] == f"{found.lambda_int:g}" and f"{min(real):+.4g}" in best
-    assert f"lambda_int = {found.lambda_int:g} it falls most." in str(found)
+    assert f"lambda_int = {found.lambda_int:g} lowers it most." in str(found)
     assert "<table>" in found._repr_html_() and f"{min(real):+.4g}" in found._repr_html_()
 
 
@@ -68,7 +68,7 @@ def test_no_strength_and_the_last_one_are_told():
     model, batch = problem()
     summary = summarize(model, loss_fn, batch)
     none = suggest_lambda_int(model, loss_fn, batch, summary, strengths=(1, 10))
-    assert none.lambda_int == 10 and "falls with none of these" in str(none)
+    assert none.lambda_int == 10 and "no step lowers it" in str(none)
     last = suggest_lambda_int(model, loss_fn, batch, summary, strengths=(10, 100))
     assert last.lambda_int == 100 and "the largest one tried" in str(last)
 
@@ -81,7 +81,7 @@ def test_where_nothing_changes_the_first_one_is_as_good_as_any():
     found = suggest_lambda_int(
         *(model, loss_fn, batch, zeros), direction=still, partition=summary.partition
     )
-    assert found.lambda_int == 1 and "falls with none of these" in str(found)
+    assert found.lambda_int == 1 and "no step lowers it" in str(found)
 
 
 def test_rates_that_are_no_use_are_not_tried():
@@ -94,6 +94,22 @@ def test_rates_that_are_no_use_are_not_tried():
     assert saddle.rates.status == "saddle" and math.isnan(saddle.real)
     assert other.real == pytest.approx(change(model, batch, other.rates.eta))
     assert found.best is other and "saddle" in str(found)
+
+
+def test_where_no_strength_can_help_no_larger_one_is_recommended():
+    """ReLU and squared error: D3 is 0 in all groups."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    batch = torch.randn(32, 3), torch.randn(32, 1)
+
+    def squared_error(model, batch):
+        return (model(batch[0]) - batch[1]).square().mean()
+
+    summary = summarize(model, squared_error, batch)
+    assert not summary.D3.any()
+    bent = Summary(summary.gbar, -summary.Hbar, summary.D3, partition=summary.partition)
+    found = suggest_lambda_int(model, squared_error, batch, bent, strengths=(1, 10))
+    assert "D3 is 0 in all groups" in str(found) and "arger" not in str(found)
 
 
 def test_a_quadratic_needs_none():

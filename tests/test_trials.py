@@ -122,7 +122,7 @@ def test_a_summary_from_a_file_and_one_without_a_partition(tmp_path):
     assert step_trials(model, cross_entropy, data, bare, partition="canonical") == expected
     with pytest.raises(ValueError, match="1 groups, the summary 4"):
         step_trials(model, cross_entropy, data, bare, partition="trivial")
-    with pytest.raises(ValueError, match="other groups"):
+    with pytest.raises(ValueError, match="groups of the partition differ"):
         step_trials(model, cross_entropy, data, summary, partition="trivial")
     other = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="another model"):
@@ -149,9 +149,9 @@ def test_what_cannot_be_tried():
     summary = summarize(model, cross_entropy, data)
     nan = torch.full((4,), math.nan)
     assert step_trials(model, cross_entropy, data, summary, nan) == ()
-    with pytest.raises(ValueError, match=r"shape \(3,\), and the summary 4 groups"):
+    with pytest.raises(ValueError, match=r"shape \(3,\), but the summary has 4 groups"):
         step_trials(model, cross_entropy, data, summary, nan[:3])
-    with pytest.raises(ValueError, match="is nan: write finite numbers"):
+    with pytest.raises(ValueError, match="contains nan: write finite numbers"):
         step_trials(model, cross_entropy, data, summary, fractions=(math.nan,))
     with pytest.raises(ValueError, match="no Hbar"):
         step_trials(model, cross_entropy, data, summarize(model, cross_entropy, data, order=1))

@@ -47,7 +47,7 @@ WRONG = {
         lambda: ns.suggest_lrs(NET, never, BATCH, SGD, max_change=float("inf")),
         "max_change=inf: fraction",
     ),
-    "rates word": (lambda: ns.step_trials(*TRIED, "x"), "of type str: give what learning_rates"),
+    "rates word": (lambda: ns.step_trials(*TRIED, "x"), "of type str: pass what learning_rates"),
     "one fraction": (
         lambda: ns.step_trials(*TRIED, fractions=0.5),
         "fractions=0.5: write a list of numbers",

@@ -1,4 +1,4 @@
-"""Learning rates for somebody else's optimizer: by how much each of its groups should step more."""
+"""Learning rates for any optimizer: the factor by which each of its groups should change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from newton_summary.derivatives import Backend
 from newton_summary.display.table import ShownAsTable
 from newton_summary.measuring.measurement import agree, find_partition, open_probe, summarize
-from newton_summary.parallel.processes import find_processes
+from newton_summary.parallel.processes import Distributed, find_processes
 from newton_summary.partition import Params, Partition, Spec, unwrap
 from newton_summary.probe.directions import find_direction
 from newton_summary.probe.probe import LossFn
@@ -27,7 +27,7 @@ VERDICTS = {
     "raise": "the loss would fall more with a larger rate",
     "lower": "the loss would fall more with a smaller rate",
     "keep": "the present rate is within the error, or within a quarter, of the best one",
-    "noise": "the error is so large that not even the sign is sure: measure on more data",
+    "noise": "the error is so large that even the sign is uncertain: measure on more data",
     "unknown": "the model of the loss has no minimum, see below",
     "no effect": "the loss does not depend on this group, such as a bias before a batch norm",
     "no step": "the optimizer does not move this group (its lr or its gradient is zero)",
@@ -37,13 +37,17 @@ VERDICTS = {
 
 @dataclass(frozen=True)
 class GroupAdvice:
-    """What the measurement says about one group."""
+    """The advice for one group.
+
+    >>> GroupAdvice("fc.weight", (0.1,), 3.2, 0.4, change=3.2, verdict="raise").suggested
+    (0.32000000000000006,)
+    """
 
     name: str
-    lrs: tuple[float, ...]  # present, of the optimizer's groups that this one touches
-    factor: float  # the curvature's optimum, as a multiple of the present step
-    stderr: float | None  # of the factor, over batches; None if there was one batch
-    change: float  # what apply() multiplies the learning rate with
+    lrs: tuple[float, ...]  # present learning rates of its parameters
+    factor: float  # the best step, as a multiple of the present one
+    stderr: float | None  # standard error of the factor over batches; None with one batch
+    change: float  # the factor that apply() takes
     verdict: str  # a key of VERDICTS
 
     @property
@@ -53,9 +57,18 @@ class GroupAdvice:
 
 
 class Advice(ShownAsTable):
-    """Factors on the learning rates of an optimizer, made by :func:`suggest_lrs`.
+    """Factors for the learning rates of an optimizer, made by :func:`suggest_lrs`.
 
-    ``print(advice)`` shows a table, ``advice.apply()`` changes the optimizer.
+    ``print(advice)`` shows a table, ``advice["fc.weight"]`` a group, ``advice.apply()`` changes the
+    optimizer.
+
+    >>> _ = torch.manual_seed(0)
+    >>> model = nn.Linear(3, 1)
+    >>> data = torch.utils.data.DataLoader(torch.randn(64, 3), batch_size=16)
+    >>> sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    >>> advice = suggest_lrs(model, lambda model, x: model(x).square().mean(), data, sgd)
+    >>> advice
+    Advice(1 group: 1 raise)
 
     Attributes:
         groups: One :class:`GroupAdvice` for each group.
@@ -78,14 +91,14 @@ class Advice(ShownAsTable):
         self._applied = False
 
     def __getitem__(self, name: str) -> GroupAdvice:
-        """Return what is said about the group called ``name``."""
+        """Return the advice for the group called ``name``."""
         return self.groups[self._partition.index(name)]
 
     def __repr__(self) -> str:
-        """Return in a line how many groups there are, and how often each verdict."""
+        """Return the number of groups, and how often each verdict occurs."""
         verdicts = [group.verdict for group in self.groups]
         counts = ", ".join(f"{verdicts.count(v)} {v}" for v in VERDICTS if v in verdicts)
-        return f"Advice({len(verdicts)} groups: {counts})"
+        return f"Advice({len(verdicts)} group{'' if len(verdicts) == 1 else 's'}: {counts})"
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [("group", "lr", "factor", "±", "suggested", "verdict")]
@@ -108,27 +121,26 @@ class Advice(ShownAsTable):
             lines.append(f"{self.rates.status}: {self.rates.detail}")
         if self.rates.doubt:
             lines.append(
-                f"With all factors in full one step would promise "
-                f"{self.rates.model_change:+.3g}, more than the whole loss: the model does not "
-                f"hold that far. A larger lambda_int gives smaller factors; "
-                f"suggest_lambda_int(model, loss_fn, data, advice.summary, direction=optimizer) "
-                f"finds one."
+                f"A step with all of the factors promises {self.rates.model_change:+.3g}, more "
+                f"than the whole loss: the model does not hold that far. A larger lambda_int gives "
+                f"smaller factors; find one with suggest_lambda_int(model, loss_fn, data, "
+                f"advice.summary, direction=optimizer)."
             )
         return "\n".join(lines)
 
     def apply(self) -> None:
-        """Set the optimizer's learning rates to those suggested.
+        """Set the optimizer's learning rates to the suggested ones.
 
-        Where a group of the optimizer lies in several groups of the partition, it is split: the
-        new ones have the same options, and the state of the parameters is kept. Schedulers remember
-        the learning rates and the number of the groups, so make them after this.
+        A parameter group that lies in several groups of the partition is split; the parts keep its
+        options and the state of the parameters. Schedulers remember the learning rates and the
+        number of groups, so create them after this.
 
         Raises:
             ValueError: If tensors are divided among groups, which torch's optimizers cannot do.
             RuntimeError: If this was called before.
         """
         if self._applied:
-            raise RuntimeError("This advice has been applied. Ask for it again after training on.")
+            raise RuntimeError("This advice has been applied already. Measure again for more.")
         labels = _whole_labels(self._partition)
         groups: list[dict[str, Any]] = []
         for group in self._optimizer.param_groups:
@@ -144,10 +156,10 @@ class Advice(ShownAsTable):
         self._applied = True
 
     def _part(self, group: dict[str, Any], s: int | None, labels: dict[int, int]) -> dict[str, Any]:
-        """Return the part of a parameter group in group ``s``; None for what is in none."""
+        """Return the part of a parameter group in group ``s``; None for the rest."""
         kept = [i for i, p in enumerate(group["params"]) if labels.get(id(p)) == s]
         part = dict(group)
-        for key in ("params", "param_names"):  # the names where torch was given some
+        for key in ("params", "param_names"):  # names, if torch was given some
             if key in group:
                 part[key] = [group[key][i] for i in kept]
         for key in ("lr", "initial_lr"):
@@ -174,32 +186,32 @@ def suggest_lrs(
     backend: Backend = "auto",
     microbatch: int | None = None,
     progress: bool = False,
-    distributed: str | bool | Any = "auto",
+    distributed: Distributed = "auto",
 ) -> Advice:
-    """Tell by which factor each group of an optimizer should change its learning rate.
+    """Suggest a factor for the learning rate of each group of an optimizer.
 
-    The optimizer's next step is the direction, so a factor of 1 says that the present learning rate
-    is the best one for that step, by the curvature of the loss and with the interactions between
-    groups. Model and optimizer stay as they are until ``apply()``. Costs one step of the optimizer
-    on a copy of its state, and one summary for each batch.
+    The direction is the optimizer's next step, so a factor of 1 means that the present learning
+    rate is the best one for that step, given the curvature of the loss and the interactions between
+    groups. Model and optimizer do not change until ``apply()``. Takes one step of the optimizer on
+    a copy of its state, and one summary for each batch.
 
-    What is best for one step is more than what is best for many small noisy ones: with gradients
-    of small batches, take a ``fraction`` such as 0.3.
+    The best step is too long for many small noisy ones: with gradients of small batches, use a
+    ``fraction`` such as 0.3.
 
     Args:
         model: Any module.
         loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a batch.
-        data: Batches to measure on; two or more of them tell the error.
+        data: Batches to measure on; with two or more there are error bars.
         optimizer: Any torch optimizer of this model, in its present state. Parameters that it does
             not hold are left out.
-        partition: The groups; by default those of the optimizer. ``"canonical"`` tells about every
-            tensor, and ``apply()`` then gives each its own learning rate.
+        partition: The groups; by default those of the optimizer. With ``"canonical"`` or
+            ``"layers"``, ``apply()`` gives each tensor or layer its own learning rate.
         lambda_int: Strength of the cubic term.
-        direction_data: The data whose gradient the optimizer steps along; ``data`` if not given. A
-            batch of its own makes the factors those of real training steps: along the gradient of
+        direction_data: The data whose gradient the optimizer follows; by default ``data``. A
+            separate batch makes the factors those of real training steps: along the gradient of
             the data itself the loss seems to fall faster than it will.
-        fraction: How much of the optimum to suggest.
-        max_change: At most this factor up or down is suggested at a time.
+        fraction: The part of the best change to suggest.
+        max_change: The largest factor to suggest, up or down.
         diagonal: Leave out the interactions between groups.
         backend: As for :func:`summarize`.
         microbatch: As for :func:`summarize`.
@@ -232,7 +244,7 @@ def suggest_lrs(
     lambda_int = check_strength(lambda_int)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"The optimizer is of type {type(optimizer).__name__}: give the torch optimizer that "
+            f"The optimizer is of type {type(optimizer).__name__}: pass the torch optimizer that "
             f"trains the model, suggest_lrs(model, loss_fn, data, optimizer)."
         )
     data = list(data) if isinstance(data, Iterable) and iter(data) is data else data
@@ -281,7 +293,7 @@ def _leave_out_others(
     strange = held - {id(p) for p in params.values()}
     if strange:
         raise ValueError(
-            f"The optimizer holds {len(strange)} tensors that are no parameters of the model: it "
+            f"The optimizer holds {len(strange)} tensors that are not parameters of the model: it "
             f"belongs to another model."
         )
     for p in params.values():
@@ -314,12 +326,12 @@ def _judge(
     factors = rates.eta.double().cpu().tolist()
     errors = None if rates.eta_stderr is None else rates.eta_stderr.double().cpu().tolist()
     moved = (partition.inner(u, u) > 0).tolist()
-    unfelt = (summary.dead & (summary.gbar.cpu() == 0)).tolist()
+    no_effect = (summary.dead & (summary.gbar.cpu() == 0)).tolist()
     judged = []
     for s, name in enumerate(partition.names):
         error = None if errors is None else errors[s]
         verdict = _verdict(factors[s], error) if rates.ok else "unknown"
-        verdict = "no effect" if unfelt[s] else verdict
+        verdict = "no effect" if no_effect[s] else verdict
         verdict = verdict if moved[s] else "no step"
         change = 1.0
         if verdict in ("raise", "lower"):
@@ -330,7 +342,7 @@ def _judge(
 
 
 def _verdict(factor: float, error: float | None) -> str:
-    """Judge a factor, with two standard errors on either side."""
+    """Return the verdict on a factor, with two standard errors on either side."""
     margin = 0.0 if error is None else 2 * error
     if not math.isfinite(factor) or not math.isfinite(margin) or abs(factor) < margin:
         return "noise"
@@ -351,8 +363,8 @@ def _whole_labels(partition: Partition) -> dict[int, int]:
     for name, label in partition.labels.items():
         if not isinstance(label, int):
             raise ValueError(
-                f"Parameter {name!r} is divided among groups, and torch's optimizers have one "
-                f"learning rate for each parameter. Use a partition of whole tensors."
+                f"Parameter {name!r} is divided among groups, but torch's optimizers have one "
+                f"learning rate per parameter. Use a partition into whole tensors."
             )
         labels[id(partition.params[name])] = label
     return labels

@@ -1,8 +1,8 @@
-"""Which ``lambda_int`` to use: try the steps of some, and see with which the loss falls most.
+"""Choose ``lambda_int``: try the steps of several strengths, and see which lowers the loss most.
 
 With ``lambda_int = 1`` the cubic term is the third derivative of each group alone. Groups that move
-together have mixed third derivatives too, which are not measured. Where there are many of them, as
-in a transformer at its initialisation, the steps come out too long, and a larger strength helps.
+together also have mixed third derivatives, which are not measured. Where these are many, as in a
+transformer at its initialisation, the steps are too long, and a larger strength helps.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import nn
 
 from newton_summary.display.table import ShownAsTable
 from newton_summary.measuring.trial_steps import as_floats, find_groups, need_summary, try_steps
+from newton_summary.parallel.processes import Distributed
 from newton_summary.partition import Partition, Spec
 from newton_summary.probe.directions import Direction
 from newton_summary.probe.probe import LossFn
@@ -24,20 +25,33 @@ from newton_summary.solver import LearningRates, learning_rates
 from newton_summary.summary import Summary
 
 STRENGTHS = tuple(10.0**k for k in range(9))
-"""What is tried if nothing else is said: 1, 10, 100, ... 1e8."""
+"""Tried by default: 1, 10, 100, ... 1e8."""
 
 
 class TriedStrength(NamedTuple):
-    """The learning rates of one ``lambda_int``, and what their whole step does to the loss."""
+    """The learning rates of one ``lambda_int``, and the change of the loss by their full step.
+
+    An entry of :attr:`Strengths.tried`.
+    """
 
     rates: LearningRates
-    predicted: float  # change of the loss by the second-order model; nan if there are no rates
-    real: float  # change of the loss of the same data; nan or infinite if the step leads there
+    predicted: float  # change of the loss by the second-order model; nan without usable rates
+    real: float  # change of the loss of the same data; may be nan or infinite
 
 
 @dataclass(frozen=True, eq=False)
 class Strengths(ShownAsTable):
-    """What some strengths of the cubic term do, made by :func:`suggest_lambda_int`."""
+    """Strengths of the cubic term that were tried, made by :func:`suggest_lambda_int`.
+
+    >>> from newton_summary import Summary
+    >>> summary = Summary(gbar=torch.ones(1), Hbar=torch.eye(1), D3=torch.ones(1))
+    >>> tried = [
+    ...     TriedStrength(learning_rates(summary, lambda_int=1.0), predicted=-0.5, real=+0.3),
+    ...     TriedStrength(learning_rates(summary, lambda_int=10.0), predicted=-0.3, real=-0.2),
+    ... ]
+    >>> Strengths(tuple(tried), loss=1.0).lambda_int
+    10.0
+    """
 
     _right = range(4)
 
@@ -46,7 +60,7 @@ class Strengths(ShownAsTable):
 
     @property
     def best(self) -> TriedStrength:
-        """The one with which the loss falls most, or rises least; the first of equal ones."""
+        """The strength whose step lowers the loss most, or raises it least."""
         return min(self.tried, key=lambda one: math.inf if math.isnan(one.real) else one.real)
 
     @property
@@ -71,11 +85,14 @@ class Strengths(ShownAsTable):
 
     def _said(self) -> str:
         start = f"The loss is {self.loss:.4g}"
+        if not any(one.rates.ok for one in self.tried):
+            rates = self.best.rates
+            return f"{start}, and no strength gives learning rates. {rates.status}: {rates.detail}"
         if not self.best.real < 0:
-            return f"{start}, and it falls with none of these: try larger ones, strengths=..."
-        said = f"{start}; with lambda_int = {self.lambda_int:g} it falls most."
+            return f"{start}, and no step lowers it. Try larger strengths, with strengths=..."
+        said = f"{start}; lambda_int = {self.lambda_int:g} lowers it most."
         if len(self.tried) > 1 and self.best is max(self.tried, key=lambda o: o.rates.lambda_int):
-            said += " That is the largest one tried: a still larger one may do better."
+            said += " That is the largest one tried: a larger one may be better still."
         return said
 
 
@@ -90,13 +107,13 @@ def suggest_lambda_int(
     partition: Partition | Spec | None = None,
     direction: Direction = "gradient",
     microbatch: int | None = None,
-    distributed: str | bool | Any = "auto",
+    distributed: Distributed = "auto",
 ) -> Strengths:
-    """Try the whole step of some strengths of the cubic term, and tell which lowers the loss most.
+    """Try the full step of several strengths of the cubic term, and find the best one.
 
-    For a summary whose rates promise more than the loss does. Call it right after
-    :func:`summarize`, with the same model, loss, data and direction; as in :func:`step_trials` the
-    model is afterwards as it was. Takes one pass over the data for each strength and two more.
+    For summaries whose rates promise more than they keep. Call it right after :func:`summarize`,
+    with the same model, loss, data and direction; like :func:`step_trials` it restores the model.
+    Takes one pass over the data for each strength, and two more.
 
     Args:
         model: The model that was measured.
@@ -105,13 +122,13 @@ def suggest_lambda_int(
         summary: The measurement, of order 3.
         strengths: Values of ``lambda_int`` to try.
         diagonal: As for :func:`learning_rates`.
-        partition: The groups of the summary, if it does not know them.
-        direction: As it was given to :func:`summarize`.
+        partition: The groups of the summary, if it has no partition.
+        direction: The same as for :func:`summarize`.
         microbatch: As for :func:`summarize`.
         distributed: As for :func:`summarize`.
 
     Returns:
-        The strengths with what they do. ``.lambda_int`` and ``.rates`` are those of the best.
+        The strengths with the changes of the loss; ``.lambda_int`` and ``.rates`` are the best.
 
     >>> import newton_summary as ns
     >>> _ = torch.manual_seed(0)
@@ -127,12 +144,12 @@ def suggest_lambda_int(
             10          1 of 5            -6.022       +19.09
            100          0 of 5            -1.319        -0.39  best
           1000          0 of 5           -0.4247      -0.3364
-    The loss is 2.243; with lambda_int = 100 it falls most.
+    The loss is 2.243; lambda_int = 100 lowers it most.
     """
     need_summary(summary)
     strengths = as_floats(strengths, "strengths")
     if not strengths:
-        raise ValueError("There are no strengths to try: write some, strengths=(1, 10, 100).")
+        raise ValueError("There are no strengths to try: write for example (1, 10, 100).")
     groups = find_groups(model, summary, partition)
     found = [learning_rates(summary, strength, diagonal=diagonal) for strength in strengths]
     usable = [rates for rates in found if rates.ok]

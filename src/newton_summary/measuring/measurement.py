@@ -18,7 +18,13 @@ from newton_summary.derivatives.sweep.sharded import ShardedProbe, summarize_sha
 from newton_summary.display.names import nearest
 from newton_summary.display.warn import warn_user
 from newton_summary.errors import CannotDifferentiate
-from newton_summary.parallel.processes import Processes, find_processes, is_sharded, refuse_sharded
+from newton_summary.parallel.processes import (
+    Distributed,
+    Processes,
+    find_processes,
+    is_sharded,
+    refuse_sharded,
+)
 from newton_summary.partition import Params, Partition, Spec, make_partition, result_dtype, unwrap
 from newton_summary.probe.directions import Direction, find_direction
 from newton_summary.probe.probe import Closure, LossFn, Probe
@@ -38,7 +44,7 @@ def summarize(
     stack_limit: int | None = None,
     progress: bool | Callable[[int, int | None], None] = False,
     stderr: bool = False,
-    distributed: str | bool | Any = "auto",
+    distributed: Distributed = "auto",
 ) -> Summary:
     """Measure the derivatives of the loss in the step sizes of S groups.
 

@@ -1,4 +1,4 @@
-"""Try steps along the learning rates: what the summary predicts, and what the loss does."""
+"""Try steps along the learning rates: the predicted and the real change of the loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from newton_summary.display.warn import warn_user
 from newton_summary.history import Trial
 from newton_summary.measuring.measurement import agree, find_partition, open_probe
-from newton_summary.parallel.processes import find_processes
+from newton_summary.parallel.processes import Distributed, find_processes
 from newton_summary.partition import Partition, Spec, trainable, unwrap
 from newton_summary.probe.directions import Direction, find_direction
 from newton_summary.probe.probe import LossFn, check_finite
@@ -32,13 +32,13 @@ def step_trials(
     partition: Partition | Spec | None = None,
     direction: Direction = "gradient",
     microbatch: int | None = None,
-    distributed: str | bool | Any = "auto",
+    distributed: Distributed = "auto",
 ) -> tuple[Trial, ...]:
-    """Evaluate the loss at ``theta - fraction * U I_{P:S} eta``, and put everything back.
+    """Evaluate the loss at ``theta - fraction * U I_{P:S} eta``, and restore the model.
 
     Call it right after :func:`summarize`, with the same model, loss, data and direction. The model
-    is afterwards as it was, bit for bit, and dropout draws as it did in the measurement. Takes one
-    pass over the data for each fraction and two more.
+    is restored bit for bit, and dropout draws what it drew in the measurement. Takes one pass over
+    the data for each fraction, and two more.
 
     Args:
         model: The model that was measured.
@@ -47,21 +47,32 @@ def step_trials(
         summary: The measurement, of order 2 or 3.
         rates: Learning rates, as an object or a tensor (S,); by default those of the summary.
         fractions: Which parts of the step to try.
-        partition: The groups of the summary, if it does not know them.
-        direction: As it was given to :func:`summarize`.
+        partition: The groups of the summary, if it has no partition.
+        direction: The same as for :func:`summarize`.
         microbatch: As for :func:`summarize`.
         distributed: As for :func:`summarize`.
 
     Returns:
         For each fraction the change of the loss that the second-order model predicts, and the real
-        one, which is infinite or nan if the step leads there. None at all if the rates are not
-        finite.
+        one, which may be infinite or nan. Empty if the rates are not finite.
+
+    >>> import newton_summary as ns
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> _ = nn.init.ones_(model.weight)
+    >>> def loss_fn(model, x):
+    ...     return model(x).square().mean()
+    >>> data = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+    >>> summary = ns.summarize(model, loss_fn, data, partition="trivial")
+    >>> for trial in ns.step_trials(model, loss_fn, data, summary, fractions=[0.5, 1.0]):
+    ...     print(f"{trial.fraction}: {trial.predicted:.4f} predicted, {trial.real:.4f} real")
+    0.5: -1.6673 predicted, -1.6673 real
+    1.0: -2.2231 predicted, -2.2231 real
     """
     eta = _rates(summary, rates)
     fractions = as_floats(fractions, "fractions")
     wrong = [fraction for fraction in fractions if not math.isfinite(fraction)]
     if wrong:
-        raise ValueError(f"A fraction of the step is {wrong[0]}: write finite numbers.")
+        raise ValueError(f"fractions contains {wrong[0]}: write finite numbers.")
     groups = find_groups(model, summary, partition)
     if not bool(torch.isfinite(eta).all()):
         return ()
@@ -90,20 +101,20 @@ def try_steps(
     *,
     direction: Direction = "gradient",
     microbatch: int | None = None,
-    distributed: str | bool | Any = "auto",
+    distributed: Distributed = "auto",
 ) -> list[tuple[float, float]]:
-    """Return the predicted and the real change of the loss for each of some steps.
+    """Return the predicted and the real change of the loss for each of several steps.
 
     Args:
-        model: As for :func:`step_trials`, and so are the arguments that are not listed.
-        loss_fn: The loss.
-        data: What was measured.
-        summary: The measurement.
+        model: As for :func:`step_trials`.
+        loss_fn: As for :func:`step_trials`.
+        data: As for :func:`step_trials`.
+        summary: As for :func:`step_trials`.
         etas: Finite learning rates, each (S,), float64 on the CPU.
-        groups: Those of the summary, of the live model (:func:`find_groups`).
-        direction: As it was given to :func:`summarize`.
-        microbatch: As for :func:`summarize`.
-        distributed: As for :func:`summarize`.
+        groups: Groups of the live model (:func:`find_groups`).
+        direction: As for :func:`step_trials`.
+        microbatch: As for :func:`step_trials`.
+        distributed: As for :func:`step_trials`.
     """
     exact = summary.to("cpu", torch.float64)
     changes = []
@@ -135,18 +146,18 @@ def _rates(summary: Summary, rates: LearningRates | Tensor | None) -> Tensor:
         eta = rates.eta if isinstance(rates, LearningRates) else torch.as_tensor(rates)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(
-            f"The rates are of type {type(rates).__name__}: give what learning_rates(summary) "
+            f"The rates are of type {type(rates).__name__}: pass what learning_rates(summary) "
             f"returns, or a tensor with a number for each group."
         ) from None
     if tuple(eta.shape) != (len(summary),):
         raise ValueError(
-            f"The rates have shape {tuple(eta.shape)}, and the summary {len(summary)} groups."
+            f"The rates have shape {tuple(eta.shape)}, but the summary has {len(summary)} groups."
         )
     return eta.detach().to("cpu", torch.float64)
 
 
 def as_floats(values: Any, name: str) -> tuple[float, ...]:
-    """Return numbers that a user has given as a sequence."""
+    """Return a user's sequence of numbers as floats."""
     try:
         return tuple(float(value) for value in values)
     except (TypeError, ValueError):
@@ -157,20 +168,20 @@ def need_summary(summary: Any) -> None:
     """Raise unless this is a summary with Hbar."""
     if not isinstance(summary, Summary):
         raise TypeError(
-            f"The summary is of type {type(summary).__name__}: measure one first, with "
-            f"summarize(model, loss_fn, data), and give the same model, loss and data here."
+            f"The summary is of type {type(summary).__name__}: measure one first with "
+            f"summarize(model, loss_fn, data), and pass the same model, loss and data here."
         )
-    summary.hessian()  # or say that there is none
+    summary.hessian()  # raises if there is none
 
 
 def find_groups(
     model: nn.Module, summary: Summary, partition: Partition | Spec | None
 ) -> Partition:
-    """Return the groups of the summary, of the live model."""
+    """Return the summary's groups, with the parameters of the live model."""
     if partition is None:
         partition = summary.partition
     if partition is None:
-        raise ValueError("The summary has no partition: say which groups it is of, partition=...")
+        raise ValueError("The summary has no partition: pass its groups as partition=...")
     if isinstance(partition, Partition) and all(p.is_meta for p in partition.params.values()):
         live = trainable(unwrap(model))  # the summary was read from a file
         if {n: p.shape for n, p in live.items()} == {
@@ -179,7 +190,7 @@ def find_groups(
             partition = Partition(partition.names, live, partition.labels, unwrap(model))
     groups = find_partition(model, partition)
     if summary.partition is not None and groups.names != summary.names:
-        raise ValueError("The partition has other groups than the summary.")
+        raise ValueError("The groups of the partition differ from those of the summary.")
     if len(groups) != len(summary):
         raise ValueError(f"The partition has {len(groups)} groups, the summary {len(summary)}.")
     return groups
@@ -188,7 +199,7 @@ def find_groups(
 def _compare(loss: float, measured: float) -> None:
     if math.isfinite(measured) and not math.isclose(loss, measured, rel_tol=1e-3, abs_tol=1e-9):
         warn_user(
-            f"The loss is {loss:.6g}, and it was {measured:.6g} when the summary was measured: "
-            f"predicted and real changes are of different functions. Use the same data, and try "
+            f"The loss is {loss:.6g}, but it was {measured:.6g} when the summary was measured, so "
+            f"predicted and real changes belong to different functions. Use the same data, and try "
             f"steps before the model or the random state changes."
         )

@@ -28,11 +28,17 @@ TOLERANCE = 1e-4  # of the largest entry in a group's row of Hbar, and of the la
 
 @dataclass(frozen=True)
 class Verification(ShownAsTable):
-    """How far the sweep is from central differences, group by group.
+    """How far the sweep is from central differences, group by group. Made by :func:`verify`.
 
-    ``print`` it for a table with a verdict for every group. ``ok`` is true if no group differs; a
-    group that is unclear, because differences themselves depend on their step, does not count
-    against it.
+    ``print`` it for a table with a verdict for every group. ``ok`` is true if no group differs;
+    groups that are unclear, because the differences themselves depend on their step, do not count.
+
+    >>> net = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+    >>> def loss_fn(model, x):
+    ...     return model(x).exp().mean()
+    >>> found = verify(net, loss_fn, torch.eye(2), partition="layers")
+    >>> found.ok, found.verdicts
+    (True, ('agrees', 'agrees'))
     """
 
     _right = (1, 2)

@@ -31,7 +31,7 @@ from newton_summary.display.table import ShownAsTable, without_middle
 from newton_summary.errors import NotFiniteError
 from newton_summary.measuring.measurement import summarize
 from newton_summary.optimizer.steering import Balance
-from newton_summary.parallel.processes import is_sharded, local_part
+from newton_summary.parallel.processes import Distributed, is_sharded, local_part
 from newton_summary.partition import make_partition
 from newton_summary.probe.loss_function import LossFn, check_loss_fn
 from newton_summary.probe.state import unmoved
@@ -115,7 +115,7 @@ class RateController(ShownAsTable):
         set_point: float = 0.75,
         gain: float = 0.3,
         memory: float = 0.9,
-        distributed: str | bool | Any = "auto",
+        distributed: Distributed = "auto",
     ):
         check_loss_fn(loss_fn)
         _check(optimizer, period, set_point, gain, memory)

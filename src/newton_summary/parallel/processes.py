@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from newton_summary.parallel.ranks import Ranks
 
 T = TypeVar("T")
+Distributed: TypeAlias = "Literal['auto'] | bool | dist.ProcessGroup"
 
 
 class Alone:
