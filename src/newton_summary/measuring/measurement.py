@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from newton_summary.derivatives import AUTO, BACKENDS, Backend
 from newton_summary.derivatives.nested import Contraction, nested_taylor_terms, nested_tensor
-from newton_summary.derivatives.sweep import StackTooLarge, summarize_sweep
-from newton_summary.derivatives.sweep.sharded import ShardedProbe, summarize_sharded
+from newton_summary.derivatives.sweep import StackTooLarge, sweep_batch
+from newton_summary.derivatives.sweep.sharded import ShardedLeaves, ShardedProbe
 from newton_summary.display.names import nearest
 from newton_summary.display.warn import warn_user
 from newton_summary.errors import CannotDifferentiate
@@ -180,10 +180,7 @@ def measure(
     for name, following in zip(backends, [*backends[1:], None], strict=True):
         try:
             probe.recorded = name == "sweep"
-            if probe.recorded:
-                run = partial(_sweep, probe, u, order, stack_limit)
-            else:
-                run = partial(_measured_by, BACKENDS[name], probe, u, order)
+            run = partial(_measure_batch, probe, name, u, order, stack_limit)
             return replace(_mean_summary(probe, run, order, report), reason=reason)
         except CannotDifferentiate as error:
             if following is None:
@@ -281,12 +278,8 @@ def derivative_tensor(
     _check_order(order)
     partition = find_partition(model, partition)
     refuse_sharded(partition.params, "derivative_tensor")
-    with Probe(model, loss_fn, data, partition, microbatch) as probe:
-        u = find_direction(direction, probe)
-        return _mean_tensor(
-            probe,
-            lambda closure: nested_tensor(closure, Contraction(probe.params, u, partition), order),
-        )
+    probe = Probe(model, loss_fn, data, partition, microbatch)
+    return _mean_tensor(probe, direction, order, nested_tensor)
 
 
 def taylor_terms(
@@ -323,14 +316,8 @@ def taylor_terms(
     _check_order(order)
     partition = make_partition(model, "trivial")
     refuse_sharded(partition.params, "taylor_terms")
-    with Probe(model, loss_fn, data, partition, microbatch) as probe:
-        u = find_direction(direction, probe)
-        return _mean_tensor(
-            probe,
-            lambda closure: nested_taylor_terms(
-                closure, Contraction(probe.params, u, partition), order
-            ),
-        )
+    probe = Probe(model, loss_fn, data, partition, microbatch)
+    return _mean_tensor(probe, direction, order, nested_taylor_terms)
 
 
 def find_partition(model: nn.Module, partition: Partition | Spec) -> Partition:
@@ -359,35 +346,29 @@ def find_partition(model: nn.Module, partition: Partition | Spec) -> Partition:
     return partition.to()  # the model may have moved since
 
 
-def _measured_by(
-    backend: Callable[..., Summary],
+def _measure_batch(
     probe: Probe,
+    backend: str,
     u: Params,
     order: int,
+    stack_limit: int | None,
     closure: Closure,
     size: int,
 ) -> list[Summary]:
-    summary = backend(closure, probe.params, u, probe.partition, order)
-    return [replace(summary, num_samples=size)]
-
-
-def _sweep(
-    probe: Probe, u: Params, order: int, stack_limit: int | None, closure: Closure, size: int
-) -> list[Summary]:
-    """Sweep a batch, in parts if its stack would be too large and the batch may be split."""
-    given = (u, probe.partition, order, stack_limit)
-    if isinstance(probe, ShardedProbe):
-        summary = summarize_sharded(closure, probe.params, *given, ranks=probe.processes)
-        return [replace(summary, num_samples=size)]
-    try:
-        may_split = probe.microbatch is None
-        summary = summarize_sweep(closure, probe.params, *given, may_split=may_split)
-        return [replace(summary, num_samples=size)]
-    except StackTooLarge as large:
-        parts = probe.parts_that_fit(large.limit / large.needed, large.loss)
-    return [
-        replace(summarize_sweep(part, probe.params, *given), num_samples=n) for part, n in parts
-    ]
+    """Measure a batch, in parts if the sweep's stack would be too large and it may be split."""
+    given: dict[str, Any] = {"u": u, "partition": probe.partition, "order": order}
+    run, parts = partial(BACKENDS[backend], params=probe.params, **given), [(closure, size)]
+    if backend == "sweep":
+        run = partial(run, stack_limit=stack_limit)
+        if isinstance(probe, ShardedProbe):
+            sharded = ShardedLeaves(probe.params, u, probe.partition, probe.processes)
+            run = partial(sweep_batch, leaves=sharded, order=order, stack_limit=stack_limit)
+        elif probe.microbatch is None:
+            try:
+                return [replace(run(closure, may_split=True), num_samples=size)]
+            except StackTooLarge as large:
+                parts = probe.parts_that_fit(large.limit / large.needed, large.loss)
+    return [replace(run(part), num_samples=n) for part, n in parts]
 
 
 def _mean_summary(
@@ -429,12 +410,20 @@ def _nothing(probe: Probe, order: int) -> Summary:
     )
 
 
-def _mean_tensor(probe: Probe, compute: Callable[[Closure], Tensor]) -> Tensor:
+def _mean_tensor(
+    probe: Probe,
+    direction: Direction,
+    order: int,
+    compute: Callable[[Closure, Contraction, int], Tensor],
+) -> Tensor:
+    """Average a tensor over all batches, weighted by their numbers of samples."""
     mean, samples = None, 0
-    for closure, size in probe.closures():
-        value = compute(closure)
-        samples += size
-        mean = value if mean is None else torch.lerp(mean, value, size / samples)
+    with probe:
+        u = find_direction(direction, probe)
+        for closure, size in probe.closures():
+            value = compute(closure, Contraction(probe.params, u, probe.partition), order)
+            samples += size
+            mean = value if mean is None else torch.lerp(mean, value, size / samples)
     assert mean is not None
     return mean
 

@@ -23,7 +23,6 @@ from newton_summary.derivatives.sweep.engine import (
     Leaves,
     backward,
     leaf_tangent,
-    sweep_batch,
 )
 from newton_summary.derivatives.sweep.recorder import Recorder
 from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE
@@ -36,7 +35,6 @@ from newton_summary.parallel.ranks import Ranks
 from newton_summary.partition import Params, Partition
 from newton_summary.probe.batches import count_samples
 from newton_summary.probe.probe import Closure, Probe, check_depends, check_finite
-from newton_summary.summary import Summary
 
 
 class ShardedProbe(Probe):
@@ -172,7 +170,14 @@ class ShardedRecorder(Recorder):
 
 
 class ShardedLeaves(Leaves):
-    """Sharded parameters: gathered, with their direction, when an operation needs them."""
+    """Sharded parameters: gathered, with their direction, when an operation needs them.
+
+    Args:
+        params: The sharded parameters.
+        u: Direction, sharded as the parameters are, or whole.
+        partition: Assignment of the parameters to S groups.
+        ranks: The ranks that take part.
+    """
 
     params: Shards
     chunks_logits = False  # ranks with fewer rows would gather the weights less often
@@ -239,28 +244,3 @@ class Tangents(dict[int, Tangent]):
         U, label = self.leaves.direction(name), self.leaves.partition.labels[name]
         label = label if isinstance(label, int) else label.to(U.device)
         return leaf_tangent(U, label, self.groups)
-
-
-def summarize_sharded(
-    closure: Closure,
-    params: Shards,
-    u: Params,
-    partition: Partition,
-    order: int = 3,
-    stack_limit: int | None = None,
-    *,
-    ranks: Ranks,
-) -> Summary:
-    """Compute a rank's summary of a sharded model.
-
-    Args:
-        closure: Evaluates the loss of this rank's batch.
-        params: The sharded parameters.
-        u: Direction, sharded as the parameters are, or whole.
-        partition: Assignment of the parameters to S groups.
-        order: Highest derivative to compute, 1 to 3.
-        stack_limit: As for :func:`summarize_sweep`. Groups are swept in as many chunks as the rank
-            with the least memory needs.
-        ranks: The ranks that take part.
-    """
-    return sweep_batch(closure, ShardedLeaves(params, u, partition, ranks), order, stack_limit)
