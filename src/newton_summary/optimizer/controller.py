@@ -40,6 +40,7 @@ Why = Literal["start", "raise", "lower", "keep", "not finite"]
 
 SHORTEST = 1e-3  # of the norm of the parameters: the step from which the start searches upwards
 LONGEST = 0.1  # of the same: a step of this length is not lengthened where curvature is negative
+FALL = 0.5  # the rate falls like steps ** -FALL at most, unless it surely is too high
 TRIALS = 12  # gradients that the start may take
 
 
@@ -212,8 +213,10 @@ class RateController(ShownAsTable):
             error, why = low, "lower"
         elif high > 0 and (self._balance.curvature > 0 or length < LONGEST):
             error, why = high, "raise"
-        factor = self._balance.factor(self._rate)
-        self._change(loss, slope, curvature, factor, math.exp(self.gain * error), why)
+        change = math.exp(self.gain * error)
+        if change < 1 and not self._balance.surely_rises(self._rate, self.memory):
+            change = max(change, (self.history[-1].step / self.steps) ** FALL)
+        self._change(loss, slope, curvature, self._balance.factor(self._rate), change, why)
 
     def _start(self, batch: Any, before: list[Tensor]) -> None:
         """Lengthen or shorten the first step to the lowest loss on its line.

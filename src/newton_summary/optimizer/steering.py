@@ -58,3 +58,7 @@ class Balance:
         gained, lost = self.slope, set_point * self.curvature * rate
         total = abs(gained) + abs(lost) + DOUBT * self.stderr(memory)
         return (gained - lost) / total if total > 0 else 0.0
+
+    def surely_rises(self, rate: float, memory: float) -> bool:
+        """Return whether steps with this rate raise the loss, by two standard errors."""
+        return self.slope - 0.5 * self.curvature * rate < -2 * self.stderr(memory)
