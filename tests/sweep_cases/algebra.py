@@ -13,6 +13,7 @@ from sweep_cases.functions import FUNCTIONS
 from sweep_cases.table import (
     case,
     layer,
+    numbers,
     positive,
 )
 
@@ -97,27 +98,77 @@ layer("complex factor in front", lambda: _Filter(True), (2, 4))
 layer("complex factor behind", lambda: _Filter(False), (2, 4))
 case("complex vdot", lambda x: torch.vdot(*pair(x)).real, (2, 4), generic="vdot")
 case("complex sgn", lambda x: torch.view_as_real(pair(x)[1].sgn()), (2, 4), generic="sgn")
-case("inverse", lambda x: torch.linalg.inv(x + 2 * torch.eye(3)), (3, 3), generic="linalg_inv")
+
+
+def regular(x: Tensor) -> Tensor:
+    """Return regular matrices."""
+    return x + 2 * torch.eye(x.shape[-1])
+
+
+def definite(x: Tensor) -> Tensor:
+    """Return positive definite matrices."""
+    return x @ x.mT + torch.eye(x.shape[-1])
+
+
+def lower(x: Tensor) -> Tensor:
+    """Return lower triangular matrices."""
+    return (x + 2 * torch.eye(x.shape[-1])).tril()
+
+
+ONE, SOME, SIDES = (3, 3), (2, 3, 3), (3, 2)
+case("inverse", lambda x: torch.linalg.inv(regular(x)) + torch.inverse(regular(x)), ONE)
+case("inverses", lambda x: torch.linalg.inv(regular(x)), SOME)
+case("solve", lambda x, y: torch.linalg.solve(regular(x), y), ONE, SIDES)
+case("solve for several matrices", lambda x, y: torch.linalg.solve(regular(x), y), SOME, SIDES)
+case("solve for several sides", lambda x, y: torch.linalg.solve(regular(x), y), ONE, (2, 3, 2))
+case("solve for a vector", lambda x, y: torch.linalg.solve(regular(x), y), SOME, (3,))
+case("solve for vectors", lambda x, y: torch.linalg.solve(regular(x), y), SOME, (2, 3))
 case(
-    "solve",
-    lambda x, y: torch.linalg.solve(x + 2 * torch.eye(3), y),
-    (3, 3),
-    (3, 2),
-    generic="linalg_solve",
+    "solve from the right",
+    lambda x, y: torch.linalg.solve(regular(x), y.mT, left=False),
+    ONE,
+    SIDES,
 )
+case("solve a constant system", lambda y: torch.linalg.solve(regular(numbers(3, 3)), y), SIDES)
+for upper in (True, False):
+    for unit in (True, False):
+        case(
+            f"solve_triangular {upper} {unit}",
+            lambda x, y, u=upper, one=unit: torch.linalg.solve_triangular(
+                regular(x), y, upper=u, unitriangular=one
+            ),
+            SOME,
+            SIDES,
+        )
+    case(
+        f"solve_triangular {upper} from the right",
+        lambda x, y, u=upper: torch.linalg.solve_triangular(regular(x), y.mT, upper=u, left=False),
+        ONE,
+        SIDES,
+    )
+    case(
+        f"triangular_solve {upper}",
+        lambda x, y, u=upper: torch.triangular_solve(y, regular(x), upper=u, transpose=u)[0],
+        ONE,
+        SIDES,
+    )
+    case(f"cholesky {upper}", lambda x, u=upper: torch.linalg.cholesky(definite(x), upper=u), SOME)
+    case(
+        f"cholesky_solve {upper}",
+        lambda x, y, u=upper: torch.cholesky_solve(y, lower(x).mT if u else lower(x), upper=u),
+        ONE,
+        SIDES,
+    )
+    case(
+        f"cholesky_inverse {upper}",
+        lambda x, u=upper: torch.cholesky_inverse(lower(x).mT if u else lower(x), upper=u),
+        ONE,
+    )
+case("cholesky of a lower triangle", lambda x: torch.cholesky(lower(x) + lower(x).mT), ONE)
+case("cholesky_ex", lambda x: torch.linalg.cholesky_ex(definite(x))[0], ONE)
+case("logdet", lambda x: torch.logdet(definite(x)), SOME)
+case("slogdet", lambda x: torch.linalg.slogdet(regular(x))[1] + torch.slogdet(x)[1], SOME)
 case("det", lambda x: torch.linalg.det(x + torch.eye(3)), (3, 3), generic="linalg_det")
-case(
-    "slogdet",
-    lambda x: torch.linalg.slogdet(x + 2 * torch.eye(3))[1],
-    (3, 3),
-    generic="linalg_slogdet",
-)
-case(
-    "cholesky",
-    lambda x: torch.linalg.cholesky(x @ x.T + torch.eye(3)),
-    (3, 3),
-    generic="linalg_cholesky",
-)
 case("eigvalsh", lambda x: torch.linalg.eigvalsh(x + x.T), (3, 3), generic="linalg_eigvalsh")
 case("svdvals", lambda x: torch.linalg.svdvals(x), (3, 2), generic="linalg_svdvals")
 case("matrix_exp", lambda x: torch.linalg.matrix_exp(x), (2, 2), generic="linalg_matrix_exp")

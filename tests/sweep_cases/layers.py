@@ -223,7 +223,6 @@ layer(
     "orthogonal, cayley",
     lambda: parametrizations.orthogonal(nn.Linear(3, 3).double(), orthogonal_map="cayley"),
     (2, 3),
-    generic="linalg_solve",
 )
 layer(
     "orthogonal, matrix_exp",

@@ -7,7 +7,9 @@
 | bilinear | ``bilinear.py`` | linear layers, convolutions, matrix and elementwise products |
 | elementwise | ``elementwise.py`` | activations and other functions of one number |
 | normalize | ``normalize.py`` | softmax and its kin, the standardisation of norm layers |
-| decomposed | ``decomposed/`` | recorded as several of the above: attention, losses, LSTMs |
+| solves | ``solves.py`` | linear equations, Cholesky factors, determinants |
+| recurrence | ``recurrence.py`` | LSTM and GRU layers |
+| decomposed | ``decomposed/`` | recorded as several of the above: attention, losses |
 | generic | ``generic.py`` | everything else |
 
 A rule takes (sweep, operation, *arguments) with every tensor among the arguments as a ``Value``.
@@ -24,6 +26,7 @@ from newton_summary.derivatives.sweep.rules.linear import LINEAR, zero
 from newton_summary.derivatives.sweep.rules.normalize import NORMALIZE
 from newton_summary.derivatives.sweep.rules.recurrence import PREPARE_RECURRENCES, RECURRENCES
 from newton_summary.derivatives.sweep.rules.selection import PREPARE_SELECTION, SELECTION
+from newton_summary.derivatives.sweep.rules.solves import SOLVES
 from newton_summary.derivatives.sweep.torch_functions import names
 
 STRAIGHT: dict[str, Callable[..., Any]] = {
@@ -41,6 +44,7 @@ RULES: dict[str, Callable[..., Any]] = {
     **{name: elementwise.curved(f) for name, f in elementwise.CURVED.items()},
     **{name: elementwise.curved(f, relative=True) for name, f in elementwise.RELATIVE.items()},
     **NORMALIZE,
+    **SOLVES,
     **RECURRENCES,
 }
 # What holds for complex numbers as well. The rules of convolutions and vdot take no conjugates.

@@ -10,6 +10,7 @@ from typing import Any
 from newton_summary.derivatives.sweep.rules.decomposed.arithmetic import ARITHMETIC
 from newton_summary.derivatives.sweep.rules.decomposed.layers import LAYERS
 from newton_summary.derivatives.sweep.rules.decomposed.losses import LOSSES
+from newton_summary.derivatives.sweep.rules.decomposed.matrices import MATRICES
 from newton_summary.derivatives.sweep.rules.decomposed.products import PRODUCTS
 from newton_summary.derivatives.sweep.rules.decomposed.recurrent import RECURRENT
 from newton_summary.derivatives.sweep.rules.decomposed.reductions import REDUCTIONS
@@ -37,6 +38,6 @@ def of_real_numbers(form: Callable[..., Any]) -> Callable[..., Any]:
 
 DECOMPOSED: dict[str, Callable[..., Any]] = {
     name: form if name in COMPLEX else of_real_numbers(form)
-    for forms in (ARITHMETIC, PRODUCTS, REDUCTIONS, LAYERS, RECURRENT, LOSSES)
+    for forms in (ARITHMETIC, PRODUCTS, MATRICES, REDUCTIONS, LAYERS, RECURRENT, LOSSES)
     for name, form in forms.items()
 }
