@@ -168,7 +168,7 @@ def test_numbers_are_those_of_the_whole_hessian(tmp_path):
     callback = quick(data=[(x[:32], y[:32]), (x[32:], y[32:])], lambda_int=0.0)
     module = Plain()
     net = copy.deepcopy(module.net)
-    with pytest.warns(UserWarning, match=r"rates after epoch 0 are of no use.*lambda_int > 0"):
+    with pytest.warns(UserWarning, match=r"rates after epoch 0 are unusable.*lambda_int > 0"):
         fit(module, tmp_path, [callback], max_epochs=1)
     measured = callback.history.measured[0]
     gbar, Hbar = derivatives_by_hand(net, x, y)
@@ -209,7 +209,7 @@ def test_loggers_get_rates_by_group(tmp_path):
 def test_report_and_curves(tmp_path, capsys):
     callback = SummaryCallback(report="page.html", every_n_epochs=3, name="my run")
     fit(Plain(), tmp_path, [callback], accumulate_grad_batches=3, max_epochs=2)
-    assert f"the report is {tmp_path / 'page.html'}" in capsys.readouterr().err
+    assert f"wrote {tmp_path / 'page.html'}" in capsys.readouterr().err
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "net.2.weight" in page and "my run" in page
     assert [epoch for epoch, _ in callback.history.curves["train_loss"]] == [1, 2]
@@ -254,7 +254,9 @@ def test_a_training_that_diverges_goes_on(tmp_path):
         return torch.optim.SGD(module.parameters(), lr=float("inf"))
 
     callback = quick()
-    with pytest.warns(UserWarning, match=r"not measured after epoch 1.*goes on.*Told once"):
+    with pytest.warns(
+        UserWarning, match=r"measurement after epoch 1 failed.*continues.*Shown once"
+    ):
         trainer = fit(Plain(diverge), tmp_path, [callback])
     assert trainer.current_epoch == 3
     assert callback.history.epochs == [0]
@@ -266,14 +268,14 @@ def test_rates_of_no_use_are_told(tmp_path):
     def hill(module, batch):
         return -sum(p.square().sum() for p in module.parameters())
 
-    with pytest.warns(UserWarning, match=r"rates after epoch 0 are of no use.*Told once"):
+    with pytest.warns(UserWarning, match=r"rates after epoch 0 are unusable.*Shown once"):
         fit(Plain(), tmp_path, [quick(loss_fn=hill)])
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"automatic_optimization": False}, ValueError, "optimizes by hand.*loss_fn"),
+        ({"automatic_optimization": False}, ValueError, "manual optimization.*loss_fn"),
         ({"training_step": lambda batch: None}, TypeError, "returned NoneType.*data="),
     ],
 )
@@ -288,7 +290,7 @@ def test_modules_without_a_loss_are_told_at_the_start(change, error, message, tm
 def test_a_missing_plotly_is_told_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"newton-summary\[report\].*report=None"):
+    with pytest.raises(ImportError, match=r"pip install.*report=None"):
         fit(Plain(), tmp_path, [SummaryCallback()])
 
 
@@ -367,7 +369,7 @@ def test_a_stream_of_samples_is_told():
         def __iter__(self):
             yield torch.zeros(3)
 
-    with pytest.raises(ValueError, match=r"DataLoader of Stream.*Give data="):
+    with pytest.raises(ValueError, match=r"DataLoader of Stream.*Pass data="):
         sample_batches(DataLoader(Stream()), 2)
 
 

@@ -114,7 +114,7 @@ def test_a_loop_of_ones_own(setup, tmp_path):
 
 @pytest.mark.parametrize(("given", "missing"), [({"data": torch.ones(2)}, "loss_fn"), ({}, "data")])
 def test_what_is_missing_is_told(given, missing, setup):
-    with pytest.raises(ValueError, match=f"give {missing}="):
+    with pytest.raises(ValueError, match=f"pass {missing}="):
         Monitor(**given).measure(setup[0], 0)
 
 

@@ -176,7 +176,7 @@ def test_sources(tmp_path):
     ]
     path = ns.report(sources, tmp_path / "new" / "folder")
     assert path == tmp_path / "new" / "folder" / "report.html"
-    assert [run["name"] for run in carried(path)["runs"]] == ["one", "measurement", "one", "one"]
+    assert [run["name"] for run in carried(path)["runs"]] == ["one", "Sequential", "one", "one"]
     assert ns.report(history, tmp_path, title="A <title>").name == "report.html"
     page = (tmp_path / "report.html").read_text()
     assert '<h1 class="short">A &lt;title&gt;</h1>' in page

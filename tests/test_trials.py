@@ -157,7 +157,7 @@ def test_what_cannot_be_tried():
         step_trials(model, cross_entropy, data, summarize(model, cross_entropy, data, order=1))
     second = summarize(model, cross_entropy, data, order=2)
     assert len(step_trials(model, cross_entropy, data, second)) == 3  # by Newton's step
-    with pytest.warns(UserWarning, match="of different functions") as told:
+    with pytest.warns(UserWarning, match="to different functions") as told:
         step_trials(model, squared_error_of_labels, data, summary)
     assert told[0].filename == __file__  # the caller's line
     with pytest.raises(TypeError, match="of type NoneType: measure one first"):

@@ -91,9 +91,10 @@ class History:
     """How it was measured, for readers: model, device, versions, command."""
 
     @classmethod
-    def of(cls, summary: Summary, name: str = "measurement", lambda_int: float = 1.0) -> History:
-        """Return the history of a single measurement."""
-        history = cls(name)
+    def of(cls, summary: Summary, name: str | None = None, lambda_int: float = 1.0) -> History:
+        """Return the history of a single measurement, by default named after the model's type."""
+        types = {} if summary.partition is None else summary.partition.types
+        history = cls(name or types.get("", "measurement"))
         history.add(0, summary, learning_rates(summary, lambda_int))
         return history
 

@@ -1,5 +1,5 @@
-"""Measuring inside the tools that people train with: Lightning, Transformers, TensorBoard, W&B.
+"""Measurements inside the tools people train with: Lightning, Transformers, TensorBoard, W&B.
 
-:mod:`~newton_summary.integrations.monitor` has what they share, and serves a training loop of
-one's own. Each of the other modules needs the package it is named after.
+:mod:`~newton_summary.integrations.monitor` has what they share, and serves a training loop of your
+own. Each of the other modules needs the package it is named after.
 """

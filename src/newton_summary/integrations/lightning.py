@@ -31,20 +31,19 @@ __all__ = ["SummaryCallback", "training_loss"]
 
 
 class SummaryCallback(Monitor, Callback):
-    """Measures a LightningModule every few epochs, logs the rates, writes the report at the end.
+    """Measures a LightningModule every N epochs, logs the rates, writes the report at the end.
 
     >>> from newton_summary.integrations.lightning import SummaryCallback
     >>> callback = SummaryCallback(every_n_epochs=5)  # Trainer(callbacks=[callback])
 
-    It has the arguments of :class:`~newton_summary.integrations.monitor.Monitor`. By default the
+    It takes the arguments of :class:`~newton_summary.integrations.monitor.Monitor`. By default the
     loss is that of ``training_step``, the data are samples of the training data, and the report is
-    in the directory of the trainer's logger. What ``training_step`` logs, and writes down in
-    attributes of the module, is not seen by the training: it goes on to the bit as without the
-    callback.
+    in the directory of the trainer's logger. What ``training_step`` logs, or keeps in attributes of
+    the module, is hidden from the training, which is bit for bit the same as without the callback.
 
     The trainer's loggers get ``newton_summary/loss``, ``newton_summary/predicted_change`` and
-    ``newton_summary/eta/<group>``, which ``callback_metrics`` have too; TensorBoard and W&B also
-    get heat maps of Hbar. ``callback.history`` is saved in checkpoints and goes on with them.
+    ``newton_summary/eta/<group>``, as do ``callback_metrics``; TensorBoard and W&B also get heat
+    maps of Hbar. ``callback.history`` is saved in checkpoints and restored from them.
     """
 
     _sum: Any = 0.0  # of the losses of this epoch, and their number
@@ -52,7 +51,7 @@ class SummaryCallback(Monitor, Callback):
     _taken: Mapping[str, Any] = {}  # the metrics of the epoch before
 
     def batch_loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the mean loss of a batch: that of ``training_step``, or the given one."""
+        """Return the mean loss of a batch, by ``training_step`` or by ``loss_fn``."""
         if self.loss_fn is None:
             return training_loss(model, batch)
         with quiet(model):
@@ -63,7 +62,7 @@ class SummaryCallback(Monitor, Callback):
         self.check_report()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Measure what the epochs until now have made of the model."""
+        """Measure the model before the epoch, if it is due."""
         self._sum, self._batches = 0.0, 0
         if self.is_due(trainer.current_epoch):
             self._measure(trainer, pl_module)
@@ -73,19 +72,19 @@ class SummaryCallback(Monitor, Callback):
     ) -> None:
         """Add up the loss, on its device."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if isinstance(loss, Tensor):  # Lightning has divided it for the accumulation of gradients
+        if isinstance(loss, Tensor):  # Lightning has divided it, to accumulate gradients
             self._sum = self._sum + loss.detach() * trainer.accumulate_grad_batches
             self._batches += 1
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Take over the curves: the mean loss, and what the module and other callbacks log."""
+        """Add points to the curves: the mean loss, and what the module and callbacks log."""
         epoch = trainer.current_epoch + 1
         values = {} if not self._batches else {"train_loss": self._sum / self._batches}
         values.update(trainer.callback_metrics)
         for name, value in values.items():
-            # With on_step and on_epoch Lightning has a metric thrice: x, x_step and x_epoch.
+            # With on_step and on_epoch Lightning has a metric three times: x, x_step, x_epoch.
             again = name.endswith(("_step", "_epoch")) and name.rpartition("_")[0] in values
-            # It keeps what was not logged anew, such as the result of an earlier validation.
+            # It also keeps old values, such as the result of an earlier validation.
             old = self._taken.get(name) is value
             if not again and not old and not name.startswith(f"{PREFIX}/"):
                 self.history.add_value(name, epoch, float(value))
@@ -98,7 +97,7 @@ class SummaryCallback(Monitor, Callback):
         self._write(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Write the report of what there is; with several processes the others may be gone."""
+        """Write the report so far; not with several processes, since others may have exited."""
         if trainer.world_size == 1:
             self._write(trainer)
 
@@ -116,13 +115,13 @@ class SummaryCallback(Monitor, Callback):
         )
 
     def _write(self, trainer: Any) -> None:
-        directory = trainer.log_dir or trainer.default_root_dir  # asked on every rank
+        directory = trainer.log_dir or trainer.default_root_dir  # a collective call
         if trainer.is_global_zero and not trainer.fast_dev_run:
             self.finish(directory)
 
 
 class _CallbackMetrics:
-    """The numbers that other callbacks can watch."""
+    """The trainer's metrics, which other callbacks can watch."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
@@ -132,11 +131,11 @@ class _CallbackMetrics:
         self.trainer.callback_metrics.update({k: Tensor([v])[0] for k, v in values.items()})
 
     def figure(self, name: str, figure: Any, step: int) -> None:
-        """Take no picture."""
+        """Ignore pictures."""
 
 
 class _Metrics:
-    """A logger of Lightning, of which we know that it takes numbers."""
+    """Any other logger of Lightning, which takes numbers."""
 
     def __init__(self, logger: Any):
         self.logger = logger
@@ -146,11 +145,11 @@ class _Metrics:
         self.logger.log_metrics(dict(values), step=step)
 
     def figure(self, name: str, figure: Any, step: int) -> None:
-        """Take no picture."""
+        """Ignore pictures."""
 
 
 def _adapted(logger: Any) -> Logger:
-    """Return a logger of Lightning as one of ours."""
+    """Return a Lightning logger as one of ours."""
     kind = type(logger).__name__
     if kind == "TensorBoardLogger":
         return TensorBoard(logger.experiment)

@@ -1,4 +1,4 @@
-"""The loss of a LightningModule: its ``training_step``, so that nobody hears of it."""
+"""The loss of a LightningModule: its ``training_step``, without side effects."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-NOT_KEPT = frozenset(vars(nn.Module()))  # parameters, buffers, modes: a measurement keeps these
+NOT_KEPT = frozenset(vars(nn.Module()))  # parameters, buffers, modes: a measurement restores these
 
 
 def training_loss(module: Any, batch: Any) -> Tensor:
-    """Return what ``training_step`` gives for a batch, without logging and without a trace.
+    """Return the loss of ``training_step`` for a batch, without logging and without a trace.
 
-    The batch is moved to the device as Lightning would do it. To train with
+    The batch is moved to the device as Lightning does it. To train with
     :class:`newton_summary.NewtonSummary`, return it from ``configure_optimizers`` with
     ``curvature=(training_loss, loader)``.
 
     Args:
         module: A LightningModule with automatic optimization, attached to a trainer.
-        batch: As the data loader gives it.
+        batch: A batch of the data loader.
     """
     if not module.automatic_optimization:
         raise ValueError(
-            f"{type(module).__name__} optimizes by hand, so its training_step is no function that "
-            f"returns a loss. Give loss_fn=..., with loss_fn(module, batch) -> mean loss."
+            f"{type(module).__name__} uses manual optimization, so its training_step does not "
+            f"return a loss. Pass loss_fn=..., with loss_fn(module, batch) -> mean loss."
         )
     with quiet(module):
         batch = to_device(module, batch)
@@ -36,14 +36,14 @@ def training_loss(module: Any, batch: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         raise TypeError(
-            f"training_step of {type(module).__name__} returned {type(output).__name__} and no "
-            f"loss for a batch to measure on. Give data=... of which every batch has a loss."
+            f"training_step of {type(module).__name__} returned {type(output).__name__} and not a "
+            f"loss. Pass data=... whose batches all have a loss."
         )
     return loss
 
 
 def to_device(module: Any, batch: Any) -> Any:
-    """Return a batch as the training loop would give it to ``training_step``."""
+    """Return a batch as the training loop passes it to ``training_step``."""
     batch = module.trainer.precision_plugin.convert_input(batch)
     batch = module.on_before_batch_transfer(batch, 0)
     return module.trainer.strategy.batch_to_device(batch)
@@ -51,7 +51,7 @@ def to_device(module: Any, batch: Any) -> Any:
 
 @contextmanager
 def quiet(module: Any) -> Iterator[None]:
-    """Keep what a module logs and writes down in its attributes from the training."""
+    """Hide from the training what a module logs and what it keeps in attributes."""
     logs = {"log": _say_nothing, "log_dict": _say_nothing}
     trainer = module.trainer
     loggers = trainer.loggers
@@ -67,13 +67,13 @@ def quiet(module: Any) -> Iterator[None]:
 
 @contextmanager
 def attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Put back the attributes of a module and of all in it, such as lists of outputs and counters.
+    """Restore the attributes of a module and its submodules, such as counters and lists of outputs.
 
-    Of containers the contents are put back, of metrics (torchmetrics) also the tensors. Other
-    tensors that are changed in place, and belong into buffers, are not.
+    The contents of containers are restored, and the tensors of metrics (torchmetrics). Other
+    tensors that are changed in place are not: they belong in buffers.
     """
     saved = []
-    with torch._C.DisableTorchFunction():  # nothing to record for a measurement
+    with torch._C.DisableTorchFunction():  # not part of what a measurement records
         for part in module.modules():
             live = vars(part)
             is_metric = hasattr(type(part), "metric_state")
@@ -106,7 +106,7 @@ def _say_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _dummy_logger() -> Any:
-    """Return Lightning's own logger that does nothing, whatever is called on it."""
+    """Return Lightning's own logger that does nothing."""
     try:
         from lightning.pytorch.loggers.logger import DummyLogger
     except ImportError:

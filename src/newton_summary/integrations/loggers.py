@@ -1,4 +1,4 @@
-"""What a measurement writes to a log: one interface for every kind of log."""
+"""What a measurement writes to logs: one interface for all kinds."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Logger(Protocol):
 
 
 def scalars_of(measured: Measured) -> dict[str, float]:
-    """Return what is logged of a measurement: loss, predicted change and the rate of each group.
+    """Return the numbers to log: loss, predicted change, and the rate of each group.
 
     The predicted change is that of the step ``theta - eta_s u`` in every group s, to second order;
-    for a decrease of the loss it is negative.
+    it is negative if the loss should fall.
     """
     place = PREFIX if measured.kind == "full" else f"{PREFIX}/{measured.kind}"
     summary = measured.summary
@@ -44,11 +44,11 @@ def log_measured(logger: Logger, measured: Measured, step: int, figures: bool = 
     """Write a measurement to a log.
 
     Args:
-        logger: Where to.
+        logger: The log.
         measured: The measurement.
-        step: Of the training.
-        figures: Whether to write heat maps too, if matplotlib is installed: of Hbar, and of Hbar
-            scaled to a unit diagonal, the interactions between groups.
+        step: Step of the training.
+        figures: Whether to write heat maps too, if matplotlib is installed: of Hbar on a
+            logarithmic scale, and of the interactions, Hbar scaled to a unit diagonal.
     """
     logger.scalars(scalars_of(measured), step)
     if figures and measured.kind == "full" and importlib.util.find_spec("matplotlib"):

@@ -1,4 +1,4 @@
-"""A model measured again and again during its training: what all callbacks share."""
+"""Measure a model repeatedly during its training: what all callbacks share."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ from newton_summary.solver import LearningRates, learning_rates
 from newton_summary.summary import Summary
 
 REPORT = "newton_summary.html"
+UNNAMED = "run"
 
 
 class Monitor:
-    """Measures a model during its training, fills a history and logs, and writes the report.
+    """Measures a model during its training, keeps a history, logs, and writes the report.
 
-    For a training loop of one's own:
+    In a training loop of your own:
 
     >>> from newton_summary.integrations.monitor import Monitor
     >>> _ = torch.manual_seed(0)
@@ -51,36 +52,36 @@ class Monitor:
     >>> monitor.history.epochs
     [0.0, 1.0, 2.0]
 
-    and at the end ``monitor.write_report("report.html")``. The callbacks of frameworks are monitors
-    that know where to find model, loss, data and logs.
+    and at the end ``monitor.write_report("report.html")``. The callbacks are monitors that know
+    where to find model, loss, data and logs.
 
-    The first measurement raises an error if something is wrong with what it is given. Later ones
-    only warn, once: a training goes on although it has diverged, or the memory is short.
+    The first measurement raises an error if its arguments are wrong. Later ones only warn, once, so
+    that a training continues although it has diverged or memory is short.
 
     Args:
-        every_n_epochs: How often a callback measures: before the training, after every so many
-            epochs, and at the end.
-        data: What to measure on, as for :func:`newton_summary.summarize`. If not given, callbacks
+        every_n_epochs: How often a callback measures: before the training, after every N epochs,
+            and at the end.
+        data: The data to measure on, as for :func:`newton_summary.summarize`. By default callbacks
             draw samples from the training data, once, and measure on these.
-        num_batches: How many batches of samples they draw.
-        loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a batch. Callbacks know a
+        num_batches: The number of batches of samples to draw.
+        loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a batch. Callbacks have a
             default.
         partition: The groups, as for :func:`newton_summary.summarize`.
-        lambda_int: Strength of the cubic term, as for :func:`newton_summary.learning_rates`. If not
-            given, the first measurement finds it with :func:`newton_summary.suggest_lambda_int`
-            (11 more passes over its data), and all others have the same; 0 with ``order=2``.
+        lambda_int: Strength of the cubic term, as for :func:`newton_summary.learning_rates`. By
+            default the first measurement finds it with :func:`newton_summary.suggest_lambda_int`
+            (11 more passes over its data), and the others use it; 0 with ``order=2``.
         report: Where callbacks write the report at the end; None for no report. A relative path
-            begins in the directory that the framework writes to.
-        loggers: Logs to write to, beside those that a callback finds.
+            starts in the directory that the framework writes to.
+        loggers: Logs to write to, besides those that a callback finds.
         figures: Whether to log heat maps of Hbar too.
-        trials: Whether to try the steps that were found, on the same data, so that the report can
-            show predicted against real changes of the loss. Takes five more passes over the data.
-        name: Of the history, as the report shows it.
+        trials: Whether to try the steps on the same data, so that the report can show predicted
+            against real changes of the loss. Takes five more passes over the data.
+        name: Name of the history, the title of the report; by default the type of the model.
         **options: More arguments for :func:`newton_summary.summarize`, such as ``microbatch``,
             ``backend`` or ``stderr``.
 
     Attributes:
-        history: What was measured, with the curves of the training.
+        history: The measurements, with the curves of the training.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Monitor:
         loggers: Sequence[Logger] = (),
         figures: bool = True,
         trials: bool = True,
-        name: str = "run",
+        name: str | None = None,
         **options: Any,
     ):
         for what, number in (("every_n_epochs", every_n_epochs), ("num_batches", num_batches)):
@@ -111,19 +112,19 @@ class Monitor:
         self.options = {"order": 2 if lambda_int == 0 else 3, **options}
         if lambda_int is None and self.options["order"] < 3:
             self.lambda_int = 0.0
-        self.history = History(name)
+        self.history = History(name or UNNAMED)
         self._loss = self.batch_loss  # one object: how to split batches is remembered by loss
         self._warned = False
-        self._last_used: Summary | None = None  # of the optimizer, as it was last added
+        self._last_used: Summary | None = None  # the optimizer's, as it was last added
 
     def batch_loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss of a batch."""
         if self.loss_fn is None:
-            raise ValueError("There is no loss to measure: give loss_fn=... to the monitor.")
+            raise ValueError("There is no loss to measure: pass loss_fn=... to the monitor.")
         return self.loss_fn(model, batch)
 
     def is_due(self, epoch: float) -> bool:
-        """Return whether to measure after so many epochs."""
+        """Return whether to measure after this many epochs."""
         return epoch % self.every_n_epochs == 0 and epoch not in self.history.epochs
 
     def measure(
@@ -139,20 +140,20 @@ class Monitor:
         """Measure the model, add it to the history, and write to the logs.
 
         Args:
-            model: As it is; it stays so.
-            epoch: Epochs done, which need not be whole.
+            model: The model; it is not changed.
+            epoch: Epochs done, not necessarily a whole number.
             step: Steps done, for the logs.
-            data: Instead of the monitor's.
-            loggers: Beside the monitor's own.
-            optimizer: What trains the model. If that is :class:`newton_summary.NewtonSummary` with
-                the same groups, the last summary that it used is added as well, once.
+            data: Data to use instead of the monitor's.
+            loggers: Logs besides the monitor's own.
+            optimizer: The optimizer of the model. If it is :class:`newton_summary.NewtonSummary`
+                with the same groups, the last summary that it used is added as well, once.
 
         Returns:
-            The measurement; None if it failed, and was not the first.
+            The measurement; None if it failed and was not the first.
         """
         data = self.data if data is None else data
         if data is None:
-            raise ValueError("There is nothing to measure on: give data=... to the monitor.")
+            raise ValueError("There is nothing to measure on: pass data=... to the monitor.")
         try:
             summary = summarize(model, self._loss, data, partition=self.partition, **self.options)
             rates = self._rates(model, data, summary)
@@ -162,14 +163,13 @@ class Monitor:
             if not self.history.measured:
                 raise
             self._warn(
-                f"The model was not measured after epoch {epoch:g}, and the training goes on: "
-                f"{error}"
+                f"The measurement after epoch {epoch:g} failed, and the training continues: {error}"
             )
             return None
         if not rates.ok:
-            self._warn(f"The rates after epoch {epoch:g} are of no use. {rates.detail}")
+            self._warn(f"The rates after epoch {epoch:g} are unusable. {rates.detail}")
         measured = self.history.measured[-1]
-        self._tell(model, measured, optimizer)
+        self._note_facts(model, measured, optimizer)
         new = [measured]
         if isinstance(optimizer, NewtonSummary):
             last, used = optimizer.last_summary, optimizer.last_rates
@@ -187,10 +187,10 @@ class Monitor:
         """Write the report.
 
         Args:
-            path: Of the page; the monitor's ``report`` if not given.
+            path: The file to write; by default the monitor's ``report``.
 
         Returns:
-            The path; None if there is nothing to write, or no path.
+            The path; None without a measurement or without a path.
         """
         path = self.report if path is None else path
         if path is None or not self.history.measured:
@@ -201,10 +201,10 @@ class Monitor:
         return path
 
     def finish(self, directory: str | Path) -> None:
-        """Write the report at the end of a training, and say where it is on standard error."""
+        """Write the report at the end of a training, and print its path to standard error."""
         path = None if self.report is None else self.write_report(Path(directory) / self.report)
         if path is not None:
-            print(f"\nnewton_summary: the report is {path}", file=sys.stderr)
+            print(f"\nnewton_summary: wrote {path}", file=sys.stderr)
 
     def check_report(self) -> None:
         """Raise at the start of a training if the report at its end cannot be written."""
@@ -215,12 +215,12 @@ class Monitor:
             )
 
     def _rates(self, model: nn.Module, data: Any, summary: Summary) -> LearningRates:
-        if self.lambda_int is None and "lambda_int" in self.history.facts:  # of a run that goes on
+        if self.lambda_int is None and "lambda_int" in self.history.facts:  # of a resumed run
             self.lambda_int = float(self.history.facts["lambda_int"])
         if self.lambda_int is not None:
             return learning_rates(summary, self.lambda_int)
         found = suggest_lambda_int(model, self._loss, data, summary, **self._for_trials())
-        if found.best.real < 0:  # else it is looked for again the next time
+        if found.best.real < 0:  # else try again next time
             self.lambda_int = found.lambda_int  # one for all, so that rates can be compared
         return found.rates
 
@@ -236,11 +236,15 @@ class Monitor:
     def _warn(self, message: str) -> None:
         if not self._warned:
             self._warned = True
-            warn_user(f"{message} (Told once.)")
+            warn_user(f"{message} (Shown once.)")
 
-    def _tell(self, model: nn.Module, measured: Measured, optimizer: Optimizer | None) -> None:
-        """Write down how it was measured."""
+    def _note_facts(
+        self, model: nn.Module, measured: Measured, optimizer: Optimizer | None
+    ) -> None:
+        """Note in the history how it was measured."""
         model = unwrap(model)
+        if self.history.name == UNNAMED:
+            self.history.name = type(model).__name__
         params = [p for p in model.parameters() if p.requires_grad]
         summary = measured.summary
         self.history.facts |= {
@@ -248,7 +252,7 @@ class Monitor:
             "backend": summary.backend,
             "device": str(params[0].device),
             "newton_summary": newton_summary.__version__,
-            "torch": str(torch.__version__),  # a class of its own, which checkpoints do not take
+            "torch": str(torch.__version__),  # a subclass of str, which checkpoints refuse
             "python": platform.python_version(),
         }
         if self.lambda_int is not None:
@@ -263,5 +267,5 @@ class Monitor:
         return {"history": self.history.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a history."""
+        """Replace the history by a saved one."""
         self.history = History.from_state_dict(state["history"])

@@ -1,4 +1,4 @@
-"""Samples of the training data to measure on, taken without disturbing the training."""
+"""Samples of the training data to measure on, drawn without disturbing the training."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from newton_summary.probe.state import RandomState
 def sample_batches(loader: Any, num_batches: int, rank: int = 0, ranks: int = 1) -> UserList[Any]:
     """Return batches of random samples from the dataset of a loader.
 
-    The samples are the same at each call, and each rank has others. The loader itself is not read,
+    The samples are the same at each call, and differ between ranks. The loader itself is not read,
     so its workers, its sampler and all random numbers stay as they are. Batches have the loader's
-    size: for batch norms the loss depends on it.
+    size: with batch norms the loss depends on it.
 
     Args:
         loader: A DataLoader, or a wrapper with the same attributes.
-        num_batches: At most so many; fewer where the dataset is small.
+        num_batches: The number of batches; fewer if the dataset is small.
         rank: Number of this process.
-        ranks: How many processes there are.
+        ranks: Number of processes.
     """
     dataset: Any = getattr(loader, "dataset", None)
     batch_size = getattr(loader, "batch_size", None)
@@ -30,20 +30,20 @@ def sample_batches(loader: Any, num_batches: int, rank: int = 0, ranks: int = 1)
     sized = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if not sized or isinstance(dataset, IterableDataset) or not batch_size:
         raise ValueError(
-            f"No samples to measure on can be drawn from the training data ({type(loader).__name__}"
-            f" of {type(dataset).__name__}): that needs one DataLoader with a batch size, of a "
-            f"dataset with a length. Give data=..., a batch or a list of batches."
+            f"Cannot draw samples from the training data ({type(loader).__name__} of "
+            f"{type(dataset).__name__}): that needs a DataLoader with a batch size, and a dataset "
+            f"with a length. Pass data=..., a batch or a list of batches."
         )
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))
     mine = order[rank::ranks].tolist()
-    # Whole batches if there is one: a batch norm cannot take the one sample that may be left over.
+    # Whole batches if possible: a batch norm cannot take a single sample that may be left over.
     size = min(batch_size, len(mine))
     count = min(num_batches, len(mine) // size) * size
     random_state = RandomState(())
     before = random_state.capture()
     try:
         subset = Subset(dataset, mine[:count])
-        # No list: a list of tensors would be taken for one batch.
+        # Not a list: a list of tensors would count as one batch.
         return UserList(DataLoader(subset, batch_size=size, collate_fn=loader.collate_fn))
     finally:
         random_state.forget()

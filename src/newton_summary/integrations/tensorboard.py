@@ -19,7 +19,7 @@ class TensorBoard:
     """A :class:`~newton_summary.integrations.loggers.Logger` that writes with a SummaryWriter.
 
     Args:
-        writer: ``torch.utils.tensorboard.SummaryWriter`` or one of the same methods.
+        writer: ``torch.utils.tensorboard.SummaryWriter``, or an object with the same methods.
     """
 
     def __init__(self, writer: SummaryWriter):
@@ -54,7 +54,7 @@ def log_summary(
         writer: ``torch.utils.tensorboard.SummaryWriter``.
         summary: From :func:`newton_summary.summarize`.
         rates: From :func:`newton_summary.learning_rates`.
-        step: Of the training.
+        step: Step of the training.
         figures: Whether to write the pictures too.
     """
     history = History()

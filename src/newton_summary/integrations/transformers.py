@@ -35,20 +35,20 @@ HISTORY = "newton_summary.pt"  # beside the other files of a checkpoint
 def model_loss(model: nn.Module, batch: Any) -> Tensor:
     """Return ``model(**batch).loss``, the batch moved to the device of the model.
 
-    For language models that is the mean over the tokens predicted. The Trainer itself divides by
-    the number of all labels, also of the first in each sequence, which nothing predicts: the loss
-    that it logs is smaller by that factor.
+    For language models that is the mean over the predicted tokens. The Trainer itself divides by
+    the number of all labels, including the first of each sequence, which is not predicted: the loss
+    it logs is smaller by that factor.
 
-    To train with :class:`newton_summary.NewtonSummary`, give it ``curvature=(model_loss, loader)``
-    and give it to the Trainer: ``optimizers=(optimizer, scheduler)``, where None stands for the
+    To train with :class:`newton_summary.NewtonSummary`, pass it ``curvature=(model_loss, loader)``,
+    and pass the optimizer to the Trainer: ``optimizers=(optimizer, scheduler)``, with None for the
     scheduler of the arguments.
     """
     output = model(**to_device(model, batch))
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         raise ValueError(
-            f"{type(model).__name__} returned no loss for a batch of {', '.join(batch)}. Are "
-            f"there labels in it? Else give loss_fn=..., with loss_fn(model, batch) -> mean loss."
+            f"{type(model).__name__} returned no loss for a batch of {', '.join(batch)}. Add "
+            f"labels, or pass loss_fn=..., with loss_fn(model, batch) -> mean loss."
         )
     return loss
 
@@ -60,30 +60,31 @@ def to_device(model: nn.Module, batch: Any) -> Any:
 
 
 class SummaryCallback(Monitor, TrainerCallback):
-    """Measures the model of a Trainer every few epochs, logs the rates, writes the report.
+    """Measures the model of a Trainer every N epochs, logs the rates, writes the report.
 
     >>> from newton_summary.integrations.transformers import SummaryCallback
     >>> callback = SummaryCallback(every_n_epochs=5)  # Trainer(..., callbacks=[callback])
 
-    It has the arguments of :class:`~newton_summary.integrations.monitor.Monitor`. By default the
+    It takes the arguments of :class:`~newton_summary.integrations.monitor.Monitor`. By default the
     loss is ``model(**batch).loss``, measured in training mode, the data are samples of the training
-    data, and the report is in ``args.output_dir``. The training goes on to the bit as without it.
+    data, and the report is in ``args.output_dir``. The training is bit for bit the same as without
+    it.
 
     ``trainer.state.log_history`` gets ``newton_summary/loss``, ``newton_summary/predicted_change``
     and ``newton_summary/eta/<group>``. With ``report_to="tensorboard"`` they are also written to
-    the folder ``runs/newton_summary`` of the output directory (a run of its own beside the
-    Trainer's; or to ``TENSORBOARD_LOGGING_DIR``), with ``report_to="wandb"`` to the present run,
+    the folder ``runs/newton_summary`` of the output directory (a separate run next to the
+    Trainer's; or to ``TENSORBOARD_LOGGING_DIR``), with ``report_to="wandb"`` to the current run,
     both with heat maps of Hbar. ``callback.history`` is saved in checkpoints.
     """
 
     def batch_loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the mean loss of a batch: that of the model, or the given one."""
+        """Return the mean loss of a batch, by the model or by ``loss_fn``."""
         if self.loss_fn is None:
             return model_loss(model, batch)
         return self.loss_fn(model, to_device(model, batch))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Find the logs and the history of a run that goes on, and measure before the start."""
+        """Find the logs, and the history of a resumed run; measure before the start."""
         self.check_report()
         self._found = _loggers(args) if state.is_world_process_zero else []
         saved = _checkpoint(args, state) / HISTORY
@@ -93,12 +94,12 @@ class SummaryCallback(Monitor, TrainerCallback):
             self._measure(args, state, **kwargs)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Measure what this epoch has made of the model."""
+        """Measure the model after the epoch, if it is due."""
         if self.is_due(round(state.epoch, 6)):
             self._measure(args, state, **kwargs)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Take over the curves of the training and of the evaluations."""
+        """Add points to the curves of training and evaluation."""
         for name, value in (logs or {}).items():
             if name == "loss":
                 self.history.add_value("train_loss", state.epoch, value)
@@ -136,7 +137,7 @@ class SummaryCallback(Monitor, TrainerCallback):
 
 
 class _LogHistory:
-    """The Trainer's own record, which it saves as trainer_state.json."""
+    """The Trainer's own log, which it saves in trainer_state.json."""
 
     def __init__(self, state: Any):
         self.state = state
@@ -146,12 +147,12 @@ class _LogHistory:
         self.state.log_history.append({**values, "epoch": self.state.epoch or 0, "step": step})
 
     def figure(self, name: str, figure: Any, step: int) -> None:
-        """Take no picture."""
+        """Ignore pictures."""
 
 
 @contextmanager
 def _training_mode(model: nn.Module) -> Iterator[None]:
-    """Switch to the mode of the Trainer's steps; models are loaded in the other one."""
+    """Switch to training mode, as the Trainer's steps do; models are loaded in eval mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.train()
     try:
@@ -166,7 +167,7 @@ def _checkpoint(args: Any, state: Any) -> Path:
 
 
 def _loggers(args: Any) -> list[Logger]:
-    """Return the logs that the arguments of the Trainer ask for."""
+    """Return the logs that the Trainer's arguments name."""
     found: list[Logger] = []
     if "tensorboard" in args.report_to:
         from torch.utils.tensorboard import SummaryWriter

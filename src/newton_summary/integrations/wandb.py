@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 class WeightsAndBiases:
     """A :class:`~newton_summary.integrations.loggers.Logger` that writes to a run of W&B.
 
-    W&B counts calls of ``log`` and drops what comes with an earlier number. Measurements bring the
-    step of the training as a metric of its own, ``newton_summary/step``, which is then their axis:
-    they mix with whatever else the run logs.
+    W&B counts calls of ``log`` and drops values with an earlier number. Measurements therefore log
+    the step of the training as a metric, ``newton_summary/step``, which is their axis, and mix with
+    whatever else the run logs.
 
     Args:
-        run: What ``wandb.init()`` returns.
+        run: The run that ``wandb.init()`` returns.
     """
 
     def __init__(self, run: Any):
@@ -36,6 +36,6 @@ class WeightsAndBiases:
         import wandb
         from PIL import Image  # matplotlib needs it
 
-        file = io.BytesIO()  # W&B would draw pyplot's own class of figures only
+        file = io.BytesIO()  # W&B draws only pyplot's own class of figures
         figure.savefig(file, format="png")
         self.run.log({name: wandb.Image(Image.open(file)), f"{PREFIX}/step": step})
