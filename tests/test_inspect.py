@@ -270,7 +270,7 @@ def test_without_plotly_nothing_is_measured(call, monkeypatch):
     absent = lambda name: None if name == "plotly" else find_spec(name)  # noqa: E731
     monkeypatch.setattr(cli.importlib.util, "find_spec", absent)
     code, _, err = call("inspect", "absent.py")
-    assert code == 2 and "newton-summary[report]" in err
+    assert code == 2 and "pip install -e '.[report]'" in err
 
 
 def test_a_mistake_of_the_package_is_not_hidden(call, monkeypatch):

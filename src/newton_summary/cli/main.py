@@ -175,7 +175,9 @@ def _dispatch(args: list[str]) -> int:
     if torchrun.launched() and name != "run":
         raise UserError(f"torchrun can start `newton-summary run` only, not {name}.")
     if any(importlib.util.find_spec(package) is None for package in ("tyro", "rich")):
-        raise UserError("The command line needs tyro and rich: pip install 'newton-summary[cli]'.")
+        raise UserError(
+            "The command line needs tyro and rich: run pip install -e '.[cli]' in your clone."
+        )
     return COMMANDS[name](rest)
 
 
@@ -283,7 +285,7 @@ def inspect(args: list[str]) -> int:
     if len(targets) != 1:
         raise UserError("Which model? Write newton-summary inspect FILE.py:build, one at a time.")
     if importlib.util.find_spec("plotly") is None:
-        raise UserError("The report needs plotly: pip install 'newton-summary[report]'.")
+        raise UserError("The report needs plotly: run pip install -e '.[report]' in your clone.")
     from newton_summary.inspection.inspection import inspect_model, progress_bar
     from newton_summary.inspection.user_file import load_build, split_target
     from newton_summary.page import report as write_report

@@ -92,7 +92,9 @@ def run_all(
     try:
         from joblib import Parallel, delayed, parallel_config
     except ImportError:
-        raise UserError("A grid needs joblib: pip install 'newton-summary[experiments]'.") from None
+        raise UserError(
+            "A grid needs joblib: run pip install -e '.[experiments]' in your clone."
+        ) from None
     names = [run_name(config) for config in configs]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -128,7 +130,7 @@ def connected(scheduler: str) -> Iterator[None]:
         distributed: Any = importlib.import_module("distributed")
     except ImportError:
         raise UserError(
-            "A grid on a cluster needs dask: pip install 'newton-summary[cluster]'."
+            "A grid on a cluster needs dask: run pip install -e '.[cluster]' in your clone."
         ) from None
     try:
         client = distributed.Client(scheduler, timeout=CONNECTING)
