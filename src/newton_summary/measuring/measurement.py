@@ -26,6 +26,7 @@ from newton_summary.parallel.ranks import OBJECTS, agree, find_ranks, together
 from newton_summary.partition import Params, Partition, Spec, make_partition, result_dtype, unwrap
 from newton_summary.probe.directions import Direction, find_direction, needs_gradient
 from newton_summary.probe.probe import Closure, LossFn, Probe
+from newton_summary.probe.undo import Journal
 from newton_summary.summary import Summary
 
 
@@ -113,6 +114,7 @@ def summarize(
         values = live_values(partition, direction)
         agree(ranks, lengths, partition, values, stderr=stderr, **facts)
     with (
+        Journal(),
         together(ranks),
         Probe(model, loss_fn, data, partition, microbatch, ranks) as probe,
     ):
@@ -234,7 +236,7 @@ def derivative_tensor(
     _check_order(order)
     partition = find_partition(model, partition)
     refuse_sharded(partition.params, "derivative_tensor")
-    with Probe(model, loss_fn, data, partition, microbatch) as probe:
+    with Journal(), Probe(model, loss_fn, data, partition, microbatch) as probe:
         u = find_direction(direction, probe)
         return _mean_tensor(
             probe,
@@ -276,7 +278,7 @@ def taylor_terms(
     _check_order(order)
     partition = make_partition(model, "trivial")
     refuse_sharded(partition.params, "taylor_terms")
-    with Probe(model, loss_fn, data, partition, microbatch) as probe:
+    with Journal(), Probe(model, loss_fn, data, partition, microbatch) as probe:
         u = find_direction(direction, probe)
         return _mean_tensor(
             probe,

@@ -19,6 +19,7 @@ from newton_summary.partition import Partition, Spec, trainable, unwrap
 from newton_summary.probe.directions import Direction, find_direction, needs_gradient
 from newton_summary.probe.probe import LossFn, Probe, check_finite
 from newton_summary.probe.state import unmoved
+from newton_summary.probe.undo import Journal
 from newton_summary.solver import LearningRates, learning_rates
 from newton_summary.summary import Summary
 
@@ -113,7 +114,11 @@ def try_steps(
     lengths = [1] * needs_gradient(direction) + [2] * (1 + len(etas))  # of the messages
     with together(ranks):
         agree(ranks, lengths, groups, live_values(groups, direction), steps=len(etas))
-    with together(ranks), Probe(model, loss_fn, data, groups, microbatch, ranks) as probe:
+    with (
+        Journal(),
+        together(ranks),
+        Probe(model, loss_fn, data, groups, microbatch, ranks) as probe,
+    ):
         u = find_direction(direction, probe)
         start = mean_loss(probe)
         check_finite(start)

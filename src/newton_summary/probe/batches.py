@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 
-def _as_batches(data: Any) -> Iterable[Any]:
+def as_batches(data: Any) -> Iterable[Any]:
     """Return an iterable of batches that can be gone through twice.
 
     A tensor or array, a mapping, a tuple, ``None``, or a list that holds a tensor is one batch;
