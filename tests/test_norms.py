@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from newton_summary import NewtonSummary, Summary, make_partition, summarize
-from newton_summary.derivatives.norms import ELEMENTARY, ElementaryNorms
+from newton_summary.derivatives.nested import Differentiable
+from newton_summary.derivatives.norms import ELEMENTARY
 from newton_summary.errors import CannotDifferentiate
 from problems import PROBLEMS, cross_entropy, finite_differences, worst_error
 
@@ -233,7 +234,7 @@ def test_every_elementary_form_is_tried():
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_elementary_form_is_the_same_function(call):
-    with ElementaryNorms():
+    with Differentiable():
         ours = call()
     torch.testing.assert_close(ours, call(), rtol=1e-12, atol=1e-12)
 
@@ -265,7 +266,7 @@ def test_modules_and_their_running_statistics_are_the_same(make, dtype):
     native, x = make()
     native = native.to(dtype)
     ours = copy.deepcopy(native)
-    with ElementaryNorms():
+    with Differentiable():
         actual = [ours(x.to(dtype)), ours(2 * x.to(dtype)), ours.eval()(x.to(dtype))]
     expected = [native(x.to(dtype)), native(2 * x.to(dtype)), native.eval()(x.to(dtype))]
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
@@ -276,7 +277,7 @@ def test_modules_and_their_running_statistics_are_the_same(make, dtype):
 
 
 def test_one_value_per_channel_is_the_error_that_torch_raises():
-    with ElementaryNorms(), pytest.raises(ValueError, match="more than 1 value per channel"):
+    with Differentiable(), pytest.raises(ValueError, match="more than 1 value per channel"):
         F.batch_norm(x2[:1], None, None, training=True)
 
 

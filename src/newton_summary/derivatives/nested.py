@@ -15,11 +15,13 @@ from math import comb
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
-from newton_summary.derivatives.norms import ElementaryNorms, is_wrong
+from newton_summary.derivatives.norms import is_wrong
+from newton_summary.derivatives.sweep.torch_functions import look_up
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.partition import Params, Partition
 from newton_summary.probe.probe import Closure, check_depends, check_finite, graph_nodes
@@ -141,10 +143,63 @@ def _must_be_differentiable(name: str, remembers_numbers: bool) -> Callable[...,
     return hook
 
 
+class Differentiable(TorchFunctionMode):
+    """While active, norms and attention run in a form that can be differentiated again.
+
+    Choosing a kernel with ``torch.nn.attention.sdpa_kernel`` would choose it for all threads.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered: list[Any] = []  # functions that torch writes in Python
+        self.finished = False  # an interrupt may leave it active
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.finished:
+            return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return attention(*args, **kwargs)
+        call = look_up(func)
+        if call.elementary is not None:
+            return call.elementary(*args, **kwargs)
+        if call.inside is None or func in self.entered:
+            return func(*args, **kwargs)
+        self.entered.append(func)
+        try:
+            with self:
+                return call.inside(*args, **kwargs)
+        finally:
+            self.entered.pop()
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    """``F.scaled_dot_product_attention`` from products and a softmax."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        zeros = torch.zeros(attn_mask.shape, dtype=query.dtype, device=query.device)
+        attn_mask = zeros.masked_fill(~attn_mask, -torch.inf)
+    math = torch._scaled_dot_product_attention_math
+    return math(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)[0]
+
+
 def evaluate(closure: Closure, params: Params) -> Tensor:
     """Evaluate the loss with operations that can be differentiated again and again."""
-    with ElementaryNorms(), sdpa_kernel(SDPBackend.MATH):
-        loss = closure()
+    mode = Differentiable()
+    try:
+        with mode:
+            loss = closure()
+    finally:
+        mode.finished = True
     check_finite(loss)
     check_depends(loss, params)
     return loss.reshape(())

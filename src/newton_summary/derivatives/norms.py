@@ -16,11 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.overrides import (
-    TorchFunctionMode,
-    handle_torch_function,
-    has_torch_function_unary,
-)
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
@@ -230,15 +226,6 @@ def elementary_form(func: Callable[..., Any]) -> Callable[..., Tensor] | None:
         packet = func if isinstance(func, OpOverloadPacket) else func.overloadpacket
         func = getattr(torch, packet.__name__, func)
     return ELEMENTARY.get(func)
-
-
-class ElementaryNorms(TorchFunctionMode):
-    """While active, norms are computed from elementary operations."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return (elementary_form(func) or func)(*args, **(kwargs or {}))
 
 
 # Nodes of autograd's graph that torch differentiates wrongly. They are there where a norm is called

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import warnings
 
-_PACKAGE = __name__.partition(".")[0]
+_OTHERS = (__name__.partition(".")[0], "torch")
 
 
 def warn_user(message: str) -> None:
-    """Warn at the line outside this package that called into it."""
+    """Warn at the line outside this package, and outside torch, that called into it."""
     frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == _PACKAGE:
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in _OTHERS:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)

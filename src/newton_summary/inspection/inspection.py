@@ -27,7 +27,7 @@ from newton_summary.measuring.lambda_int import Strengths, suggest_lambda_int
 from newton_summary.measuring.measurement import summarize
 from newton_summary.measuring.trial_steps import step_trials
 from newton_summary.partition import make_partition
-from newton_summary.probe.batches import _as_batches, map_batch
+from newton_summary.probe.inputs import as_batches, map_batch
 from newton_summary.solver import LearningRates, learning_rates
 from newton_summary.summary import Summary
 
@@ -224,7 +224,7 @@ def take_batches(data: Any, most: int) -> list[Any]:
     """Return the first batches of the data."""
     if most < 1:
         raise UserError(f"--max-batches {most}: write 1 or more.")
-    batches = list(islice(iter(_as_batches(data)), most))
+    batches = list(islice(iter(as_batches(data)), most))
     if not batches:
         raise UserError("The data is empty: there is no batch to measure.")
     return batches

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from newton_summary.parallel.processes import Distributed, find_processes
 from newton_summary.partition import Params, Partition, Spec, unwrap
 from newton_summary.probe.directions import find_direction
 from newton_summary.probe.probe import LossFn
+from newton_summary.probe.undo import Journal
 from newton_summary.solver import LearningRates, check_strength, learning_rates
 from newton_summary.summary import Summary
 
@@ -248,7 +249,7 @@ def suggest_lrs(
             f"trains the model, suggest_lrs(model, loss_fn, data, optimizer)."
         )
     data = list(data) if isinstance(data, Iterable) and iter(data) is data else data
-    with ExitStack() as thaw:
+    with Journal() as thaw:
         _leave_out_others(model, optimizer, partition, thaw)
         part = (
             _own_groups(model, optimizer) if partition is None else find_partition(model, partition)
@@ -284,9 +285,9 @@ def suggest_lrs(
 
 
 def _leave_out_others(
-    model: nn.Module, optimizer: Optimizer, partition: Any, thaw: ExitStack
+    model: nn.Module, optimizer: Optimizer, partition: Any, thaw: Journal
 ) -> None:
-    """Freeze the parameters that the optimizer does not hold, until ``thaw`` is closed."""
+    """Freeze the parameters that the optimizer does not hold, until the end of ``thaw``."""
     wanted = partition.params.values() if isinstance(partition, Partition) else ()
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     params = dict(unwrap(model).named_parameters())
@@ -298,7 +299,7 @@ def _leave_out_others(
         )
     for p in params.values():
         if p.requires_grad and id(p) not in held and not any(p is q for q in wanted):
-            thaw.callback(p.requires_grad_, True)
+            thaw.undo_later(partial(p.requires_grad_, True))
             p.requires_grad_(False)
 
 

@@ -28,6 +28,7 @@ from newton_summary.parallel.processes import (
 from newton_summary.partition import Params, Partition, Spec, make_partition, result_dtype, unwrap
 from newton_summary.probe.directions import Direction, find_direction
 from newton_summary.probe.probe import Closure, LossFn, Probe
+from newton_summary.probe.undo import Journal
 from newton_summary.summary import Summary
 
 
@@ -114,7 +115,7 @@ def summarize(
         partition = find_partition(model, partition)
         probe = open_probe(model, loss_fn, data, partition, microbatch, processes)
     agree(processes, partition, direction, order=order, stderr=stderr)
-    with probe:
+    with Journal(), probe:
         u = find_direction(direction, probe)
         with processes.joint():
             own = measure(probe, u, order, backends, stack_limit, _reporter(progress))
@@ -418,7 +419,7 @@ def _mean_tensor(
 ) -> Tensor:
     """Average a tensor over all batches, weighted by their numbers of samples."""
     mean, samples = None, 0
-    with probe:
+    with Journal(), probe:
         u = find_direction(direction, probe)
         for closure, size in probe.closures():
             value = compute(closure, Contraction(probe.params, u, probe.partition), order)

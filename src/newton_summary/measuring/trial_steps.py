@@ -17,6 +17,7 @@ from newton_summary.partition import Partition, Spec, trainable, unwrap
 from newton_summary.probe.directions import Direction, find_direction
 from newton_summary.probe.probe import LossFn, check_finite
 from newton_summary.probe.state import unmoved
+from newton_summary.probe.undo import Journal
 from newton_summary.solver import LearningRates, learning_rates
 from newton_summary.summary import Summary
 
@@ -122,7 +123,7 @@ def try_steps(
     with processes.joint():
         probe = open_probe(model, loss_fn, data, groups, microbatch, processes)
     agree(processes, groups, direction, steps=len(etas))
-    with probe:
+    with Journal(), probe:
         u = find_direction(direction, probe)
         start = probe.mean_loss()
         check_finite(start)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from newton_summary.parallel.processes import refuse_sharded
 from newton_summary.partition import Partition, Spec, make_partition, trainable, unwrap
 from newton_summary.probe.directions import Direction, find_direction
 from newton_summary.probe.probe import LossFn, Probe
+from newton_summary.probe.state import set_contents
+from newton_summary.probe.undo import Journal
 from newton_summary.summary import Summary
 
 # Steps of the differences: two long ones, and two that hardly ever meet a kink.
@@ -144,6 +147,7 @@ def verify(
             )
         direction = {name: value.double() for name, value in direction.items()}
     with (
+        Journal(),
         _not_called(unwrap(model)),
         _of_one_dtype(),
         Probe(exact, loss_fn, _in_double(data), groups) as probe,
@@ -170,12 +174,12 @@ def _not_called(model: nn.Module) -> Iterator[None]:
             "argument, which here is a copy in float64. Write loss_fn so that it uses its argument."
         )
 
-    handles = [module.register_forward_pre_hook(stop) for module in model.modules()]
-    try:
+    with Journal() as journal:
+        for module in model.modules():
+            hooks = module._forward_pre_hooks
+            journal.undo_later(partial(set_contents, hooks, dict(hooks)))
+            module.register_forward_pre_hook(stop)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

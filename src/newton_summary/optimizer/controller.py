@@ -33,7 +33,7 @@ from newton_summary.measuring.measurement import summarize
 from newton_summary.optimizer.steering import Balance
 from newton_summary.parallel.processes import Distributed, is_sharded, local_part
 from newton_summary.partition import make_partition
-from newton_summary.probe.loss_function import LossFn, check_loss_fn
+from newton_summary.probe.inputs import LossFn, check_loss_fn
 from newton_summary.probe.state import unmoved
 
 Why = Literal["start", "raise", "lower", "keep", "not finite"]

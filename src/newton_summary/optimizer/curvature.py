@@ -24,7 +24,7 @@ from newton_summary.measuring.measurement import (
 from newton_summary.optimizer.curvature_data import CurvatureData, OneBatch
 from newton_summary.parallel.processes import Processes, find_processes
 from newton_summary.partition import Params, Partition
-from newton_summary.probe.loss_function import LossFn, check_loss_fn
+from newton_summary.probe.inputs import LossFn, check_loss_fn
 from newton_summary.solver import STATUS
 from newton_summary.summary import Summary
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from newton_summary.probe.probe import _as_batches, _generators
+from newton_summary.probe.inputs import as_batches
+from newton_summary.probe.state import own_generators
 
 
 class OneBatch:
@@ -43,7 +44,7 @@ class CurvatureData:
 
     def __init__(self, loader: Any):
         once = isinstance(loader, Iterator)
-        self.loader: Iterable[Any] = loader if once else _as_batches(loader)
+        self.loader: Iterable[Any] = loader if once else as_batches(loader)
         if isinstance(self.loader, Sized) and len(self.loader) == 0:
             raise ValueError("The curvature loader is empty: it has no batch to measure.")
         self._present = _seeded(torch.initial_seed())
@@ -80,7 +81,7 @@ class CurvatureData:
 
     def _open(self) -> Iterator[Any]:
         """Start the present epoch, and go on to the present position in it."""
-        generators = _generators(self.loader)
+        generators = own_generators(self.loader)
         if self._start is None:
             self._start = {
                 "random": _capture(),

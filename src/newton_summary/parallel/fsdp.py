@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -174,25 +174,16 @@ class _Gather(torch.autograd.Function):
         return torch.zeros_like(ctx.shards.anchor), None, None, None
 
 
-@contextmanager
-def resting_hooks(model: nn.Module) -> Iterator[None]:
-    """Let the hooks of ``fully_shard`` rest that gather the parameters of a whole module."""
-    with ExitStack() as stack:
-        for module in fsdp_modules(model):
-            state = module._get_fsdp_state()
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                stack.callback(_restore, hooks, dict(hooks))
-                for key in [key for key, hook in hooks.items() if _is_method_of(hook, state)]:
-                    del hooks[key]
-        yield
+def rest_hooks(model: nn.Module) -> None:
+    """Take out the hooks of ``fully_shard`` that gather the parameters of a whole module."""
+    for module in fsdp_modules(model):
+        state = module._get_fsdp_state()
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if _is_method_of(hook, state)]:
+                del hooks[key]
 
 
 def _is_method_of(hook: Any, state: Any) -> bool:
     """Return whether a hook is a method of an object, or a function around one."""
     inner = getattr(hook, "__wrapped__", None)
     return any(getattr(function, "__self__", None) is state for function in (hook, inner))
-
-
-def _restore(hooks: OrderedDict[int, Any], before: dict[int, Any]) -> None:
-    hooks.clear()
-    hooks.update(before)

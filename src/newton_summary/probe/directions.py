@@ -15,6 +15,7 @@ from newton_summary.parallel.processes import local_part
 from newton_summary.partition import Params
 from newton_summary.probe.probe import Probe
 from newton_summary.probe.state import unmoved
+from newton_summary.probe.undo import Journal
 
 Direction = str | Mapping[str, Tensor] | Optimizer
 
@@ -131,7 +132,16 @@ def optimizer_step(optimizer: Optimizer, grads: Params, params: Params) -> Param
     by_id = {id(p): grads[name] for name, p in params.items()}
     old_grads = [p.grad for p in everything]
     old_attributes = dict(optimizer.__dict__)
-    try:
+
+    def put_back() -> None:
+        optimizer.__dict__.update(old_attributes)
+        for name in [name for name in optimizer.__dict__ if name not in old_attributes]:
+            del optimizer.__dict__[name]
+        for p, grad in zip(everything, old_grads, strict=True):
+            p.grad = grad
+
+    with Journal() as journal:
+        journal.undo_later(put_back)
         optimizer.state = defaultdict(dict)
         optimizer.state.update({p: copy.deepcopy(v) for p, v in old_attributes["state"].items()})
         optimizer.param_groups = [
@@ -145,16 +155,12 @@ def optimizer_step(optimizer: Optimizer, grads: Params, params: Params) -> Param
             p.grad = None if grad is None else grad.clone()
         with unmoved(everything) as copies:
             before = {id(p): value for p, value in zip(everything, copies, strict=True)}
-            type(optimizer).step(optimizer)  # not optimizer.step, which a scheduler has wrapped
+            try:
+                type(optimizer).step(optimizer)  # not optimizer.step, which a scheduler has wrapped
+            except TypeError as error:
+                raise ValueError(
+                    f"{type(optimizer).__name__} cannot give a direction: its step needs a closure "
+                    f"({error}). Take its step yourself, and pass the difference of the parameters "
+                    f"as a mapping from name to tensor."
+                ) from error
             return {name: before[id(p)] - p.detach() for name, p in params.items()}
-    except TypeError as error:
-        raise ValueError(
-            f"{type(optimizer).__name__} cannot give a direction: its step needs a closure "
-            f"({error}). Take its step yourself, and pass the difference of the parameters as a "
-            f"mapping from name to tensor."
-        ) from error
-    finally:
-        optimizer.__dict__.clear()
-        optimizer.__dict__.update(old_attributes)
-        for p, grad in zip(everything, old_grads, strict=True):
-            p.grad = grad

@@ -1,49 +1,93 @@
 """Let a loss run as it is written, without what others have put around it for training.
 
-Re-entrant checkpoints, compiled kernels and wrappers of data parallelism change how a loss is
-computed and not what it is; hooks on gradients change what its derivatives seem to be. None of them
-can be differentiated again.
+Checkpoints, compiled kernels and wrappers of data parallelism change how a loss is computed and not
+what it is; hooks on gradients change what its derivatives seem to be. None of them can be
+differentiated again.
+
+They are left out in the thread that measures, and nowhere else. Where torch leaves no other way, a
+function of torch gets a switch, which passes everything on outside of a measurement.
 """
 
 from __future__ import annotations
 
 import sys
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as checkpoint
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointFunction
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-
-@contextmanager
-def running_plainly() -> Iterator[None]:
-    """Let losses run as they are written, until the end of the context."""
-    with ExitStack() as stack:
-        stack.enter_context(without_data_parallel())
-        stack.enter_context(plain_checkpoints())
-        stack.enter_context(not_compiled())
-        stack.enter_context(without_new_hooks())
-        yield
+from newton_summary.display.warn import warn_user
+from newton_summary.probe.undo import is_measuring
 
 
-@contextmanager
-def without_data_parallel() -> Iterator[None]:
+def install_switches() -> None:
+    """Put a switch in front of what has to know whether its thread is measuring.
+
+    Each takes one assignment and stays: no interrupt and no other thread can find half of it.
+    """
+    saved_tensors = getattr(checkpoint, "_checkpoint_hook", None)
+    if saved_tensors is not None and not issubclass(saved_tensors, _CheckpointSwitch):
+        kinds = (_CheckpointSwitch, saved_tensors)
+        setattr(checkpoint, "_checkpoint_hook", type("_checkpoint_hook", kinds, {}))  # noqa: B010
+    if "apply" not in vars(checkpoint.CheckpointFunction):
+        setattr(checkpoint.CheckpointFunction, "apply", classmethod(_run_checkpoint))  # noqa: B010
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        wrapper: Any = nn.parallel.DistributedDataParallel
+        if not getattr(wrapper.forward, "is_switch", False):
+            wrapper.forward = _data_parallel_switch(wrapper.forward)
+    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if compiler is not None and not isinstance(compiler._stance, _StanceSwitch):
+        compiler._stance = _StanceSwitch(compiler._stance)
+
+
+class _CheckpointSwitch:
+    """Checkpoints with ``use_reentrant=False`` that keep their tensors during a measurement.
+
+    They would run again in the backward pass, out of sight, and then need not save what operations
+    in elementary form have saved.
+    """
+
+    def __enter__(self) -> Any:
+        self.keeps_tensors = is_measuring()
+        return None if self.keeps_tensors else super().__enter__()  # type: ignore[misc]
+
+    def __exit__(self, *error: Any) -> Any:
+        return None if self.keeps_tensors else super().__exit__(*error)  # type: ignore[misc]
+
+
+def refuse_unknown_checkpoints() -> AbstractContextManager[Any]:
+    """Return a context in which checkpoints are an error, if this torch is too new for them."""
+    if hasattr(checkpoint, "_checkpoint_hook"):
+        return nullcontext()
+    return torch.autograd.graph.disable_saved_tensors_hooks(
+        f"Checkpoints with use_reentrant=False cannot be measured with torch {torch.__version__}. "
+        f"Switch checkpointing off for the measurement."
+    )
+
+
+def _run_checkpoint(cls: Any, run: Callable[..., Any], preserve_rng: bool, *args: Any) -> Any:
+    """Run a re-entrant checkpoint as a plain call: autograd cannot see the parameters inside."""
+    if is_measuring():
+        return run(*args)
+    return torch.autograd.Function.apply.__func__(cls, run, preserve_rng, *args)  # type: ignore[attr-defined]
+
+
+def _data_parallel_switch(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let modules wrapped for data parallelism run as if they were not.
 
     A loss may use the wrapped module although it is given the one inside. Its forward pass would
     prepare an all-reduce of gradients that never come, and send buffers to the other ranks.
     """
-    wrapper = nn.parallel.DistributedDataParallel
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        yield
-        return
 
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        if not is_measuring():
+            return original(self, *inputs, **kwargs)
         if self.device_ids and (inputs or kwargs):
             from torch.distributed.utils import _to_kwargs
 
@@ -51,57 +95,46 @@ def without_data_parallel() -> Iterator[None]:
             (inputs,), (kwargs,) = _to_kwargs(inputs, kwargs, device, False)
         return self.module(*inputs, **kwargs)
 
-    original = wrapper.forward
-    wrapper.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        wrapper.forward = original  # type: ignore[method-assign]
+    # Outside of torch.compile, as the original is.
+    switch: Any = torch._disable_dynamo(forward, recursive=False)  # type: ignore[attr-defined]
+    switch.is_switch = True
+    return switch  # type: ignore[no-any-return]
 
 
-@contextmanager
-def plain_checkpoints() -> Iterator[None]:
-    """Let re-entrant checkpoints run as plain calls: autograd cannot see the parameters inside."""
+class _StanceSwitch:
+    """The stance of torch.compile, which lets functions run as written during a measurement."""
 
-    def run_plainly(run: Callable[..., Any], preserve_random_state: bool, *args: Any) -> Any:
-        return run(*args)
+    def __init__(self, original: Any):
+        self._original = original
 
-    setattr(CheckpointFunction, "apply", staticmethod(run_plainly))  # noqa: B010
-    try:
-        yield
-    finally:
-        delattr(CheckpointFunction, "apply")
+    @property
+    def stance(self) -> str:
+        return "force_eager" if is_measuring() else self._original.stance
 
-
-def not_compiled() -> AbstractContextManager[Any]:
-    """Let compiled functions run as they are written: kernels have no second derivative."""
-    used = "torch._dynamo" in sys.modules
-    return torch.compiler.set_stance("force_eager") if used else nullcontext()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
 
 
-@contextmanager
-def without_new_hooks() -> Iterator[None]:
-    """Let the hooks rest that a loss puts on the gradients of its tensors."""
-    names = ("register_hook", "register_post_accumulate_grad_hook")
-    originals = {name: getattr(Tensor, name) for name in names}
+HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
-    def resting(original: Callable[..., Any]) -> Callable[..., Any]:
-        def register(tensor: Tensor, hook: Callable[..., Any]) -> Any:
-            if not tensor.requires_grad:
-                return original(tensor, hook)  # an error that tells why
-            warnings.warn(
-                "loss_fn hooks into the gradient of a tensor. Such hooks rest during a "
-                "measurement: the derivatives are those of the loss.",
-                stacklevel=2,
-            )
-            return RemovableHandle(OrderedDict())
 
-        return register
+class RestingHooks(TorchFunctionMode):
+    """While active, hooks that a loss puts on the gradients of its tensors are not registered."""
 
-    for name, original in originals.items():
-        setattr(Tensor, name, resting(original))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(Tensor, name, original)
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", None) in HOOKS and is_measuring():
+            return rest_hook(func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def rest_hook(func: Callable[..., Any], tensor: Tensor, hook: Callable[..., Any]) -> Any:
+    """Return a handle of a hook that is not registered, and warn."""
+    if not tensor.requires_grad:
+        return func(tensor, hook)  # an error that says why
+    warn_user(
+        "loss_fn registers a hook on the gradient of a tensor. Such hooks rest during a "
+        "measurement: the derivatives are those of the loss."
+    )
+    return RemovableHandle(OrderedDict())

@@ -8,7 +8,7 @@ modes, and the model is afterwards as it was before.
 Hooks on gradients (``Tensor.register_hook``, the backward hooks of modules) rest during a
 measurement: they see gradients that belong to no training step, and could change the derivatives.
 Hooks on the forward pass are a part of the model and run as ever. Compiled modules, and those in
-re-entrant checkpoints, run as they are written.
+checkpoints, run as they are written.
 """
 
 from __future__ import annotations
@@ -26,14 +26,24 @@ from torch.overrides import TorchFunctionMode
 from newton_summary.errors import CoupledSamplesError, NotFiniteError
 from newton_summary.parallel.processes import ALONE, Processes
 from newton_summary.partition import Params, Partition, unwrap
-from newton_summary.probe.batches import _as_batches as _as_batches
-from newton_summary.probe.batches import count_samples, outside_inference_mode, take_samples
-from newton_summary.probe.eager import running_plainly
-from newton_summary.probe.loss_function import LossFn as LossFn
-from newton_summary.probe.loss_function import check_loss_fn, explain
-from newton_summary.probe.state import ModelState, ParameterWatch
-from newton_summary.probe.state import RandomState as RandomState
-from newton_summary.probe.state import _generators as _generators
+from newton_summary.probe.eager import RestingHooks, install_switches, refuse_unknown_checkpoints
+from newton_summary.probe.inputs import LossFn as LossFn
+from newton_summary.probe.inputs import (
+    as_batches,
+    check_loss_fn,
+    count_samples,
+    explain,
+    outside_inference_mode,
+    take_samples,
+)
+from newton_summary.probe.state import (
+    ModelState,
+    ParameterWatch,
+    RandomState,
+    TorchState,
+    own_generators,
+)
+from newton_summary.probe.undo import Journal, is_measuring, start_measuring
 
 Closure = Callable[[], Tensor]
 
@@ -45,9 +55,8 @@ class WholeBatchOnly(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in (F.batch_norm, torch.batch_norm) and (
-            args[5] if len(args) > 5 else kwargs.get("training", False)
-        ):
+        in_training = args[5] if len(args) > 5 else kwargs.get("training", False)
+        if func in (F.batch_norm, torch.batch_norm) and in_training and is_measuring():
             raise CoupledSamplesError()
         return func(*args, **kwargs)
 
@@ -85,7 +94,9 @@ class Probe:
         self.partition = partition
         self.microbatch = microbatch
         self.data = data
-        self.random = RandomState((p.device for p in partition.params.values()), _generators(data))
+        self.random = RandomState(
+            (p.device for p in partition.params.values()), own_generators(data)
+        )
         self.num_parts: int | None = None  # known after the first pass over the data
         self._params_checked = False
         self.processes = processes
@@ -97,14 +108,32 @@ class Probe:
 
     def __enter__(self) -> Probe:
         """Remember everything that an evaluation may change."""
-        self._start = self.random.capture()
-        self._model_state = ModelState(self.model)
-        self._model_state.rest()
-        self._contexts = ExitStack()
-        self._contexts.enter_context(running_plainly())
-        self._contexts.enter_context(torch.inference_mode(False))
-        self._contexts.enter_context(torch.enable_grad())
+        self._journal = Journal().__enter__()
+        try:
+            self._prepare(self._journal)
+        except BaseException:
+            self._journal.__exit__(None, None, None)
+            raise
         return self
+
+    def _prepare(self, journal: Journal) -> None:
+        torch_state = TorchState(self.random.devices)
+        journal.undo_later(torch_state.restore)
+        start_measuring(journal, alone=self.processes.count == 1)
+        install_switches()
+        self._start = self.random.capture()
+        journal.undo_later(lambda: self.random.restore(self._start, anew=True))
+        self._model_state = ModelState(self.model)
+        journal.undo_later(self._release)
+        self._model_state.rest()
+        inference = torch._C._InferenceMode(False)
+        journal.undo_later(lambda: inference.__exit__(None, None, None))
+        inference.__enter__()  # type: ignore[no-untyped-call]
+        torch_state.prepare()
+
+    def _release(self) -> None:
+        with torch._C.DisableTorchFunction():
+            self._model_state.release()
 
     def __exit__(
         self,
@@ -113,9 +142,7 @@ class Probe:
         trace: TracebackType | None,
     ) -> None:
         """Put everything back, also after an error."""
-        self._model_state.release()
-        self._contexts.close()
-        self.random.restore(self._start)
+        self._journal.__exit__(kind, error, trace)
 
     # --- the data, as closures --------------------------------------------------------------------
 
@@ -125,7 +152,7 @@ class Probe:
         Every call goes through the same batches, also if they are shuffled or augmented.
         """
         if self._batches is None:
-            self._batches = _as_batches(self.data)
+            self._batches = as_batches(self.data)
             self.random.forget()  # reading the data may have drawn
         self.random.restore(self._start)
         count = 0
@@ -251,7 +278,13 @@ class Probe:
                 watch = ParameterWatch(self.params, in_detail=not known)
                 self.random.forget()
             try:
-                with WholeBatchOnly() if is_part else nullcontext(), self._evaluating():
+                with ExitStack() as around:
+                    around.enter_context(refuse_unknown_checkpoints())
+                    if not self.recorded:  # a recorder sees them itself
+                        around.enter_context(RestingHooks())
+                    if is_part:
+                        around.enter_context(WholeBatchOnly())
+                    around.enter_context(self._evaluating())
                     loss = self.loss_fn(self.model, batch)
             except TypeError as error:
                 clearer = explain(error, self.model, self.data)

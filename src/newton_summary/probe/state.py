@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import random
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn.utils import parametrize
+
+from newton_summary.probe.undo import Journal, is_measuring
 
 
 @contextmanager
@@ -23,15 +27,18 @@ def unmoved(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """
     tensors = list(tensors)
     copies = [tensor.detach().clone() for tensor in tensors]
-    with ExitStack() as versions:
-        for tensor in tensors:
-            versions.enter_context(_unsafe_preserve_version_counter(tensor))
-        try:
-            yield copies
-        finally:
-            with torch.no_grad():
-                for tensor, value in zip(tensors, copies, strict=True):
-                    tensor.copy_(value)
+    versions = [_unsafe_preserve_version_counter(tensor) for tensor in tensors]
+
+    def put_back() -> None:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            for tensor, value in zip(tensors, copies, strict=True):
+                tensor.copy_(value)
+        for version in versions:
+            version.__exit__()
+
+    with Journal() as journal:
+        journal.undo_later(put_back)
+        yield copies
 
 
 class ParameterWatch:
@@ -80,38 +87,41 @@ def _same(tensors: list[Tensor], others: list[Tensor]) -> list[bool]:
 class ModelState:
     """What evaluating and differentiating a loss may change about a model.
 
-    Not the values of the parameters, which a loss may not change.
+    Not the values of the parameters, which a loss may not change. Every method may be called again
+    after it was interrupted.
     """
 
     def __init__(self, model: nn.Module):
-        """Remember modes, buffers, gradients, hooks, and what requires a gradient."""
-        self.modes = [(module, module.training) for module in model.modules()]
-        own = (module._buffers for module in model.modules())
-        self.buffers = [(buffers, dict(buffers)) for buffers in own if isinstance(buffers, dict)]
-        # One made under inference_mode cannot be changed outside of it.
-        self.tensors = [
-            buffer
-            for _, buffers in self.buffers
-            for buffer in buffers.values()
-            if buffer is not None and not buffer.is_inference()
-        ]
-        self.values = [tensor.detach().clone() for tensor in self.tensors]
-        self.versions = ExitStack()
+        """Remember modes, buffers, attributes, gradients, hooks, and what requires a gradient."""
+        modules = list(model.modules())
         self.params = [(p, p.requires_grad, p.grad, p._backward_hooks) for p in model.parameters()]
-        self.hooks = [(m, m._backward_hooks, m._backward_pre_hooks) for m in model.modules()]
+        self.modes = [(module, module.training) for module in modules]
+        own = (module._buffers for module in modules)
+        self.buffers = [(buffers, dict(buffers)) for buffers in own if isinstance(buffers, dict)]
+        self.attributes = _PlainAttributes(modules)
+        found = (buffer for _, buffers in self.buffers for buffer in buffers.values())
+        plain = list(self.attributes.tensors())
+        if plain:  # a view of a parameter moves with it
+            memory = {_address(p) for p, *_ in self.params}
+            plain = [x for x in plain if _address(x) not in memory]
+        # One made under inference_mode cannot be changed outside of it.
+        self.tensors = [x for x in (*found, *plain) if x is not None and not x.is_inference()]
+        self.values = [tensor.detach().clone() for tensor in self.tensors]
+        self.versions = [_unsafe_preserve_version_counter(tensor) for tensor in self.tensors]
+        self.hooks = [(m, m._backward_hooks, m._backward_pre_hooks) for m in modules]
+        forward = [hooks for m in modules for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+        self.forward_hooks = [(hooks, dict(hooks)) for hooks in forward]
+        self.cached = _cached_parametrizations(modules)
 
     def rest(self) -> None:
         """Let hooks rest, and hide the gradients from a loss that calls ``backward`` itself."""
-        for tensor in self.tensors:
-            self.versions.enter_context(_unsafe_preserve_version_counter(tensor))
         for p, _, _, hooks in self.params:
             p.grad = None
             if hooks:
                 p._backward_hooks = None
-        for module, after, before in self.hooks:
-            if after or before:
-                module._backward_hooks = OrderedDict()
-                module._backward_pre_hooks = OrderedDict()
+        for module, _, _ in self.hooks:
+            module._backward_hooks = OrderedDict()
+            module._backward_pre_hooks = OrderedDict()
 
     def restore(self) -> None:
         """Put back what an evaluation may have changed, before the next one."""
@@ -121,23 +131,154 @@ class ModelState:
         for live, saved in self.buffers:
             live.clear()
             live.update(saved)
+        self.attributes.restore()
         if self.tensors:
             # Always: the fused batch norm changes its statistics without counting a new version.
             torch._foreach_copy_([tensor.data for tensor in self.tensors], self.values)
         for p, requires_grad, _, _ in self.params:
             if p.requires_grad != requires_grad:
                 p.requires_grad_(requires_grad)
+        for key in self.cached:  # of parameters that may have moved since
+            parametrize._cache.pop(key, None)
 
     def release(self) -> None:
         """Put back everything, at the end; also versions, so that older graphs remain valid."""
         self.restore()
-        self.versions.close()
+        for version in self.versions:
+            version.__exit__()
         for p, _, grad, hooks in self.params:
             p.grad = grad
             if hooks:
                 p._backward_hooks = hooks
         for module, after, before in self.hooks:
             module._backward_hooks, module._backward_pre_hooks = after, before
+        for hooks, saved in self.forward_hooks:
+            set_contents(hooks, saved)
+        parametrize._cache.update({k: v for k, v in self.cached.items() if v is not None})
+
+
+class _PlainAttributes:
+    """What modules hold besides parameters, buffers and modules: states, counters, caches.
+
+    References are put back, and the contents of lists, dicts, sets and deques.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]):
+        self.live = [vars(module) for module in modules]
+        self.saved = [{k: v for k, v in live.items() if k not in _STANDARD} for live in self.live]
+        self.lengths = [len(live) for live in self.live]
+        values = [value for saved in self.saved for value in saved.values()]
+        values += [live.get("_non_persistent_buffers_set") for live in self.live]
+        self.contents = [(x, copy.copy(x)) for x in values if type(x) in _CONTAINERS]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Give the tensors among them, as far as they can be copied and set."""
+        for saved in self.saved:
+            for x in saved.values():
+                if type(x) is Tensor and x.layout is torch.strided and not x.requires_grad:
+                    yield x
+
+    def restore(self) -> None:
+        """Put them back."""
+        for live, saved, length in zip(self.live, self.saved, self.lengths, strict=True):
+            for name, value in saved.items():
+                if live.get(name, self) is not value:
+                    live[name] = value
+            if len(live) != length:
+                for name in [name for name in live if name not in saved and name not in _STANDARD]:
+                    del live[name]
+        for value, contents in self.contents:
+            set_contents(value, contents)
+
+
+_STANDARD = frozenset(vars(nn.Module()))  # what every module has; looked after in other ways
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+
+
+def set_contents(container: Any, contents: Any) -> None:
+    """Make a container hold the very same things as a copy of it does."""
+    live, saved = (x.items() if isinstance(x, dict) else x for x in (container, contents))
+    if len(live) == len(saved) and all(map(_is_same, live, saved)):
+        return
+    container.clear()
+    (container.extend if isinstance(container, list | deque) else container.update)(contents)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is tuple and len(a) == 2 and a[0] is b[0] and a[1] is b[1])
+
+
+def _address(tensor: Tensor) -> int | None:
+    """Return where the memory of a tensor begins, if it has any of its own."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return None
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # such as a tensor subclass
+        return None
+
+
+def _cached_parametrizations(modules: Sequence[nn.Module]) -> dict[Any, Any]:
+    """Return what ``parametrize.cached()`` holds of the modules; None for what it may come to."""
+    if not parametrize._cache_enabled:
+        return {}
+    keys = [
+        (id(module), name)
+        for module in modules
+        if parametrize.is_parametrized(module)
+        for name in module.parametrizations  # type: ignore[union-attr]
+    ]
+    return {key: parametrize._cache.get(key) for key in keys}
+
+
+class TorchState:
+    """What this thread has set: gradients on or off, function modes, autocast."""
+
+    def __init__(self, devices: Iterable[torch.device]):
+        """Remember it."""
+        self.grad = torch.is_grad_enabled()
+        self.modes = _function_modes()
+        if not is_measuring():  # any of ours was left by an interrupt
+            self.modes = [mode for mode in self.modes if not _is_ours(mode)]
+        kinds = {"cpu", *(device.type for device in devices if device.type != "meta")}
+        self.autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in sorted(kinds)
+        ]
+        self.cache = torch.is_autocast_cache_enabled()
+        self.overrides = torch._C.DisableTorchFunction()  # its end puts back what was at its start
+        # fmt: off
+        with self.overrides: pass  # noqa: E701
+        # fmt: on
+
+    def prepare(self) -> None:
+        """Switch gradients on, and leave the modes of a measurement around this one."""
+        torch._C._set_grad_enabled(True)
+        while (modes := _function_modes()) and _is_ours(modes[-1]):
+            torch._C._pop_torch_function_stack()
+
+    def restore(self) -> None:
+        """Put it back."""
+        self.overrides.__exit__(None, None, None)
+        torch._C._set_grad_enabled(self.grad)
+        if _function_modes() != self.modes:
+            while torch._C._len_torch_function_stack():
+                torch._C._pop_torch_function_stack()
+            for mode in self.modes:
+                torch._C._push_on_torch_function_stack(mode)
+        for kind, enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self.cache)
+
+
+def _is_ours(mode: Any) -> bool:
+    return type(mode).__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _function_modes() -> list[Any]:
+    count = torch._C._len_torch_function_stack()
+    return [torch._C._get_function_stack_at(i) for i in range(count)]
 
 
 class RandomState:
@@ -167,11 +308,11 @@ class RandomState:
         """Say that somebody else may draw from the generators now."""
         self._known = None
 
-    def restore(self, state: State) -> None:
-        """Set all of them to a captured state."""
-        if state is self._known:
+    def restore(self, state: State, anew: bool = False) -> None:
+        """Set all of them to a captured state; ``anew`` even if it seems to be the present one."""
+        if state is self._known and not anew:
             return
-        self._known = state
+        self._known = None
         cpu, devices, generators, python, numpy = state
         torch.set_rng_state(cpu)
         for device, value in zip(self.devices, devices, strict=True):
@@ -180,6 +321,7 @@ class RandomState:
             generator.set_state(value)
         random.setstate(python)
         np.random.set_state(numpy)
+        self._known = state
 
     def jump(self, state: State) -> None:
         """Go on from a captured state to another, which does not depend on what was drawn since."""
@@ -204,7 +346,7 @@ def _which(device: torch.device) -> tuple[torch.device, ...]:
     return () if device.type == "mps" else (device,)
 
 
-def _generators(data: Any) -> list[torch.Generator]:
+def own_generators(data: Any) -> list[torch.Generator]:
     """Return the generators that a data loader and its samplers own."""
     if isinstance(data, Mapping):  # one batch, whose entries may be attributes
         return []

@@ -29,7 +29,7 @@ from newton_summary.derivatives.sweep.engine import (
 )
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.partition import Params, Partition, result_dtype
-from newton_summary.probe.batches import count_samples
+from newton_summary.probe.inputs import count_samples
 from newton_summary.probe.probe import Closure, LossFn, Probe, check_finite
 from newton_summary.summary import Summary
 

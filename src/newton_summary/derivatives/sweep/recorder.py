@@ -34,6 +34,7 @@ from newton_summary.derivatives.sweep.torch_functions import (
 )
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.partition import Params
+from newton_summary.probe.eager import HOOKS, rest_hook
 from newton_summary.probe.probe import Closure
 
 
@@ -65,6 +66,7 @@ class Recorder(TorchFunctionMode):
         self.leaves: dict[int, str] = {}
         self.unseen: dict[int, str] = {}  # slots of what was made out of sight, and by what
         self.slots = 0
+        self.finished = False  # an interrupt may leave it active
         self.memory = {p.untyped_storage().data_ptr(): n for n, p in params.items() if p.numel()}
         for name, p in params.items():
             self.leaves[self.slots] = name
@@ -78,8 +80,11 @@ class Recorder(TorchFunctionMode):
                     f"sweep: {type(mode).__name__}, which is active around the measurement, may "
                     f"change what an operation does"
                 )
-        with self:
-            loss = closure()
+        try:
+            with self:
+                loss = closure()
+        finally:
+            self.finished = True
         for tensor, version in self.loose:
             if tensor._version != version:
                 raise changed_in_place(tensor)
@@ -115,7 +120,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         call = look_up(func)
-        if call.passes:
+        if call.passes or self.finished:
             return func(*args, **kwargs)
         if call.accesses:
             return self._access(call.name, func, args, kwargs)
@@ -225,6 +230,8 @@ class Recorder(TorchFunctionMode):
         """Pass on what is not an operation: attributes."""
         if not args[0].requires_grad:
             return func(*args, **kwargs)
+        if name in HOOKS:
+            return rest_hook(func, *args, **kwargs)
         if name == "data.set" and id(args[0]) in self.values:
             if same_memory(*args):  # as module.to() writes where there is nothing to convert
                 return None

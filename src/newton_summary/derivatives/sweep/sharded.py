@@ -29,12 +29,13 @@ from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE
 from newton_summary.derivatives.sweep.tangent import Tangent
 from newton_summary.derivatives.sweep.tape import Tape, Value
 from newton_summary.derivatives.sweep.torch_functions import look_up
-from newton_summary.parallel.fsdp import Shards, check_shards, resting_hooks, scattered_sum
+from newton_summary.parallel.fsdp import Shards, check_shards, rest_hooks, scattered_sum
 from newton_summary.parallel.processes import is_sharded, like_sharded, local_part
 from newton_summary.parallel.ranks import Ranks
 from newton_summary.partition import Params, Partition
-from newton_summary.probe.batches import count_samples
+from newton_summary.probe.inputs import count_samples
 from newton_summary.probe.probe import Closure, Probe, check_depends, check_finite
+from newton_summary.probe.undo import Journal
 
 
 class ShardedProbe(Probe):
@@ -50,12 +51,11 @@ class ShardedProbe(Probe):
         self.params = Shards(self.partition.params, self.processes.meeting)
         self._params_checked = True  # a loss gets copies of them, so it cannot change them
 
-    def __enter__(self) -> ShardedProbe:
+    def _prepare(self, journal: Journal) -> None:
         """Let the hooks of ``fully_shard`` rest, besides all else."""
-        super().__enter__()
-        self._contexts.enter_context(resting_hooks(self.model))
-        self._contexts.callback(self.params.forget)
-        return self
+        super()._prepare(journal)
+        journal.undo_later(self.params.forget)
+        rest_hooks(self.model)
 
     def _in_step(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Give batches as long as all ranks have one: they gather parameters together."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from newton_summary.derivatives.norms import elementary_form
+from newton_summary.probe.eager import HOOKS
 
 
 def names(text: str) -> list[str]:
@@ -49,7 +50,7 @@ class Call:
     name: str
     in_place: bool  # whether it changes its first argument
     passes: bool  # whether it only answers a question about a tensor
-    accesses: bool  # whether it reads or writes an attribute
+    accesses: bool  # whether it reads or writes an attribute, or registers a hook
     of_torch: bool  # whether its keywords are those of torch
     elementary: Callable[..., Any] | None  # what to run instead, for norms
     inside: Callable[..., Any] | None  # its body, where torch writes it in Python
@@ -62,7 +63,7 @@ class Call:
             name,
             writes_in_place(func),
             name in PASS,
-            name.endswith((".get", ".set")),
+            name.endswith((".get", ".set")) or name in HOOKS,
             name != "segment_reduce"
             and (not isinstance(func, types.FunctionType) or of_torch(func)),
             elementary_form(func),
