@@ -140,7 +140,7 @@ def test_alone_nothing_of_several_processes_is_entered(walks):
         assert not any("sharded" in file for file in files)
 
 
-@pytest.mark.parametrize(("walk", "most"), [("summarize", 15), ("refresh", 23)])
+@pytest.mark.parametrize(("walk", "most"), [("summarize", 15), ("refresh", 20)])
 def test_few_files_are_passed_through(walks, walk, most):
     """Not counting the rules, which are one for each kind of operation in the model."""
     files = {file for file in walks[walk] if "/rules/" not in file}
