@@ -14,8 +14,7 @@ from torch import nn
 import newton_summary as ns
 from newton_summary import NewtonSummary, make_partition
 from newton_summary.data import load_mnist_subset
-from newton_summary.optimizer.averaging import NormalizedAverage
-from newton_summary.optimizer.rates import solve
+from newton_summary.optimizer.rates import NormalizedAverage, solve
 from newton_summary.optimizer.update import Update
 from newton_summary.summary import Summary
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import newton_summary as ns
-from newton_summary.optimizer.curvature_data import CurvatureData
+from newton_summary.optimizer.curvature import CurvatureData
 from test_optimizer import (
     CURVATURE,
     DIRECTIONS,
@@ -133,6 +133,7 @@ def make_run(name):
     return Run(options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_killed_at_any_step_ends_in_the_same_parameters(name):
     """With dropout, shuffling, augmentation, a scheduler, and one gradient that is not finite."""
@@ -370,6 +371,14 @@ def test_the_loader_starts_over_with_another_order():
     epochs = [torch.cat(take(data, 3)) for _ in range(3)]
     assert all(sorted(epoch.tolist()) == list(range(6)) for epoch in epochs)
     assert len({tuple(epoch.tolist()) for epoch in epochs}) > 1
+
+
+def test_the_loader_does_not_repeat_the_order_of_training():
+    """A loader of the same kind, under the same seed, gives training another order."""
+    loader = DataLoader(torch.arange(50), batch_size=50, shuffle=True)
+    torch.manual_seed(1)
+    data = CurvatureData(loader)
+    assert not torch.equal(data.next_batch(), next(iter(loader)))
 
 
 def test_the_seed_of_torch_decides():

@@ -1,4 +1,4 @@
-"""Learning rates from a summary: the minimum of the cubic model (paper, App. D).
+"""Learning rates from a summary: the minimum of the cubic model (paper, Section 5 and App. D).
 
     T(eta) = -eta.gbar + 1/2 eta.Hbar eta + lambda_int/6 ||D eta||^3,   D = Diag(|D3|^(1/3))
 
@@ -136,7 +136,7 @@ class LearningRates(ShownAsTable):
 def learning_rates(
     summary: Summary, lambda_int: float = 1.0, *, diagonal: bool = False
 ) -> LearningRates:
-    """Minimise the cubic model of the loss over the learning rates (paper, Section 4 and App. D).
+    """Minimise the cubic model of the loss over the learning rates (paper, Section 5 and App. D).
 
     The model is ``-eta.gbar + 1/2 eta.Hbar eta + lambda_int/6 ||D eta||^3`` with
     ``D = Diag(|D3|^(1/3))`` (Method 1). Takes O(S^3) operations, in float64 on the CPU. A model
@@ -332,7 +332,7 @@ def _minimise(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, s
 
 
 def _scale(g: Array, H: Array) -> Array:
-    """Return a scale c for every group, so that Hbar_st / (c_s c_t) does not depend on units."""
+    """Return a scale c for every group: Hbar_st / (c_s c_t) does not depend on units (App. E)."""
     c = np.sqrt(np.abs(np.diag(H)))
     coupling = np.max(np.where(c > 0, np.abs(H) / np.where(c > 0, c, 1), 0), axis=1)
     for other in (coupling, np.abs(g), np.ones_like(g)):
@@ -393,7 +393,7 @@ def _escaping(g: Array, H: Array, free: NDArray[np.bool_]) -> tuple[int, ...]:
 
 
 def _cubic(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, str]:
-    """Return the minimum where the groups with d_s = 0 have a positive definite block."""
+    """Return the minimum where the groups with d_s = 0 have a positive definite block (App. D)."""
     rounding = 8 * len(g) * _EPS
     lifted = H + rounding * np.diag(np.abs(np.diag(H)))
     if _cholesky(H) is None and _cholesky(lifted) is not None:

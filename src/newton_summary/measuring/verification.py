@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from newton_summary.derivatives.differences import summarize_differences
 from newton_summary.derivatives.sweep import summarize_sweep
 from newton_summary.display.table import ShownAsTable
+from newton_summary.measuring.exact_loss import ExactLoss, widened
 from newton_summary.parallel.processes import refuse_sharded
 from newton_summary.partition import Partition, Spec, make_partition, trainable, unwrap
 from newton_summary.probe.directions import Direction, find_direction
@@ -29,12 +29,16 @@ STEP_FACTORS = (1.0, 0.25, 1e-2, 2.5e-3)
 TOLERANCE = 1e-4  # of the largest entry in a group's row of Hbar, and of the largest D3
 
 
+Verdict = Literal["agrees", "differs", "unclear"]
+
+
 @dataclass(frozen=True)
 class Verification(ShownAsTable):
     """How far the sweep is from central differences, group by group. Made by :func:`verify`.
 
-    ``print`` it for a table with a verdict for every group. ``ok`` is true if no group differs;
-    groups that are unclear, because the differences themselves depend on their step, do not count.
+    ``print`` it for a table with a verdict for every group. ``status`` is the verdict on all of
+    them: "differs" if any group does, "unclear" if fewer than half of them are clear, because the
+    differences themselves depend on their step. ``ok`` means that it is "agrees".
 
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
     >>> def loss_fn(model, x):
@@ -55,7 +59,7 @@ class Verification(ShownAsTable):
     differences: Summary
 
     @property
-    def verdicts(self) -> tuple[str, ...]:
+    def verdicts(self) -> tuple[Verdict, ...]:
         """``agrees``, ``differs``, or ``unclear`` where the differences depend on their step."""
         return tuple(
             _worse(_verdict(*H), _verdict(*D))
@@ -67,9 +71,17 @@ class Verification(ShownAsTable):
         )
 
     @property
+    def status(self) -> Verdict:
+        """The verdict on all groups together."""
+        verdicts = self.verdicts
+        if "differs" in verdicts:
+            return "differs"
+        return "agrees" if 2 * verdicts.count("agrees") >= len(verdicts) else "unclear"
+
+    @property
     def ok(self) -> bool:
-        """Whether no group differs."""
-        return "differs" not in self.verdicts
+        """Whether no group differs, and at least half of them agree."""
+        return self.status == "agrees"
 
     def _rows(self) -> list[list[str]]:
         rows = [["group", "Hbar: off by", "D3: off by", "verdict"]]
@@ -88,19 +100,20 @@ class Verification(ShownAsTable):
 _SAID = {
     "agrees": "agree",
     "differs": "DIFFER",
-    "unclear": "unclear (the loss has kinks, such as ReLU or max-pooling, within the step of the "
-    "differences, or no third derivative to speak of)",
+    "unclear": "unclear (the differences depend on their step: kinks such as ReLU and max-pooling, "
+    "rounding inside of the loss, or no third derivative to speak of)",
 }
 
 
-def _verdict(error: float, doubt: float) -> str:
+def _verdict(error: float, doubt: float) -> Verdict:
     if error <= TOLERANCE:
         return "agrees"
     return "unclear" if doubt > error / 10 else "differs"
 
 
-def _worse(a: str, b: str) -> str:
-    return next(v for v in ("differs", "unclear", "agrees") if v in (a, b))
+def _worse(a: Verdict, b: Verdict) -> Verdict:
+    order: tuple[Verdict, ...] = ("differs", "unclear", "agrees")
+    return next(v for v in order if v in (a, b))
 
 
 def verify(
@@ -113,9 +126,11 @@ def verify(
 ) -> Verification:
     """Compare the sweep with central differences of gradients on a model of your own.
 
-    Works on a copy of the model in float64, where differences are good to about 1e-6, and shares no
-    code with the sweep but the loss itself: gradients come from torch's own backward pass. Takes
-    about 8S gradients, so a small batch will do.
+    Works on a copy of the model in float64, where differences are good to about 1e-6; what the
+    model computes in float32 inside is in float64 as well. Gradients come from torch's own backward
+    pass. What the loss takes out of the graph, such as by ``detach``, stays as it is while the
+    parameters move: it is a constant to autograd, and so to the sweep. Takes about 8S gradients, so
+    a small batch will do.
 
     Args:
         model: Any module that can be copied.
@@ -149,8 +164,8 @@ def verify(
     with (
         Journal(),
         _not_called(unwrap(model)),
-        _of_one_dtype(),
-        Probe(exact, loss_fn, _in_double(data), groups) as probe,
+        _in_float64(),
+        Probe(exact, ExactLoss(loss_fn).wrapped(), widened(_one_batch(data)), groups) as probe,
     ):
         u = find_direction(direction, probe)
         closure, _ = next(iter(probe.closures()))
@@ -183,16 +198,15 @@ def _not_called(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _of_one_dtype() -> Iterator[None]:
-    """Say what to do where the loss brings tensors of its own in float32."""
+def _in_float64() -> Iterator[None]:
+    """Say so where a model cannot compute in float64."""
     try:
         yield
-    except RuntimeError as error:
-        if not all(dtype in str(error) for dtype in ("Double", "Float")):
+    except (RuntimeError, NotImplementedError) as error:
+        if not any(name in str(error) for name in ("Double", "double", "float64")):
             raise
         raise ValueError(
-            f"verify works in float64, and loss_fn uses a tensor of its own in float32 ({error}). "
-            f"Convert it inside of loss_fn, for example with .to(output.dtype)."
+            f"verify works in float64, and this model cannot: {str(error).splitlines()[0]}"
         ) from error
 
 
@@ -208,13 +222,8 @@ def _errors(a: Summary, b: Summary) -> tuple[Tensor, Tensor]:
     return gap.amax(1) / row_scale, D3_gap
 
 
-def _in_double(data: Any) -> Any:
-    """Convert the floating-point tensors of a batch, or of every batch as it comes."""
-
-    def convert(leaf: Any) -> Any:
-        real = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return leaf.double() if real else leaf
-
+def _one_batch(data: Any) -> Any:
+    """Return data that is one batch as it is, and of several batches the first."""
     if isinstance(data, Tensor | tuple | list | dict) or not hasattr(data, "__iter__"):
-        return pytree.tree_map(convert, data)
-    return [pytree.tree_map(convert, next(iter(data)))]
+        return data
+    return [next(iter(data))]

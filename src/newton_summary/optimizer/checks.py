@@ -1,16 +1,20 @@
-"""What NewtonSummary is given: checks with clear errors, and groups that are added later."""
+"""What NewtonSummary is given: checks with clear errors, closures as losses, groups added later."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from newton_summary.optimizer.schedule import VARIANTS
 from newton_summary.partition import Partition
+from newton_summary.probe.inputs import LossFn
+
+Closure = Callable[[], Tensor]
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
@@ -67,6 +71,30 @@ def check_direction(direction: Optimizer, partition: Partition) -> None:
                     f"The optimizer given as direction holds a parameter of shape "
                     f"{tuple(p.shape)} that is not in the partition: it belongs to another model."
                 )
+
+
+def as_loss_fn(closure: Closure, partition: Partition) -> LossFn:
+    """Return the closure as a function of model and batch that checks what comes back."""
+    asked = (
+        "A closure of step() returns the loss of a curvature batch as a tensor, without backward()"
+    )
+
+    def grads() -> list[Tensor | None]:
+        with torch._C.DisableTorchFunction():  # or the sweep thinks that the loss reads them
+            return [p.grad for p in partition.params.values()]
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        before = grads()
+        loss = closure()
+        if any(new is not old for new, old in zip(grads(), before)):
+            raise ValueError(f"The closure called backward() or zero_grad(). {asked}.")
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"The closure returned {type(loss).__name__}. {asked}.")
+        if not loss.requires_grad:
+            raise ValueError(f"The closure returned a loss that is detached. {asked}.")
+        return loss
+
+    return loss_fn
 
 
 def is_divided(partition: Partition) -> bool:

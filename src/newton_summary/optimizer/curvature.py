@@ -1,18 +1,17 @@
-"""What summaries are measured on while training: a loss with data of its own, or a closure."""
+"""What summaries are measured on while training: a loss with batches of its own, or a closure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, fields
+import itertools
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypedDict
 
+import numpy as np
 import torch
-from torch import Tensor, nn
 
-from newton_summary.derivatives.sweep.cuda_graph import CannotCapture, SweepGraphs
 from newton_summary.display.names import nearest
-from newton_summary.display.warn import warn_user
 from newton_summary.errors import NotFiniteError
 from newton_summary.measuring.measurement import (
     backends_for,
@@ -21,15 +20,14 @@ from newton_summary.measuring.measurement import (
     measure,
     open_probe,
 )
-from newton_summary.optimizer.curvature_data import CurvatureData, OneBatch
-from newton_summary.parallel.processes import Processes, find_processes
+from newton_summary.optimizer.captured import CapturedSweep
+from newton_summary.optimizer.checks import Closure, as_loss_fn
+from newton_summary.parallel.processes import find_processes
 from newton_summary.partition import Params, Partition
-from newton_summary.probe.inputs import LossFn, check_loss_fn
+from newton_summary.probe.inputs import LossFn, as_batches, check_loss_fn
+from newton_summary.probe.state import RandomState, own_generators
 from newton_summary.solver import STATUS
 from newton_summary.summary import Summary
-
-Closure = Callable[[], Tensor]
-BEFORE_CAPTURE = 3  # measurements without a graph: what fails early is told in its own words
 
 
 class Measuring(TypedDict, total=False):
@@ -41,27 +39,6 @@ class Measuring(TypedDict, total=False):
     cuda_graph: bool
 
 
-@dataclass(frozen=True)
-class HowMeasured:
-    """The same with their defaults."""
-
-    backend: str = "auto"
-    microbatch: int | None = None
-    distributed: str | bool | Any = "auto"
-    cuda_graph: bool = False
-
-    @staticmethod
-    def checked(options: Measuring) -> HowMeasured:
-        """Return the options, or say what is wrong with them."""
-        known = [field.name for field in fields(HowMeasured)]
-        for name in options:
-            if name not in known:
-                raise TypeError(f"NewtonSummary has no argument {name!r}.{nearest(name, known)}")
-        how = HowMeasured(**options)
-        backends_for(how.backend, how.microbatch, sharded=False)
-        return how
-
-
 class Curvature:
     """Measures summaries, each on a batch of its own.
 
@@ -69,17 +46,28 @@ class Curvature:
         given: ``(loss_fn, loader)``, or None if closures bring the loss.
         how: Options of the measurement.
 
+    Raises:
+        TypeError: If there is no such option, or ``given`` is not a pair.
+
     Attributes:
         data: The batches; None with closures.
         count: How many summaries were measured.
     """
 
-    def __init__(self, given: Any, how: HowMeasured):
+    def __init__(self, given: Any, how: Measuring):
+        for name in how:
+            known = Measuring.__annotations__
+            if name not in known:
+                raise TypeError(f"NewtonSummary has no argument {name!r}.{nearest(name, known)}")
+        self.backend, self.microbatch = how.get("backend", "auto"), how.get("microbatch")
+        self.distributed = how.get("distributed", "auto")
+        backends_for(self.backend, self.microbatch, sharded=False)  # raises if there is none
         self.loss_fn: LossFn | None = None
         self.data: CurvatureData | None = None
-        self.how, self.count = how, 0
-        self._graphs: SweepGraphs | None = None
-        self._captures = how.cuda_graph
+        self.count = 0
+        self._captured: CapturedSweep | None = None
+        if how.get("cuda_graph", False):
+            self._captured = CapturedSweep(self._unfit_to_capture(given))
         if given is None:
             return
         if not (isinstance(given, tuple) and len(given) == 2 and callable(given[0])):
@@ -93,16 +81,19 @@ class Curvature:
         self, partition: Partition, u: Params, order: int, closure: Closure | None
     ) -> Summary:
         """Return this process's summary along ``u``, on the next batch."""
-        processes = find_processes(self.how.distributed, partition.params)
+        processes = find_processes(self.distributed, partition.params)
         with processes.joint(), torch.enable_grad(), _thawed(partition):
             loss_fn, batch = self._next(closure, partition)
-            summary = self._replayed(partition, loss_fn, batch, u, order, processes)
-            if summary is not None:
-                return summary
-            how, model = self.how, _model_of(partition)
-            backends = backends_for(how.backend, how.microbatch, processes.sharded)
+            if self._captured is not None:
+                known = (partition, loss_fn, batch, u, order)
+                summary = self._captured.summarize(*known, ranks=processes.count)
+                if summary is not None:
+                    return summary
+            model = partition.model
+            assert model is not None
+            backends = backends_for(self.backend, self.microbatch, processes.sharded)
             given = (model, loss_fn, OneBatch(batch), find_partition(model, partition))
-            with open_probe(*given, how.microbatch, processes) as probe:
+            with open_probe(*given, self.microbatch, processes) as probe:
                 return measure(probe, u, order, backends)
 
     def mean(self, summary: Summary, u: Params) -> Summary:
@@ -111,7 +102,7 @@ class Curvature:
         Raises:
             NotFiniteError: If it is not finite.
         """
-        summary = mean_over(find_processes(self.how.distributed, u), summary, u)
+        summary = mean_over(find_processes(self.distributed, u), summary, u)
         parts = (x for x in (summary.gbar, summary.Hbar, summary.D3) if x is not None)
         if not all(bool(x.isfinite().all()) for x in parts):
             raise NotFiniteError(STATUS["not-finite"])
@@ -133,55 +124,17 @@ class Curvature:
                 "loader) to NewtonSummary, or call step(closure) with a closure that returns the "
                 "loss of a curvature batch, whenever opt.refresh_due."
             )
-        return _as_loss_fn(closure, partition), None
+        return as_loss_fn(closure, partition), None
 
-    def _replayed(
-        self,
-        partition: Partition,
-        loss_fn: LossFn,
-        batch: Any,
-        u: Params,
-        order: int,
-        processes: Processes,
-    ) -> Summary | None:
-        """Return a summary from a CUDA graph, if that is wanted and possible."""
-        if not self._captures or self.count < BEFORE_CAPTURE:
-            return None
-        try:
-            self._check_capture(batch, processes)
-            if self._graphs is None:
-                self._graphs = SweepGraphs(_model_of(partition), partition, order)
-            return self._graphs.summarize(loss_fn, batch, u)
-        except CannotCapture as error:
-            self._captures, self._graphs = False, None
-            warn_user(f"NewtonSummary: cuda_graph=True has no effect, because {error}.")
-            return None
-
-    def _check_capture(self, batch: Any, processes: Processes) -> None:
-        if processes.count > 1:
-            raise CannotCapture("there are several ranks")
-        if batch is None:
-            raise CannotCapture(
-                "the batch of a closure cannot be replaced: give curvature=(loss_fn, loader)"
-            )
-        if self.how.microbatch is not None or self.how.backend not in ("auto", "sweep"):
-            raise CannotCapture(
+    def _unfit_to_capture(self, given: Any) -> str | None:
+        if given is None:
+            return "the batch of a closure cannot be replaced: give curvature=(loss_fn, loader)"
+        if self.microbatch is not None or self.backend not in ("auto", "sweep"):
+            return (
                 f"it measures a whole batch with the sweep, and not with "
-                f"microbatch={self.how.microbatch} and backend={self.how.backend!r}"
+                f"microbatch={self.microbatch} and backend={self.backend!r}"
             )
-
-    def forget_graphs(self) -> None:
-        """Capture anew, for another partition."""
-        self._graphs = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the graphs, which cannot be copied and are captured anew."""
-        return self.__dict__ | {"_graphs": None}
-
-
-def _model_of(partition: Partition) -> nn.Module:
-    assert partition.model is not None
-    return partition.model
+        return None
 
 
 def _thawed(partition: Partition) -> ExitStack:
@@ -194,25 +147,135 @@ def _thawed(partition: Partition) -> ExitStack:
     return stack
 
 
-def _as_loss_fn(closure: Closure, partition: Partition) -> LossFn:
-    """Return the closure as a function of model and batch that checks what comes back."""
-    asked = (
-        "A closure of step() returns the loss of a curvature batch as a tensor, without backward()"
-    )
+# --- batches --------------------------------------------------------------------------------------
 
-    def grads() -> list[Tensor | None]:
-        with torch._C.DisableTorchFunction():  # or the sweep thinks that the loss reads them
-            return [p.grad for p in partition.params.values()]
 
-    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-        before = grads()
-        loss = closure()
-        if any(new is not old for new, old in zip(grads(), before)):
-            raise ValueError(f"The closure called backward() or zero_grad(). {asked}.")
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"The closure returned {type(loss).__name__}. {asked}.")
-        if not loss.requires_grad:
-            raise ValueError(f"The closure returned a loss that is detached. {asked}.")
-        return loss
+class OneBatch:
+    """One batch as a series of batches, whatever its type: :func:`summarize` takes it as it is."""
 
-    return loss_fn
+    def __init__(self, batch: Any):
+        """Hold the batch."""
+        self.batch = batch
+
+    def __iter__(self) -> Iterator[Any]:
+        """Give the batch."""
+        yield self.batch
+
+
+class CurvatureData:
+    """Batches from a loader, one at a time, without end, at a position that can be saved.
+
+    The loader starts over when it ends. It draws from random numbers of its own, seeded from
+    torch's seed: training sees the same random numbers as without it, and the two streams of
+    batches are independent. A saved position is found again by going
+    through the batches of the present epoch up to it, with the random numbers of that epoch.
+
+    A loader that draws from a ``torch.Generator`` should have one that nobody else draws from.
+
+    Args:
+        loader: A DataLoader or other iterable of batches, or one batch. An iterator works as long
+            as it lasts.
+    """
+
+    def __init__(self, loader: Any):
+        once = isinstance(loader, Iterator)
+        self.loader: Iterable[Any] = loader if once else as_batches(loader)
+        if isinstance(self.loader, Sized) and len(self.loader) == 0:
+            raise ValueError("The curvature loader is empty: it has no batch to measure.")
+        self._present = _seeded(torch.initial_seed())  # its own random numbers
+        self._epoch = 0
+        self._index = 0  # batches taken in this epoch
+        self._start: RandomState.State | None = None  # of this epoch, with the loader's generators
+        self._iterator: Iterator[Any] | None = None
+
+    def next_batch(self) -> Any:
+        """Return the next batch, from the start again after the last one."""
+        with self._own_random_numbers():
+            if self._iterator is None:
+                self._iterator = self._open()
+            try:
+                batch = next(self._iterator)
+            except StopIteration:  # from the start again
+                batch = next(self._next_epoch(), self)
+        if batch is self:
+            raise ValueError("The curvature loader gave no batch when it started over.")
+        self._index += 1
+        return batch
+
+    def _next_epoch(self) -> Iterator[Any]:
+        if self._index == 0:
+            raise ValueError("The curvature loader is empty: it gave no batch to measure.")
+        if isinstance(self.loader, Iterator):
+            raise ValueError(
+                f"The curvature data ended after {self._index} batches and cannot start over, "
+                f"because it is an iterator. Give a DataLoader or a list of batches."
+            )
+        self._epoch, self._index, self._start = self._epoch + 1, 0, None
+        self._iterator = self._open()
+        return self._iterator
+
+    def _open(self) -> Iterator[Any]:
+        """Start the present epoch, and go on to the present position in it."""
+        random_state = RandomState((), own_generators(self.loader))
+        if self._start is None:
+            self._start = random_state.capture()
+        else:
+            random_state.restore(self._start)
+        sampler: Any = getattr(self.loader, "sampler", None)
+        if hasattr(sampler, "set_epoch"):  # a DistributedSampler repeats its order otherwise
+            sampler.set_epoch(self._epoch)
+        iterator = iter(self.loader)
+        # To the end, if a loader of fewer batches goes on: that of a run on more ranks.
+        next(itertools.islice(iterator, self._index, self._index), None)
+        return iterator
+
+    @contextmanager
+    def _own_random_numbers(self) -> Iterator[None]:
+        others = RandomState(()).capture()
+        RandomState(()).restore(self._present)
+        try:
+            yield
+        finally:
+            self._present = RandomState(()).capture()
+            RandomState(()).restore(others)
+
+    # --- the position -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as plain values and tensors."""
+        return {
+            "epoch": self._epoch,
+            "index": self._index,
+            "start": None if self._start is None else _to_plain(self._start),
+            "present": _to_plain(self._present),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Return to a position; the batches before it are passed over at the next one."""
+        start = None if state["start"] is None else _from_plain(state["start"])
+        self._epoch, self._index, self._start = state["epoch"], state["index"], start
+        self._present = _from_plain(state["present"])
+        self._iterator = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the iterator, which cannot be copied; the position is enough."""
+        return self.__dict__ | {"_iterator": None}
+
+
+def _seeded(seed: int) -> RandomState.State:
+    """Return the state of torch's, Python's and numpy's random numbers after a seed."""
+    mixed = (seed * 6364136223846793005 + 1442695040888963407) % 2**63  # not training's own stream
+    torchs = torch.Generator().manual_seed(mixed).get_state()
+    numpys = np.random.RandomState(mixed % 2**32).get_state()
+    return torchs, [], [], random.Random(mixed).getstate(), numpys
+
+
+def _to_plain(state: RandomState.State) -> list[Any]:
+    """Return a state in types that ``torch.load(weights_only=True)`` reads."""
+    *others, (name, keys, *rest) = state
+    return [*others, (name, torch.from_numpy(keys.astype(np.int64)), *rest)]
+
+
+def _from_plain(state: Sequence[Any]) -> RandomState.State:
+    *others, (name, keys, *rest) = state
+    return (*others, (name, keys.numpy().astype(np.uint32), *rest))

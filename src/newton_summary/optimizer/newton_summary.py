@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,14 +17,8 @@ from newton_summary.display.table import text_table, without_middle
 from newton_summary.display.warn import warn_user
 from newton_summary.errors import NotFiniteError
 from newton_summary.optimizer import checkpoint
-from newton_summary.optimizer.averaging import (
-    Average,
-    NormalizedAverage,
-    WindowAverage,
-    plain_summary,
-    restored_summary,
-)
 from newton_summary.optimizer.checks import (
+    Closure,
     check_direction,
     check_partition,
     check_settings,
@@ -32,8 +26,17 @@ from newton_summary.optimizer.checks import (
     holds_all,
     is_divided,
 )
-from newton_summary.optimizer.curvature import Curvature, HowMeasured
-from newton_summary.optimizer.rates import limit, solve, solve_common
+from newton_summary.optimizer.curvature import Curvature
+from newton_summary.optimizer.rates import (
+    Average,
+    NormalizedAverage,
+    WindowAverage,
+    limit,
+    plain_summary,
+    restored_summary,
+    solve,
+    solve_common,
+)
 from newton_summary.optimizer.schedule import Schedule, Variant
 from newton_summary.optimizer.update import Update
 from newton_summary.parallel.fsdp import own_memory
@@ -47,8 +50,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from newton_summary.optimizer.curvature import Measuring
-
-Closure = Callable[[], Tensor]
 
 OF_GROUPS = ("lr", "momentum", "weight_decay")  # settings that each group has for itself
 COMMON = (  # settings that all groups share
@@ -201,10 +202,9 @@ class NewtonSummary(Optimizer):
         if direction is not None:
             check_direction(direction, partition)
         self.partition, self.direction = partition, direction
-        how = HowMeasured.checked(measuring)
-        processes = find_processes(how.distributed, partition.params)
+        processes = find_processes(measuring.get("distributed", "auto"), partition.params)
         with processes.joint():
-            self._curvature = Curvature(curvature, how)
+            self._curvature = Curvature(curvature, measuring)
         processes.agree(partition.facts() | {k: settings[k] for k in settings if k != "lr"}, {})
         at_once = self._curvature.data is not None
         self._schedule = Schedule(variant, summary_period, warmup, at_once)
@@ -218,7 +218,8 @@ class NewtonSummary(Optimizer):
         self.skipped_steps = self._skipped_since = 0
         self._warned: set[str] = set()
         self._made = False  # until then, add_param_group is called by torch
-        if is_divided(partition):
+        self._divided = is_divided(partition)
+        if self._divided:
             everything = list(partition.params.values())
             groups = [{"params": everything, "name": "all groups", "eta": self.eta}]
         else:
@@ -432,7 +433,7 @@ class NewtonSummary(Optimizer):
 
     def _show_rates(self) -> None:
         """Write the rates where loggers look for them."""
-        if is_divided(self.partition):
+        if self._divided:
             self.param_groups[0]["eta"] = self.eta
             return
         for group, value in zip(self.param_groups, self.eta.tolist(), strict=True):
@@ -486,7 +487,7 @@ class NewtonSummary(Optimizer):
         name = param_group.get("name", f"group{len(self.partition)}")
         partition = extended(self.partition, self.model, params, name)
         held_all = self.direction is not None and holds_all(self.direction, self.partition)
-        if is_divided(partition):
+        if self._divided:
             self.param_groups[0]["params"].extend(params)
         else:
             super().add_param_group({"eta": 0.0, **param_group, "params": params, "name": name})
@@ -498,7 +499,6 @@ class NewtonSummary(Optimizer):
         self._norms = None if self._norms is None else torch.cat([self._norms, none_yet])
         self._average = _make_average(self.param_groups[0])
         self._schedule.restart()
-        self._curvature.forget_graphs()
         self._show_rates()
         if self._update is not None:
             self._report_skipped(self._update)

@@ -52,8 +52,6 @@ class Partition:
         labels: For each parameter, the number of its group, or a tensor of its shape that holds
             the number of the group of every entry.
         model: The model that was divided; None for a partition read from a file.
-        types: Name of the class of each module on the way to a parameter, by the module's path.
-            Empty for a partition of a file that does not have them.
 
     >>> from newton_summary import make_partition
     >>> partition = make_partition(nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)))
@@ -111,7 +109,10 @@ class Partition:
 
     @cached_property
     def types(self) -> Types:
-        """The types of the model's modules, by path."""
+        """Name of the class of each module on the way to a parameter, by path; "" is the model.
+
+        Empty for a partition read from a file that does not have them.
+        """
         return self._types or ({} if self.model is None else module_types(self.model))
 
     @property
