@@ -64,14 +64,15 @@ def summarize(
         order: The highest derivative to measure: 1, 2 or 3.
         backend: ``"sweep"``, ``"nested"``, ``"dense"``, ``"differences"``, or ``"auto"``: the
             sweep, and what comes after it where it cannot go on (``summary.reason`` says why).
-        microbatch: Split batches into parts of this many samples, to save memory. Refused where a
-            batch norm in training mode couples the samples.
+        microbatch: Split batches into parts of this many samples, to save memory, or time on a CPU,
+            whose cache holds small parts. Refused where a batch norm in training mode couples the
+            samples.
         progress: True to see the batches counted on standard error, or a function that is called
             with the number of batches done and their total (None while it is not known).
         stack_limit: Bytes that the sweep's derivatives of all groups may take at a time. Beyond it
             batches are split where the loss is a mean over samples (that is checked), and else the
-            groups are swept in chunks. If not given, batches are split beyond 64 MiB on a CPU and a
-            quarter of the free memory elsewhere, groups are swept in chunks beyond half of it.
+            groups are swept in chunks. If not given, batches are split beyond a quarter of the free
+            memory, and groups are swept in chunks beyond half of it.
         stderr: Also give the standard errors over batches (or over the parts that these are split
             into), ``gbar_stderr`` and ``Hbar_stderr``, and keep the batches' summaries in
             ``parts``, from which :func:`learning_rates` computes the errors of the rates. They hold
