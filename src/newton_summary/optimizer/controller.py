@@ -114,7 +114,7 @@ class RateController(ShownAsTable):
         *,
         period: int = 10,
         set_point: float = 0.75,
-        gain: float = 0.3,
+        gain: float = 0.5,
         memory: float = 0.9,
         distributed: Distributed = "auto",
     ):
