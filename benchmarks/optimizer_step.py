@@ -55,6 +55,7 @@ def candidates(device: str) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]
                 lr=1e-6,
                 lambda_int=1.0,
                 summary_period=10**9,
+                warmup=0,  # rates from the first step on
                 curvature=(loss_fn, [batch]),
             )
         loss_fn(model, batch).backward()

@@ -178,8 +178,13 @@ def reconstruction(model: nn.Module, batch: Data) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[0].flatten(1))
 
 
+def cross_entropy(model: nn.Module, batch: Data) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
 def next_symbol(model: nn.Module, batch: Data) -> Tensor:
-    return models.next_token_loss(model, batch[0])
+    lines = batch[0]
+    return F.cross_entropy(model(lines[:, :-1]).flatten(0, 1), lines[:, 1:].flatten())
 
 
 def right_labels(model: nn.Module, batch: Data) -> float:
@@ -193,7 +198,7 @@ def right_labels(model: nn.Module, batch: Data) -> float:
 class Training:
     build: Callable[[], nn.Module]
     data: Callable[..., tuple[Data, Data]]
-    loss_fn: Callable[[nn.Module, Any], Tensor] = models.classification_loss
+    loss_fn: Callable[[nn.Module, Any], Tensor] = cross_entropy
     batch: int = 50
     epochs: int = 8
     samples: int = SAMPLES
@@ -204,7 +209,7 @@ class Training:
 
     def score(self, model: nn.Module, test: Data) -> float:
         """Return the accuracy on the test set, or the loss where there is none."""
-        if self.loss_fn in (models.classification_loss, squared_labels):
+        if self.loss_fn in (cross_entropy, squared_labels):
             return right_labels(model, test)
         return float(self.loss_fn(model, test))
 

@@ -237,7 +237,7 @@ def print_comparison(settings: dict[tuple[str, str, int], dict[str, Cell]]) -> N
                     final(cell) / final(best),
                     final(cell) < final(standard) if standard else math.nan,
                     final(cell) < final(prodigy) if prodigy else math.nan,
-                    cell.get("seconds", math.nan) / best["seconds"],
+                    (cell.get("seconds") or math.nan) / best["seconds"],
                     not math.isfinite(final(cell)) or final(cell) > 3 * final(best) + 1,
                 )
             )

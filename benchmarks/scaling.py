@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/scaling.py --rounds 80 --out benchmarks/results/scaling.json
     OMP_NUM_THREADS=1 python benchmarks/scaling.py --paper --out benchmarks/results/scaling.json
 
-The second keeps the times of processes that are in the file, and computes the model anew: for new
-results of benchmarks/engine.py. Both print the tables of docs/distributed.md.
+The second keeps the times of processes that are in the file, and computes bytes and the model anew:
+for new results of benchmarks/engine.py. Both print the tables of docs/distributed.md.
 
 Measured: LeNet under DDP on 1, 2 and 4 gloo processes, which share a batch of fixed size. Of each
 quantity the slowest rank's median counts.
@@ -44,6 +44,7 @@ from newton_summary.experiments import models
 SAMPLES = 400  # in a batch of all processes together
 PROCESSES = (1, 2, 4)
 GPUS = (8, 64, 1024)
+MEETING = 24  # bytes that show whether all ranks are well, before each message
 PERIOD = 10  # steps from one refresh to the next
 SHOWN = {  # in the table of the documentation
     "lenet": "LeNet",
@@ -98,6 +99,7 @@ def work(rank: int, count: int, folder: str, rounds: int) -> None:
     message = torch.zeros(message_bytes(S) // 8, dtype=torch.float64)
     vector = torch.zeros(P)
     sent = count_bytes(fresh.step) if count > 1 else 0
+    assert sent == refresh_bytes(S, count)
     runs: dict[str, Callable[[], Any]] = {
         "step": step,
         "refresh": fresh.step,
@@ -122,6 +124,11 @@ def work(rank: int, count: int, folder: str, rounds: int) -> None:
 def message_bytes(S: int) -> int:
     """Return the bytes of a summary: gbar, Hbar, D3, loss, samples, norm of u and its square."""
     return 8 * (S * S + 2 * S + 4)
+
+
+def refresh_bytes(S: int, processes: int) -> int:
+    """Return the bytes of a refresh: a meeting, which shows whether all is well, and a summary."""
+    return MEETING + message_bytes(S) if processes > 1 else 0
 
 
 def count_bytes(run: Callable[[], Any]) -> int:
@@ -197,7 +204,7 @@ def on_paper(engine: dict[str, Any], network: Network) -> list[dict[str, Any]]:
         size = message_bytes(S)
         solution = solution_ms(S)
         for gpus in GPUS:
-            message = network.all_reduce_ms(size, gpus)
+            message = network.all_reduce_ms(MEETING, gpus) + network.all_reduce_ms(size, gpus)
             refresh = sweep["ms"] + message + solution
             step = gradient + network.all_reduce_ms(4 * P, gpus)  # not hidden by the backward pass
             rows.append(
@@ -281,6 +288,8 @@ def main() -> None:
         if args.out is None or not args.out.exists():
             parser.error("--paper needs --out, a file with the times of processes")
         result = json.loads(args.out.read_text())
+        for row in result["measured"]:
+            row["bytes of a refresh"] = refresh_bytes(row["S"], row["processes"])
     else:
         result = {
             "environment": {

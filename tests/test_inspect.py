@@ -134,7 +134,7 @@ def test_the_strength_is_found_if_none_is_given(call):
     expected = ns.learning_rates(summary, 100.0).eta.tolist()
     assert list(found["learning_rates"].values()) == pytest.approx(expected)
     _, out, _ = call("inspect", "words.py")
-    assert "lambda_int 100, of 1 to 1e+08 the one with which the loss falls most" in out
+    assert "lambda_int 100, the best of 1 to 1e+08" in out
     assert "does not hold" not in out
     _, out, _ = call("inspect", "words.py", "--lambda-int", "1")
     assert "with lambda_int 1\n" in out and "does not hold" in out
@@ -166,7 +166,7 @@ def single():
 def test_what_is_said_where_there_is_little_to_say(call):
     Path("edges.py").write_text(EDGES)
     _, out, _ = call("inspect", "edges.py")
-    assert "with lambda_int 1; the loss falls with none of 1 to 1e+08" in out
+    assert "with lambda_int 1; no step of 1 to 1e+08" in out
     _, out, _ = call("inspect", "edges.py:hill", "--order", "2")
     assert "No learning rates, saddle" in out and "--order 3 measures the cubic term" in out
     _, out, _ = call("inspect", "edges.py:single")

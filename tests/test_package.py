@@ -1,6 +1,7 @@
 """What a plain import needs, and what it says of itself."""
 
 import importlib.metadata
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,16 @@ def test_distribution_asks_for_torch_and_numpy_alone():
 
 def test_types_are_published():
     assert (Path(newton_summary.__file__).parent / "py.typed").is_file()
+
+
+def test_every_public_function_and_class_has_an_example():
+    for home in (newton_summary, newton_summary.analysis, newton_summary.figures):
+        for name in home.__all__:
+            value = getattr(home, name)
+            is_result = home is not newton_summary and isinstance(value, type)  # made by a function
+            is_error = isinstance(value, type) and issubclass(value, Exception)
+            if callable(value) and not is_result and not is_error and name != "RateRecord":
+                assert ">>> " in inspect.getdoc(value), name
 
 
 def test_every_public_name_exists():

@@ -40,7 +40,7 @@ def test_the_model_takes_the_sweep_as_it_was_measured(results):
             "--out benchmarks/results/scaling.json, and paste its second table into "
             "docs/distributed.md"
         )
-        assert row["bytes"] == 8 * (row["S"] + 1) ** 2
+        assert row["bytes"] == 8 * (row["S"] ** 2 + 2 * row["S"] + 4)
 
 
 def test_the_assumed_network(scaling):

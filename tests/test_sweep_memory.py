@@ -90,12 +90,9 @@ def test_what_is_known_in_evaluation_is_not_taken_for_training():
 def test_the_limit_is_a_part_of_what_is_free(monkeypatch):
     cpu, gpu, much = torch.device("cpu"), torch.device("cuda"), 2**50
     monkeypatch.setattr(memory, "free_memory", lambda device: 2**40)
-    assert default_limit(cpu, much, may_split=False) == 2**39
-    assert default_limit(gpu, much, may_split=False) == 2**39
-    assert default_limit(gpu, much, may_split=True) == 2**38
-    assert default_limit(cpu, much, may_split=True) == memory.SPLIT_BEYOND_ON_CPU
-    monkeypatch.setattr(memory, "free_memory", lambda device: 2**20)
-    assert default_limit(cpu, much, may_split=True) == 2**19
+    for device in (cpu, gpu):
+        assert default_limit(device, much, may_split=False) == 2**39
+        assert default_limit(device, much, may_split=True) == 2**38
     monkeypatch.setattr(memory, "free_memory", None)  # is not asked for if little is needed
     for device in (cpu, gpu):
         for may_split in (False, True):

@@ -118,7 +118,7 @@ class Summary:
 
         Args:
             summaries: At least one.
-            weights: Relative weights, such as numbers of samples. Equal if not given.
+            weights: Relative weights, such as numbers of samples; equal by default.
 
         Returns:
             A summary of the lowest order among them, with the partition and the backend of the

@@ -71,6 +71,9 @@ def _comparison(mine: Run, adam: Run) -> str:
 
 def _layers(summary: Summary) -> str:
     """Describe the layers by the last measurement along the gradient of all images."""
+    groups = summary.partition
+    if groups is not None:  # numbered layers are named with their type
+        summary = replace(summary, partition=groups.regrouped(groups.titles, groups.labels))
     return "\n\n".join(
         [
             f"The layers at the end, along the gradient of {summary.num_samples:,} images. "

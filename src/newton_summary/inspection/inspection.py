@@ -62,7 +62,11 @@ class Inspection:
                 lines.append("--order 3 measures the cubic term, and --lambda-int is its strength.")
         if self.pairs:
             rows = [["Strongest pairs", "", "interaction"]]
-            rows += [[f"  {p.first}", p.second, f"{p.interaction:+.3f}"] for p in self.pairs]
+            titles = dict(zip(self.summary.names, self.summary.titles, strict=True))
+            rows += [
+                [f"  {titles[p.first]}", titles[p.second], f"{p.interaction:+.3f}"]
+                for p in self.pairs
+            ]
             lines += ["", text_table(rows, right=[2])]
         return "\n".join(lines)
 
@@ -76,7 +80,7 @@ class Inspection:
         for word, chosen in ends.items():
             for s in chosen:
                 error = "" if errors is None else f" ± {float(errors[s]):.1g}"
-                rows.append([f"  {word}", self.summary.names[s], f"{eta[s]:.4g}{error}"])
+                rows.append([f"  {word}", self.summary.titles[s], f"{eta[s]:.4g}{error}"])
         lines = [f"Learning rates with {self._strength()}", *([text_table(rows)] if rows else [])]
         backwards = sum(value < 0 for value in eta)
         if backwards:
@@ -102,8 +106,8 @@ class Inspection:
         values = [one.rates.lambda_int for one in self.strengths.tried]
         tried = f"{min(values):g} to {max(values):g}"
         if self.strengths.best.real < 0:
-            return f"{said}, of {tried} the one with which the loss falls most"
-        return f"{said}; the loss falls with none of {tried}"
+            return f"{said}, the best of {tried}"
+        return f"{said}; no step of {tried} lowers the loss"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the rates and pairs as plain values; None stands for what is not finite."""

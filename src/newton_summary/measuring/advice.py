@@ -288,7 +288,7 @@ def _leave_out_others(
     model: nn.Module, optimizer: Optimizer, partition: Any, thaw: Journal
 ) -> None:
     """Freeze the parameters that the optimizer does not hold, until the end of ``thaw``."""
-    wanted = partition.params.values() if isinstance(partition, Partition) else ()
+    kept = partition.params.values() if isinstance(partition, Partition) else ()
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     params = dict(unwrap(model).named_parameters())
     strange = held - {id(p) for p in params.values()}
@@ -298,7 +298,7 @@ def _leave_out_others(
             f"belongs to another model."
         )
     for p in params.values():
-        if p.requires_grad and id(p) not in held and not any(p is q for q in wanted):
+        if p.requires_grad and id(p) not in held and not any(p is q for q in kept):
             thaw.undo_later(partial(p.requires_grad_, True))
             p.requires_grad_(False)
 
@@ -354,8 +354,8 @@ def _verdict(factor: float, error: float | None) -> str:
 
 def _lrs(optimizer: Optimizer, params: Sequence[Tensor]) -> tuple[float, ...]:
     """Return the learning rates of the optimizer's groups that hold these parameters."""
-    wanted = {id(p) for p in params}
-    touched = [g for g in optimizer.param_groups if any(id(p) in wanted for p in g["params"])]
+    ids = {id(p) for p in params}
+    touched = [g for g in optimizer.param_groups if any(id(p) in ids for p in g["params"])]
     return tuple(dict.fromkeys(float(group["lr"]) for group in touched))
 
 

@@ -31,7 +31,12 @@ STRENGTHS = tuple(10.0**k for k in range(9))
 class TriedStrength(NamedTuple):
     """The learning rates of one ``lambda_int``, and the change of the loss by their full step.
 
-    An entry of :attr:`Strengths.tried`.
+    An entry of :attr:`Strengths.tried`:
+
+    >>> from newton_summary import Summary
+    >>> rates = learning_rates(Summary(gbar=torch.ones(1), Hbar=torch.eye(1)), lambda_int=0)
+    >>> TriedStrength(rates, predicted=-0.5, real=-0.4).rates.eta
+    tensor([1.])
     """
 
     rates: LearningRates

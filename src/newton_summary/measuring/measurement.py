@@ -49,38 +49,39 @@ def summarize(
 ) -> Summary:
     """Measure the derivatives of the loss in the step sizes of S groups.
 
-    With phi(eta) = L(theta + U I_{P:S} eta), gives ``gbar`` = phi'(0), ``Hbar`` = phi''(0) and
-    ``D3``, the diagonal of phi'''(0). The model, its buffers, gradients, mode and the random state
-    are afterwards as they were.
+    With phi(eta) = L(theta + U I_{P:S} eta), these are ``gbar`` = phi'(0), ``Hbar`` = phi''(0) and
+    ``D3``, the diagonal of phi'''(0) (paper, Sections 3 and 4). The model, its buffers, gradients
+    and mode and the random state are restored.
 
     Args:
         model: Any module. A compiled one is measured as it was before ``torch.compile``.
         loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a batch as a scalar tensor.
-        data: One batch (a tensor, tuple, mapping, or a list that holds tensors), or an iterable of
-            batches such as a DataLoader; these are weighted by their numbers of samples. The number
-            of samples is the length of the first tensor in the batch.
-        partition: A :class:`Partition` of this model, or what :func:`make_partition` takes.
+        data: One batch (a tensor, tuple, mapping, or list of tensors), or an iterable of batches
+            such as a DataLoader, which are weighted by their numbers of samples. The number of
+            samples is the length of the first tensor in the batch.
+        partition: A :class:`Partition` of this model, or an argument of :func:`make_partition`.
         direction: ``"gradient"`` of the same data, a mapping from parameter name to tensor, or a
-            torch optimizer, whose next step is then the direction.
+            torch optimizer, for the direction of its next step.
         order: The highest derivative to measure: 1, 2 or 3.
         backend: ``"sweep"``, ``"nested"``, ``"dense"``, ``"differences"``, or ``"auto"``: the
-            sweep, and what comes after it where it cannot go on (``summary.reason`` says why).
-        microbatch: Split batches into parts of this many samples, to save memory. Refused where a
-            batch norm in training mode couples the samples.
-        progress: True to see the batches counted on standard error, or a function that is called
-            with the number of batches done and their total (None while it is not known).
+            sweep, or the next one that can handle the model (``summary.reason`` says why).
+        microbatch: Split batches into parts of this many samples, to save memory, or time on a CPU,
+            whose cache holds small parts. Refused where a batch norm in training mode couples the
+            samples.
+        progress: True to count the batches on standard error, or a function that is called with
+            the number of batches done and their total (None while unknown).
         stack_limit: Bytes that the sweep's derivatives of all groups may take at a time. Beyond it
-            batches are split where the loss is a mean over samples (that is checked), and else the
-            groups are swept in chunks. If not given, batches are split beyond 64 MiB on a CPU and a
-            quarter of the free memory elsewhere, groups are swept in chunks beyond half of it.
-        stderr: Also give the standard errors over batches (or over the parts that these are split
+            batches are split if the loss is a mean over samples (this is checked), else the groups
+            are swept in chunks. By default batches are split beyond a quarter of the free memory,
+            and groups are swept in chunks beyond half of it.
+        stderr: Also compute standard errors over batches (or over the parts that these are split
             into), ``gbar_stderr`` and ``Hbar_stderr``, and keep the batches' summaries in
-            ``parts``, from which :func:`learning_rates` computes the errors of the rates. They hold
-            for the direction as it is: that it is itself made from data is not counted.
-        distributed: Whether to average over the ranks of torch.distributed, each with data of its
-            own and all with the same direction: ``"auto"`` where a process group of several ranks
-            is initialised, True, False, or a process group. All ranks have to call this, and get
-            the same to the last bit; what fails on one of them is raised on all.
+            ``parts``, from which :func:`learning_rates` computes the errors of the rates. They
+            assume a given direction: that it may come from the same data is not counted.
+        distributed: Whether to average over the ranks of torch.distributed, each with its own data
+            and all with the same direction: ``"auto"`` if a process group of several ranks is
+            initialised, True, False, or a process group. All ranks must call this, and get
+            identical results; an error on one of them is raised on all.
 
     Returns:
         The summary, with ``loss``, ``num_samples``, ``partition``, ``backend`` and ``reason``.

@@ -40,7 +40,7 @@ Why = Literal["start", "raise", "lower", "keep", "not finite"]
 
 SHORTEST = 1e-3  # of the norm of the parameters: the step from which the start searches upwards
 LONGEST = 0.1  # of the same: a step of this length is not lengthened where curvature is negative
-FALL = 0.5  # the rate falls like steps ** -FALL at most, unless it surely is too high
+LOWEST = 0.3  # of the highest rate so far times 1 / sqrt(steps since then): no lower than that
 TRIALS = 12  # gradients that the start may take
 
 
@@ -114,7 +114,7 @@ class RateController(ShownAsTable):
         *,
         period: int = 10,
         set_point: float = 0.75,
-        gain: float = 0.3,
+        gain: float = 0.5,
         memory: float = 0.9,
         distributed: Distributed = "auto",
     ):
@@ -132,6 +132,7 @@ class RateController(ShownAsTable):
         sharded = any(is_sharded(p) for p in self._held.values())
         self._backend: Backend = "sweep" if sharded else "differences"
         self._balance = Balance()
+        self._envelope = 0.0  # highest multiplier so far, falling like 1 / sqrt(steps)
         self._started = False
         self._due = 1  # the number of the next step to measure
         self._before: list[Tensor] | None = None  # parameters before the step to be measured
@@ -214,8 +215,12 @@ class RateController(ShownAsTable):
         elif high > 0 and (self._balance.curvature > 0 or length < LONGEST):
             error, why = high, "raise"
         change = math.exp(self.gain * error)
-        if change < 1 and not self._balance.surely_rises(self._rate, self.memory):
-            change = max(change, (self.history[-1].step / self.steps) ** FALL)
+        fall = math.sqrt(self.history[-1].step / self.steps)
+        self._envelope = max(self._envelope * fall, self.multiplier)
+        if self._balance.surely_rises(self._rate, self.memory):
+            self._envelope = self.multiplier
+        else:
+            change = max(change, min(1.0, LOWEST * self._envelope / self.multiplier))
         self._change(loss, slope, curvature, self._balance.factor(self._rate), change, why)
 
     def _start(self, batch: Any, before: list[Tensor]) -> None:
@@ -328,6 +333,7 @@ class RateController(ShownAsTable):
             "rate": self._rate,
             "first_lrs": list(self._first_lrs),
             "balance": asdict(self._balance),
+            "envelope": self._envelope,
             "before": None if self._before is None else [x.clone() for x in self._before],
             "history": [asdict(record) for record in self.history],
         }
@@ -354,6 +360,7 @@ class RateController(ShownAsTable):
         self._due, self._started = int(state["due"]), bool(state["started"])
         self._rate, self._first_lrs = float(state["rate"]), list(state["first_lrs"])
         self._balance = Balance(**state["balance"])
+        self._envelope = float(state["envelope"])
         self._before = None
         if before is not None:
             self._before = [x.to(p).clone() for x, p in zip(before, self._held.values())]

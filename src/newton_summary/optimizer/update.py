@@ -144,10 +144,14 @@ class Bucket:
 
     def move(self, rates: Tensor) -> None:
         """Subtract from each parameter its direction times the rate of its group, (S,)."""
-        if rates.device.type == "cpu" and not self.divided:
+        if rates.device.type == "cpu" and not self.divided:  # numbers that nobody waits for
             values = rates.tolist()
             factors = [values[s] for s in self.group_numbers]
-            torch._foreach_sub_(self.params, torch._foreach_mul(self.views, factors))
+            if self.u.device.type != "cpu":
+                torch._foreach_sub_(self.params, torch._foreach_mul(self.views, factors))
+                return
+            for p, view, factor in zip(self.params, self.views, factors):
+                p.sub_(view, alpha=factor)
             return
         rates = rates.to(self.u.device, self.dtype, non_blocking=True)
         steps = (self.u * rates.index_select(0, self.entries)).to(self.u.dtype)
@@ -194,6 +198,7 @@ class Update:
         devices = [p.device for p in partition.params.values()]
         self.device = next((d for d in devices if d.type != "cpu"), devices[0])
         self.dtype = result_dtype(partition.params)
+        self._every = list(range(len(partition)))
         self.norms = torch.zeros(len(partition), dtype=self.dtype, device=self.device)
         self.finite: Tensor | bool = True  # whether the last direction was
         self._eta: Tensor | None = None  # the rates that are held, (S,)
@@ -213,7 +218,7 @@ class Update:
             bucket.scale(momenta)
             bucket.add_gradient()
         shown = True if self.given is None else self._step_given(self.given)
-        self.norms = self._root_of_sums(Bucket.add_squares)
+        self.norms = self._norms_of_groups()
         self.finite = _is_finite(self.norms.sum()) & shown
         for bucket in self.buckets:
             bucket.zero_unless(self.finite)
@@ -268,6 +273,13 @@ class Update:
         u = {n: view for b in self.buckets for n, view in zip(b.names, b.views)}
         return {name: like_sharded(u[name], p) for name, p in self.partition.params.items()}
 
+    def _norms_of_groups(self) -> Tensor:
+        """Return ||U^s|| of the present direction, (S,)."""
+        first = self.buckets[0]
+        if len(self.buckets) == 1 and not self.sharded and first.group_numbers == self._every:
+            return first.norms()  # each tensor is a group
+        return self._root_of_sums(Bucket.add_squares)
+
     def weight_norms(self) -> Tensor:
         """Return the norm of the weights of each group, (S,): tensors of two dimensions or more."""
         return self._root_of_sums(Bucket.add_weight_squares)
@@ -299,9 +311,11 @@ class Update:
 
     def put(self, values: Tensor) -> Tensor:
         """Copy a vector from the CPU to the device without waiting."""
-        if self.device.type != "cuda":
-            return values.to(self.device)
-        return values.to(self.dtype).pin_memory().to(self.device, non_blocking=True)
+        if self.device.type == "cpu":
+            return values
+        values = values.to(self.dtype)
+        values = values.pin_memory() if self.device.type == "cuda" else values
+        return values.to(self.device, non_blocking=True)
 
     def move(
         self, lrs: Sequence[float | Tensor], weight_decay: Sequence[float | Tensor] = (0.0,)

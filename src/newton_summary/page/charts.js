@@ -167,7 +167,7 @@ function drawTrials(div, measured) {
   });
 }
 
-/** A range for changes of the loss that a step which went far wrong does not blow up. */
+/** A range for changes of the loss; a step that failed by far does not stretch it. */
 function shownChanges(trials) {
   const predicted = Math.max(...trials.map((trial) => Math.abs(trial[1])));
   const values = trials.flatMap((trial) => [trial[1], trial[2]]).filter(Number.isFinite);
@@ -176,7 +176,7 @@ function shownChanges(trials) {
   return [low - 0.08 * (high - low), high + 0.08 * (high - low)];
 }
 
-/** The same in words, which also tell what is outside of the picture. */
+/** The same in words, with values outside the picture. */
 function trialsInWords(measured) {
   const each = measured.trials.map((trial) => {
     const [fraction, predicted, real] = trial.map(fromJson);
@@ -233,7 +233,7 @@ function drawCurves(div, metrics, runs, title) {
       traces.push({
         type: "scatter",
         mode: points.length > 1 ? "lines" : "markers",
-        name: plain(shorten(name, Math.max(20, div.clientWidth / 7.5))),
+        name: plain(cut(name, Math.max(20, div.clientWidth / 7.5))),
         x: points.map((point) => point[0]),
         y: points.map((point) => (Number.isFinite(point[1]) ? point[1] : null)),
         text: points.map(([epoch, value]) => `${plain(name)}<br>epoch ${show(epoch, 4)}: ${show(value)}`),

@@ -3,7 +3,7 @@
 const MATRICES = { Hbar: "H̄", inverse: "Inverse" };
 const SCALES = {
   raw: ["Raw", "Colours are proportional to the entries."],
-  log: ["Log", "Colours follow the logarithm of the entries and keep their sign, so that small ones are seen."],
+  log: ["Log", "Colours follow the logarithm of the entries, with their sign, so that small ones show."],
   normalised: [
     "Normalised",
     "Every group is scaled to curvature 1: entries are H̄ₛₜ / √|H̄ₛₛ H̄ₜₜ|, 0 for no interaction. Beyond ±1 the curvature of the two together is negative in some direction.",
@@ -63,7 +63,7 @@ function colouring(scale, { most, many, least }) {
   return { of, range: of(most), at: marks.map(of), text };
 }
 
-/** Which numbered names fit on so many pixels, for the part of an axis that is visible. */
+/** Which numbered names fit on this many pixels, for the visible part of an axis. */
 function ticks(range, count, pixels) {
   const from = Math.max(0, Math.ceil(Math.min(...range)));
   const to = Math.min(count - 1, Math.floor(Math.max(...range)));
@@ -114,7 +114,7 @@ function drawHeatmap(panel, run, measured, matrix, options) {
     }),
   );
 
-  // The picture is as tall as its cells are wide, and wide enough for every name if that is wanted.
+  // Cells are square, and the picture is wide enough for every name on request.
   const width = panel.clientWidth;
   const short = labels(run.groups.map((group) => group.title), lettersFor(width));
   const [rowNames, columnNames] = [rows, columns].map((list) => list.map((s) => short[s]));

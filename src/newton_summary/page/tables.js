@@ -105,9 +105,9 @@ function drawPairs(panel, run, measured) {
       String(distance),
     ]);
     left.append(table("Strongest pairs", ["Group", "and", "Interaction", "H̄ₛₜ", "Layers apart"], rows, [1]));
-  } else left.append(element("p", {}, "There is no pair of groups whose interaction is defined."));
+  } else left.append(element("p", {}, "No pair of groups has a defined interaction."));
   if (undefined_pairs) {
-    left.append(element("p", { class: "hint" }, `Not defined for ${undefined_pairs} pairs: a group has no curvature of its own, or an entry is not finite.`));
+    left.append(element("p", { class: "hint" }, `Undefined for ${undefined_pairs} pairs: a group has no curvature of its own, or an entry is not finite.`));
   }
   const right = element("div");
   if (kept) {
@@ -135,7 +135,7 @@ function drawFacts(panel, run, measured) {
     add("groups", "partition" in run.facts ? "" : groups);
     add("samples", "data" in run.facts || !measured.samples ? "" : measured.samples.toLocaleString("en"));
     add("loss", Number.isNaN(loss) ? "" : show(loss));
-    add("direction", measured.kind === "optimizer" ? "the optimizer's own, as it was last measured" : "");
+    add("direction", measured.kind === "optimizer" ? "the optimizer's last direction" : "");
     add("backend", measured.backend);
     add("accuracy", measured.approximate ? "approximate, by central differences" : "");
     add("why this backend", measured.reason);

@@ -37,14 +37,14 @@ function entries(packed, size) {
   };
 }
 
-/** Entries scaled to a diagonal of 1 or -1; not a number where a diagonal entry is no scale. */
+/** Entries scaled to a diagonal of 1 or -1; NaN where a diagonal entry is 0 or not finite. */
 function normalised(entry) {
   const root = (s) => Math.sqrt(Math.abs(entry(s, s)));
   const scale = (s) => (root(s) > 0 && Number.isFinite(root(s)) ? root(s) : NaN);
   return (s, t) => entry(s, t) / scale(s) / scale(t);
 }
 
-/** A value of JSON, where "nan", "inf" and "-inf" stand for numbers that JSON has not. */
+/** A value of JSON, where "nan", "inf" and "-inf" stand for numbers that JSON cannot hold. */
 function fromJson(value) {
   if (typeof value === "number") return value;
   return { inf: Infinity, "-inf": -Infinity }[value] ?? NaN;
@@ -67,8 +67,8 @@ function show(value, digits = 6) {
 /** Text that plotly shows as it is: its labels know some markup. */
 const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 
-/** A name of at most so many letters: what is too long loses its middle. */
-function shorten(name, most) {
+/** A name of at most this many letters: a longer one loses its middle. */
+function cut(name, most) {
   if (name.length <= most) return name;
   const tail = Math.ceil((most - 1) * 0.6);
   return `${name.slice(0, Math.floor(most) - 1 - tail)}…${name.slice(-tail)}`;
@@ -89,7 +89,7 @@ function shorter(names, most) {
     });
     if (new Set(text(fewer)).size === new Set(names).size) short = fewer;
   }
-  return text(short).map((name) => shorten(name, most));
+  return text(short).map((name) => cut(name, most));
 }
 
 /** Names short enough for an axis of plotly. */

@@ -94,7 +94,7 @@ class Partition:
         for group_name, group in zip(self.names, groups, strict=True):
             if not group:
                 raise ValueError(
-                    f"Group {group_name!r} is empty. Leave it out, or give it a parameter."
+                    f"Group {group_name!r} is empty. Leave it out, or add a parameter."
                 )
         return tuple(tuple(group) for group in groups)
 

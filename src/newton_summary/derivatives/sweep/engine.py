@@ -370,8 +370,8 @@ def summarize_sweep(
         partition: Assignment of the parameters to S groups.
         order: Highest derivative to compute, 1 to 3.
         stack_limit: Bytes that the derivatives of all groups may take at a time. Beyond it groups
-            are swept in chunks. Half of the free memory if not given; if the caller can split the
-            batch, a quarter, or 64 MiB on a CPU.
+            are swept in chunks. Half of the free memory if not given; a quarter if the caller can
+            split the batch.
         may_split: Whether to raise :class:`StackTooLarge` instead, before any work is done: for a
             caller that can split the batch, which costs less than chunks of groups.
 

@@ -11,9 +11,6 @@ import torch
 from newton_summary.derivatives.sweep.tape import Tape
 from newton_summary.partition import Partition
 
-# Bytes of the stack beyond which a batch is split on a CPU: smaller arrays stay in its cache (LeNet
-# on 1,000 images takes 0.3 s instead of 0.5). Elsewhere it is a quarter of the free memory.
-SPLIT_BEYOND_ON_CPU = 2**26
 SMALL = 2**30  # bytes; assumed to be free
 UNKNOWN = 2**33  # bytes; assumed to be free where it is unknown
 WORKING_COPIES = 3  # of the largest stack, while a rule computes
@@ -70,18 +67,11 @@ def stack_bytes(tape: Tape, partition: Partition, order: int) -> int:
 
 
 def default_limit(device: torch.device, needed: int, may_split: bool) -> int:
-    """Return half of the free memory; less if the batch can be split, which costs little.
+    """Return half of the free memory; a quarter if the batch can be split, which costs less.
 
     Does not ask for the free memory where little is needed: that takes longer than a small sweep.
     """
-    on_cpu = device.type == "cpu"
-    enough = SPLIT_BEYOND_ON_CPU if may_split and on_cpu else SMALL
-    if needed <= enough:
-        return enough
-    free = free_memory(device)
-    if not may_split:
-        return free // 2
-    return min(SPLIT_BEYOND_ON_CPU, free // 2) if on_cpu else free // 4
+    return SMALL if needed <= SMALL else free_memory(device) // (4 if may_split else 2)
 
 
 def free_memory(device: torch.device) -> int:
