@@ -45,5 +45,5 @@ class CapturedSweep:
             return None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the graphs, which cannot be copied and are captured anew."""
+        """Leave out the graphs, which cannot be copied and are captured again."""
         return self.__dict__ | {"_graphs": None}

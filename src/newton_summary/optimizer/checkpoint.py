@@ -33,7 +33,7 @@ def find_saved(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def told_as_damaged() -> Iterator[None]:
+def reporting_damage() -> Iterator[None]:
     """Say of what is missing, or of another type, that the state is damaged."""
     try:
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+    return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def check_partition(partition: Any) -> nn.Module:

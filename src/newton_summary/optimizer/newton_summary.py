@@ -546,7 +546,7 @@ class NewtonSummary(Optimizer):
             ValueError: If the state does not fit; then nothing was changed.
         """
         saved = checkpoint.find_saved(state_dict)
-        with checkpoint.told_as_damaged():
+        with checkpoint.reporting_damage():
             given = {
                 "direction": self.direction is not None,
                 "data": self._curvature.data is not None,

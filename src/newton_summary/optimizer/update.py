@@ -306,7 +306,8 @@ class Update:
             eta: The rates.
             norms: Of the directions then, if no step is to be longer than it was then.
         """
-        self._eta = eta if norms is None else self.put(eta)  # the host's need no device
+        on_host = norms is None and not any(bucket.divided for bucket in self.buckets)
+        self._eta = eta if on_host else self.put(eta)
         self._norms = None if norms is None else self.put(norms)
 
     def put(self, values: Tensor) -> Tensor:
