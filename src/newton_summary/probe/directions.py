@@ -121,6 +121,11 @@ def optimizer_step(optimizer: Optimizer, grads: Params, params: Params) -> Param
     Raises:
         ValueError: If the optimizer lacks a parameter, or needs to evaluate the loss (LBFGS).
     """
+    if hasattr(optimizer, "last_summary"):
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot give a direction: it measures the loss in its own "
+            f"step. Give 'gradient', a mapping from name to tensor, or another optimizer."
+        )
     everything = [p for group in optimizer.param_groups for p in group["params"]]
     owned = {id(p) for p in everything}
     for name, p in params.items():

@@ -120,16 +120,16 @@ class Probe:
         torch_state = TorchState(self.random.devices)
         journal.undo_later(torch_state.restore)
         start_measuring(journal, alone=self.processes.count == 1)
+        inference: Any = torch._C._InferenceMode(False)
+        journal.undo_later(lambda: inference.__exit__(None, None, None))
+        inference.__enter__()
+        torch_state.prepare()
         install_switches()
         self._start = self.random.capture()
         journal.undo_later(lambda: self.random.restore(self._start, anew=True))
         self._model_state = ModelState(self.model)
         journal.undo_later(self._release)
         self._model_state.rest()
-        inference = torch._C._InferenceMode(False)
-        journal.undo_later(lambda: inference.__exit__(None, None, None))
-        inference.__enter__()  # type: ignore[no-untyped-call]
-        torch_state.prepare()
 
     def _release(self) -> None:
         with torch._C.DisableTorchFunction():
@@ -298,7 +298,7 @@ class Probe:
             if changed is not None:
                 raise ValueError(
                     f"loss_fn(model, batch) on batch {number} changed parameter {changed!r} in "
-                    f"place. A loss only reads them; what changes them belongs into the training "
+                    f"place. A loss only reads them; what changes them belongs in the training "
                     f"loop."
                 )
             self._check(loss, number)

@@ -125,23 +125,19 @@ def interrupt_behind(error: BaseException | None) -> BaseException | None:
     return error
 
 
-# Which thread measures. A lock that is held meanwhile could stay locked after an interrupt.
-_turn: int | None = None
-_turn_changes = threading.Lock()
+# Which thread measures, under the key "turn". Not a lock: an interrupt could leave it locked. Each
+# operation of a dict is whole to other threads.
+_turns: dict[str, int] = {}
 
 
 def _wait_for_turn() -> None:
-    global _turn
-    while True:
-        with _turn_changes:
-            if _turn not in sys._current_frames():  # nobody's, or of a thread that has ended
-                _turn = threading.get_ident()
-                return
+    me = threading.get_ident()
+    while (owner := _turns.setdefault("turn", me)) != me:
+        if owner not in sys._current_frames():  # it has ended without ending its turn
+            _turns.pop("turn", None)
         time.sleep(0.002)
 
 
 def _end_turn() -> None:
-    global _turn
-    with _turn_changes:
-        if _turn == threading.get_ident():
-            _turn = None
+    if _turns.get("turn") == threading.get_ident():
+        _turns.pop("turn", None)
