@@ -118,6 +118,7 @@ def lower(x: Tensor) -> Tensor:
 ONE, SOME, SIDES = (3, 3), (2, 3, 3), (3, 2)
 case("inverse", lambda x: torch.linalg.inv(regular(x)) + torch.inverse(regular(x)), ONE)
 case("inverses", lambda x: torch.linalg.inv(regular(x)), SOME)
+case("as many inverses as rows", lambda x: torch.linalg.inv(regular(x)), (2, 2, 2))
 case("solve", lambda x, y: torch.linalg.solve(regular(x), y), ONE, SIDES)
 case("solve for several matrices", lambda x, y: torch.linalg.solve(regular(x), y), SOME, SIDES)
 case("solve for several sides", lambda x, y: torch.linalg.solve(regular(x), y), ONE, (2, 3, 2))

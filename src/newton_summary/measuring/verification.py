@@ -185,8 +185,8 @@ def _not_called(model: nn.Module) -> Iterator[None]:
 
     def stop(module: nn.Module, args: Any) -> None:
         raise ValueError(
-            "loss_fn(model, batch) calls a model that it knows from elsewhere, and not its "
-            "argument, which here is a copy in float64. Write loss_fn so that it uses its argument."
+            "loss_fn(model, batch) calls a model from elsewhere, not its argument, which here is a "
+            "copy in float64. Write loss_fn so that it uses its argument."
         )
 
     with Journal() as journal:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from newton_summary.derivatives.sweep.rules.bilinear import dots, gram
+from newton_summary.derivatives.sweep.rules.bilinear import dots, gram, sums
 from newton_summary.derivatives.sweep.tangent import Groups, Tangent
 
 State = tuple[Tensor, ...]  # (h,), or (h, c) of an LSTM
@@ -41,7 +41,7 @@ class Jets:
             self.Hbar += gram(weighted, x1)
             if squares is not None:
                 third = weighted.mul_(x[k:]).mul_(3).addcmul_(squares.mul_(x1), delta * f3)
-                self.D3 += third.reshape(k, -1).sum(1)
+                self.D3 += sums(third)
         return y
 
     def product(self, a: Tensor, A: Tensor, b: Tensor, B: Tensor, delta: Tensor | None) -> Tensor:
@@ -90,9 +90,8 @@ class Walk:
         self.weights = run.w if w is None else w.rows
         self.rows = len(first) * (2 if third else 1)
         self.x = None if x is None else (x.rows, runs_of(x, first))
-        self.added: list[
-            tuple[slice, Tensor]
-        ] = []  # rows for each step, (rows, T or 1, B or 1, n H)
+        # Where rows are added in each step, and which: (rows, T or 1, B or 1, n H).
+        self.added: list[tuple[slice, Tensor]] = []
         h = run.before(run.y, run.start[0])
         if w is not None:
             product = (h @ w.rows.mT[:, None]) if len(w.rows) > 1 else (h @ w.rows[0].mT)[None]
@@ -100,9 +99,8 @@ class Walk:
         if b is not None:
             rows = b.rows[:, None, None]
             self.added += [(target, rows[source]) for target, source in runs_of(b, first)]
-        self.own = (
-            [] if w is None or not third else [(first.index(s), j) for j, s in enumerate(w.first)]
-        )
+        moving = w.first if w is not None and third else ()
+        self.own = [(first.index(s), j) for j, s in enumerate(moving)]
 
     def recurrent(self, t: int, h: Tensor) -> Tensor:
         """Return the rows of ``W h + b`` in step t, given those of h."""
@@ -110,9 +108,8 @@ class Walk:
         rows = torch.mm(h.reshape(-1, h.shape[-1]), w.T).reshape(*h.shape[:2], len(w))
         for target, more in self.added:
             rows[target] += more[:, t] if more.shape[1] > 1 else more[:, 0]
-        W = self.weights
-        for i, j in self.own:
-            rows[self.k + i].addmm_(h[i], W[j].T, alpha=2)
+        for i, j in self.own:  # 2 W1 h1
+            rows[self.k + i].addmm_(h[i], self.weights[j].T, alpha=2)
         return rows
 
     def add_input(self, rows: Tensor, t: int, part: slice = slice(None)) -> Tensor:

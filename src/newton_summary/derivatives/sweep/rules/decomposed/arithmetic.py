@@ -68,8 +68,10 @@ def polar(size: Tensor, angle: Tensor) -> Tensor:
 
 def atan2(y: Tensor, x: Tensor) -> Tensor:
     """The angle of the point (x, y)."""
-    pair = torch.broadcast_tensors(x, y)  # type: ignore[no-untyped-call]
-    return torch.angle(torch.complex(*pair))
+    dtype = torch.result_type(x, y)
+    wide = torch.promote_types(dtype, torch.float32)  # there are no narrower complex numbers
+    pair = torch.broadcast_tensors(x.to(wide), y.to(wide))  # type: ignore[no-untyped-call]
+    return torch.angle(torch.complex(*pair)).to(dtype)
 
 
 def hypot(a: Tensor, b: Tensor) -> Tensor:

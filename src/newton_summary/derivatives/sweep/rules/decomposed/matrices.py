@@ -15,7 +15,7 @@ def _eye(A: Tensor) -> Tensor:
 
 def inverse(A: Tensor) -> Any:
     """``A^-1``."""
-    return torch.linalg.solve(A, _eye(A))
+    return torch.linalg.solve(A, _eye(A).expand(A.shape))  # with as many sides: not vectors
 
 
 def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Any:

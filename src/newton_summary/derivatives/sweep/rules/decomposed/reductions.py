@@ -20,7 +20,7 @@ def _all_dims(x: Tensor, dim: Any) -> list[int]:
 def variance(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """``torch.var`` in its several spellings."""
     dims, correction, keepdim = _variance_arguments(x, *args, **kwargs)
-    n = math.prod(x.shape[d] for d in dims)
+    n = math.prod(x.shape[d] for d in dims) if x.dim() else 1
     centered = x - x.mean(dims, keepdim=True)
     return (centered * centered).sum(dims, keepdim=keepdim) / max(n - correction, 0)
 
