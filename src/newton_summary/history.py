@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from newton_summary.display.html import html_table, paragraph
 from newton_summary.display.table import text_table, without_middle
 from newton_summary.solver import LearningRates, learning_rates
 from newton_summary.summary import Summary, _differing, _read_file
+
+Kind = Literal["full", "optimizer"]
 
 _RIGHT = range(5)  # columns of numbers in the table of a history
 _ALONG = {"full": "the gradient", "optimizer": "the optimizer's last direction"}
@@ -47,7 +49,7 @@ class Measured:
     """
 
     epoch: float
-    kind: str  # "full": along the full-batch gradient; "optimizer": the last one that it used
+    kind: Kind  # "full": along the full-batch gradient; "optimizer": the last one that it used
     summary: Summary
     eta: Tensor  # (S,)
     status: str  # of the learning rates
@@ -103,7 +105,7 @@ class History:
         epoch: float,
         summary: Summary,
         rates: LearningRates,
-        kind: str = "full",
+        kind: Kind = "full",
         trials: Sequence[Trial] = (),
     ) -> None:
         """Append a measurement; all in a history have the same groups."""

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from newton_summary.display.html import html_heatmap, html_table, paragraph, sid
 from newton_summary.display.names import first_names
 from newton_summary.display.table import text_table, without_middle
 from newton_summary.partition import Partition
+
+Role = Literal["weight", "bias", "mixed"]
 
 
 class Block(NamedTuple):
@@ -238,7 +240,7 @@ class Summary:
         """Which groups have no effect on the curvature: rows of zeros in ``Hbar``, (S,)."""
         return (self.hessian().detach().cpu() == 0).all(1)
 
-    def block(self, row_role: str, column_role: str, matrix: Tensor | None = None) -> Block:
+    def block(self, row_role: Role, column_role: Role, matrix: Tensor | None = None) -> Block:
         """Return the entries of ``Hbar`` between groups of two roles, ``"weight"`` or ``"bias"``.
 
         Args:
@@ -265,10 +267,11 @@ class Summary:
 
     def blocks(self, matrix: Tensor | None = None) -> dict[str, Block]:
         """Return the blocks weight-weight, weight-bias and bias-bias (Section 6.1)."""
+        pairs: tuple[tuple[Role, Role], ...]
         pairs = (("weight", "weight"), ("weight", "bias"), ("bias", "bias"))
         return {f"{row}-{column}": self.block(row, column, matrix) for row, column in pairs}
 
-    def predicted_change(self, eta: Tensor, order: int = 2) -> Tensor:
+    def predicted_change(self, eta: Tensor, order: Literal[1, 2] = 2) -> Tensor:
         """Return the change of the loss that the step ``theta - U I_{P:S} eta`` should make.
 
         Args:
