@@ -270,6 +270,40 @@ def reduce(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Tangent
     return t.map(lambda r: reduction(r, chosen).reshape(r.shape[0], *y.shape))
 
 
+# --- choosing ------------------------------------------------------------------------------------
+
+
+def where(sweep: Sweep, op: Op, condition: Value, a: Any, b: Any) -> Tangent | None:
+    """``torch.where(condition, a, b)``, also as a method of a."""
+    if condition.tensor.dtype not in (torch.bool, torch.uint8):
+        condition, a = a, condition
+    return choose(sweep, op, condition, a, b)
+
+
+def masked_fill(sweep: Sweep, op: Op, x: Value, mask: Value, value: Any) -> Tangent | None:
+    """``x``, and ``value`` where the mask is true."""
+    return choose(sweep, op, mask, value, x)
+
+
+def choose(sweep: Sweep, op: Op, condition: Value, a: Any, b: Any) -> Tangent | None:
+    """The entries of a where a condition holds, and those of b elsewhere."""
+    y, mask = op.out.tensor, condition.now.to(torch.bool)
+    tangents = []
+    for value, others in ((a, ~mask), (b, mask)):
+        t = sweep.tangent(value)
+        if t is not None:
+            rows = lift(t.rows, y.dim()).masked_fill(others, 0)
+            rows = cast(rows.expand(len(rows), *y.shape), y.dtype)
+            tangents.append(Tangent(t.first, t.second, rows))
+    return add_tangents(tangents) if tangents else None
+
+
+def constant_pad(sweep: Sweep, op: Op, x: Value, pad: Any, value: Any = 0) -> Tangent | None:
+    """Constants around x."""
+    t = only(sweep, x)
+    return None if t is None else t.map(lambda rows: torch.constant_pad_nd(rows, pad, 0.0))
+
+
 # --- joining -------------------------------------------------------------------------------------
 
 
@@ -388,26 +422,8 @@ def linear_part(op: Op) -> Callable[..., Any]:
     return func
 
 
-def _masked_fill(x: Tensor, mask: Tensor, value: Any) -> Tensor:
-    zero = torch.zeros((), dtype=x.dtype, device=x.device)
-    return torch.where(mask, value if isinstance(value, Tensor) else zero, x)
-
-
-def _where(condition: Tensor, a: Any, b: Any) -> Tensor:
-    if condition.dtype != torch.bool:  # x.where(condition, y)
-        condition, a = a, condition
-    zero = torch.zeros((), device=condition.device)
-    return torch.where(
-        condition, a if isinstance(a, Tensor) else zero, b if isinstance(b, Tensor) else zero
-    )
-
-
 def _pad(x: Tensor, pad: Any, mode: str = "constant", value: Any = None) -> Tensor:
     return torch._C._nn.pad(x, pad, mode, 0.0 if mode == "constant" else None)
-
-
-def _constant_pad(x: Tensor, pad: Any, value: Any = 0) -> Tensor:
-    return torch.constant_pad_nd(x, pad, 0.0)
 
 
 def _scatter(x: Tensor, dim: int, index: Tensor, src: Any = None, value: Any = None) -> Tensor:
@@ -424,17 +440,14 @@ def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
 
 
 WITHOUT_CONSTANT: dict[str, Callable[..., Any]] = {
-    "masked_fill": _masked_fill,
-    "where": _where,
     "pad": _pad,
-    "constant_pad_nd": _constant_pad,
     "scatter": _scatter,
     "index_fill": _index_fill,
     "_pad_packed_sequence": _pad_packed,
 }
 
 PER_ROW = names("""
-    pad constant_pad_nd where masked_fill masked_scatter scatter scatter_add index_add index_copy
+    pad masked_scatter scatter scatter_add index_add index_copy
     index_fill index_put put gather take take_along_dim index_select masked_select select_scatter
     slice_scatter diagonal_scatter
     cumsum diff flip fliplr flipud roll rot90 tril triu trace
@@ -481,6 +494,9 @@ LINEAR: dict[str, Rule] = {
     **dict.fromkeys(["copy", "fill"], copy),
     "zero": zero,
     "embedding": embedding,
+    "where": where,
+    "masked_fill": masked_fill,
+    "constant_pad_nd": constant_pad,
     "add": add,
     "sub": sub,
     "subtract": sub,

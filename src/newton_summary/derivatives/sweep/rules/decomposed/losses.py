@@ -201,13 +201,16 @@ def ctc_loss(
     skips = torch.zeros_like(path, dtype=torch.bool)  # from one label to the next, if they differ
     skips[:, 2:] = (path[:, 2:] != blank) & (path[:, 2:] != path[:, :-2])
     never = -1e30  # the logarithm of 0, such that differences of it are numbers
+    blocked = torch.where(skips, 0.0, never).to(logs.dtype)
+    before = torch.full((len(steps), 2), never, dtype=logs.dtype, device=device)
     begins = torch.arange(path.shape[1], device=device) < 2
     alpha = torch.where(begins, emitted[0], never)
+    some_end = bool((steps < len(logs)).any())
     for t in range(1, len(logs)):
-        one = torch.constant_pad_nd(alpha[:, :-1], (1, 0), never)
-        two = torch.constant_pad_nd(alpha[:, :-2], (2, 0), never).masked_fill(~skips, never)
-        after = torch.logsumexp(torch.stack([alpha, one, two]), 0) + emitted[t]
-        alpha = torch.where((t < steps)[:, None], after, alpha)
+        reached = torch.cat([before, alpha], 1)
+        ways = torch.stack([alpha, reached[:, 1:-1], reached[:, :-2] + blocked])
+        after = torch.logsumexp(ways, 0) + emitted[t]
+        alpha = torch.where((t < steps)[:, None], after, alpha) if some_end else after
     ends = torch.stack([2 * counts, (2 * counts - 1).clamp_min(0)], 1)
     missing = torch.stack([counts < 0, counts == 0], 1)
     losses = -torch.logsumexp(alpha.gather(1, ends).masked_fill(missing, never), 1)
