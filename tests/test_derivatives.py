@@ -3,10 +3,12 @@
 import copy
 import functools
 import math
+import warnings
 from itertools import permutations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from newton_summary import derivative_tensor, make_partition, summarize, taylor_terms
@@ -506,3 +508,83 @@ def test_order_of_a_tensor_is_a_whole_number(order):
     for function in (derivative_tensor, taylor_terms):
         with pytest.raises(ValueError, match="whole number"):
             function(problem.model, problem.loss_fn, None, order=order)
+
+
+# --- custom functions that keep a number of their forward pass ------------------------------------
+
+
+class KeepsItsSigmoid(torch.autograd.Function):
+    """A softplus whose backward pass uses what the forward pass has kept: no way back from it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.sigmoid = torch.sigmoid(x)
+        return F.softplus(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.sigmoid
+
+
+class KeepsItsSlope(torch.autograd.Function):
+    """x^3 with a right second derivative, and a third that is lost on the way."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * (3 * x.detach() ** 2 + 6 * x.detach() * (x - x.detach()))
+
+
+def keeping_loss(function):
+    def loss_fn(model, batch):
+        return function.apply(model[0](batch[0])).square().mean()
+
+    return loss_fn
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype"),
+    [
+        (KeepsItsSigmoid, torch.float64),
+        (KeepsItsSigmoid, torch.float32),
+        (KeepsItsSlope, torch.float64),
+    ],
+)
+def test_what_a_custom_function_keeps_is_found_out(function, dtype):
+    """The derivatives that autograd gives are 36 % off, without a sign of it."""
+    problem = PROBLEMS["mlp_cross_entropy"]()
+    model, batch = problem.model.to(dtype), (problem.batch[0].to(dtype), problem.batch[1])
+    loss_fn = keeping_loss(function)
+    with pytest.raises(CannotDifferentiate, match=rf"{function.__name__}.*Try backend='auto'"):
+        summarize(model, loss_fn, batch, backend="nested")
+    with pytest.raises(CannotDifferentiate, match="off differences of gradients"):
+        derivative_tensor(model, loss_fn, batch, order=3)
+    with pytest.warns(UserWarning, match="off differences of gradients"):
+        summary = summarize(model, loss_fn, batch)
+    assert summary.backend == "differences"
+    assert summary.approximate
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has no such function")
+def test_fused_linear_cross_entropy_in_chunks_is_not_silently_wrong():
+    """It computes the gradient in its forward pass, and keeps it."""
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=2)
+
+    def loss_fn(model, batch):
+        x, y = batch
+        h = torch.tanh(model[0](x))
+        loss = F.linear_cross_entropy(h, model[2].weight, y, options=options)
+        return loss + 0.1 * loss**2
+
+    problem = PROBLEMS["mlp_cross_entropy"]()
+    u, groups = problem.direction(), make_partition(problem.model)
+    expected = finite_differences(problem.model, loss_fn, problem.batch, u, groups)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        actual = summarize(problem.model, loss_fn, problem.batch, direction=u, partition=groups)
+    assert max(worst_error(actual, expected)) < (1e-3 if actual.approximate else 1e-6)

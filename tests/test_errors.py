@@ -317,7 +317,7 @@ NET = nn.Linear(3, 2)
 BATCH = (torch.randn(4, 3), torch.randint(2, (4,)))
 ADAM = torch.optim.Adam(NET.parameters())
 PAIRS = [BATCH]
-WRITTEN_OUT = r"loss_fn\(model, batch\) is wanted.*lambda model, batch: "
+WRITTEN_OUT = r"Expected loss_fn\(model, batch\).*lambda model, batch: "
 
 WRONG_ARGUMENTS = {
     "a criterion": (
@@ -330,7 +330,7 @@ WRONG_ARGUMENTS = {
     ),
     "a function of output and target": (
         lambda: summarize(NET, lambda output, target: F.cross_entropy(output, target), BATCH),
-        "the model, for a tensor.*" + WRITTEN_OUT,
+        "the model, as a tensor.*" + WRITTEN_OUT,
     ),
     "a function of the batch": (
         lambda: summarize(NET, lambda batch: NET(batch[0]).sum(), BATCH),
@@ -379,7 +379,7 @@ def test_an_error_of_the_loss_itself_stays_what_it_is():
 
     with pytest.raises(TypeError, match="unsupported operand") as caught:
         summarize(NET, loss_fn, BATCH)
-    assert "wanted" not in str(caught.value)
+    assert "Expected" not in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", [Summary, History])

@@ -20,20 +20,23 @@ from newton_summary.probe.state import unmoved
 from newton_summary.summary import Summary
 
 
-def step_sizes(params: Params, u: Params, partition: Partition) -> Tensor:
+def step_sizes(
+    params: Params, u: Params, partition: Partition, relative: float | None = None
+) -> Tensor:
     """Return the step h_s of every group, shape (S,).
 
-    The error of rounding in the second difference is eps / h^2 and that of truncation is h^2, so
-    h = eps^(1/4), of the scale of the parameters: a group moves by eps^(1/4) times its own size, or
-    that of the average parameter if it is smaller, as biases that start from zero are.
+    A group moves by ``relative`` times its own size, or that of the average parameter if it is
+    smaller, as biases that start from zero are. By default that is eps^(1/4): the error of rounding
+    in the second difference is eps / h^2 and that of truncation is h^2.
     """
-    dtype = min((p.dtype for p in params.values()), key=lambda dtype: torch.finfo(dtype).bits)
+    if relative is None:
+        relative = max(torch.finfo(p.dtype).eps for p in params.values()) ** 0.25
     squares = partition.inner(params, params).detach().double().cpu()
     counts = torch.tensor(partition.sizes, dtype=torch.float64)
     overall = squares.sum() / counts.sum()
     rms = torch.maximum(squares / counts, overall if overall > 0 else torch.ones(())).sqrt()
     rms_u = (partition.inner(u, u).detach().double().cpu() / counts).sqrt()
-    steps = torch.finfo(dtype).eps ** 0.25 * rms / rms_u
+    steps = relative * rms / rms_u
     return torch.where(rms_u > 0, steps, torch.ones_like(steps))  # a group that does not move
 
 

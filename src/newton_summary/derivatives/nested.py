@@ -9,7 +9,7 @@ Exact at every order, at the price of one backward pass for every entry of the t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import permutations
 from math import comb
 from typing import Any
@@ -17,10 +17,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from newton_summary.derivatives.norms import is_wrong
+from newton_summary.derivatives.opaque_functions import (
+    compare_with_differences,
+    opaque_functions,
+    watch_opaque_functions,
+)
 from newton_summary.derivatives.sweep.torch_functions import look_up
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.partition import Params, Partition
@@ -37,7 +41,7 @@ class Contraction:
         self.u = u
         self.partition = partition
         self.backward_passes = 0
-        self.has_custom_functions: bool | None = None  # not known yet
+        self.opaque: set[str] = set()  # functions whose derivatives are to be doubted
 
     def __call__(self, entry: Tensor, first_group: int = 0, last: bool = False) -> Tensor:
         """Contract the gradient of ``entry`` with U, shape (S,).
@@ -63,8 +67,8 @@ class Contraction:
         self.backward_passes += 1
         if not last and self.backward_passes <= 2:  # the loss, and its gradient as a whole
             refuse_wrong_norms(entry)
-        if not last and self.has_custom_functions is not False:
-            self.has_custom_functions = watch_custom_functions(entry)
+        if not last and (self.backward_passes == 1 or self.opaque):
+            self.opaque |= watch_opaque_functions(entry)
         try:
             grads = torch.autograd.grad(
                 entry,
@@ -89,58 +93,6 @@ def refuse_wrong_norms(entry: Tensor) -> None:
                 f"wrong, and it was called so that it cannot be replaced. Call the norm of "
                 f"torch.nn.functional, outside of TorchScript."
             )
-
-
-def watch_custom_functions(entry: Tensor) -> bool:
-    """Let every custom function in a graph say so if it cannot be differentiated again.
-
-    The backward pass of a ``torch.autograd.Function`` may be a kernel that torch knows nothing of,
-    or marked ``once_differentiable``. ``torch.autograd.grad`` then leaves out what is behind it
-    without a word, and the next derivative would be wrong.
-
-    Returns:
-        Whether there is any custom function in the graph.
-    """
-    if entry.grad_fn is None:
-        return False
-    custom = [node for node in graph_nodes(entry.grad_fn) if _is_custom(node)]
-    for node in custom:
-        if node.metadata.setdefault("watched", False):
-            continue  # for another entry of the same tensor
-        node.metadata["watched"] = True
-        node.register_hook(_must_be_differentiable(node.name(), _remembers_numbers(node)))
-    return bool(custom)
-
-
-def _is_custom(node: Any) -> bool:
-    return isinstance(node, BackwardCFunction) or "CppNode" in node.name()
-
-
-def _remembers_numbers(node: Any) -> bool:
-    """Return whether a custom function keeps numbers for its backward pass, so may be nonlinear."""
-    kept = (*getattr(node, "saved_tensors", ()), *getattr(node, "__dict__", {}).values())
-    return any(isinstance(x, Tensor) and x.is_floating_point() for x in kept)
-
-
-def _must_be_differentiable(name: str, remembers_numbers: bool) -> Callable[..., None]:
-    def hook(results: Sequence[Tensor | None], received: Sequence[Tensor | None]) -> None:
-        if not torch.is_grad_enabled():  # the last derivative
-            return
-        varies = any(grad is not None and grad.requires_grad for grad in received)
-        for grad in results:
-            if grad is None or (not grad.requires_grad and not bool(grad.any())):
-                continue
-            if grad.requires_grad:
-                ends = type(grad.grad_fn).__name__ == "Error"  # marked once_differentiable
-            else:
-                ends = varies or remembers_numbers
-            if ends:
-                raise CannotDifferentiate(
-                    f"nested: the backward pass of the custom function {name} cannot be "
-                    f"differentiated again."
-                )
-
-    return hook
 
 
 class Differentiable(TorchFunctionMode):
@@ -234,7 +186,7 @@ def summarize_nested(
         Hbar[s, s:] = Hbar[s:, s] = row[s:].detach()
         if order == 3:  # only D^(3)_sss enters the cubic term: the other S^3 - S are skipped
             D3[s] = contract.along(row[s], s)
-    return Summary(
+    summary = Summary(
         gbar.detach(),
         Hbar,
         D3 if order == 3 else None,
@@ -242,6 +194,9 @@ def summarize_nested(
         partition=partition,
         backend="nested",
     )
+    if contract.opaque:
+        compare_with_differences(summary, closure, params, u, contract.opaque)
+    return summary
 
 
 def nested_tensor(closure: Closure, contract: Contraction, order: int) -> Tensor:
@@ -251,7 +206,9 @@ def nested_tensor(closure: Closure, contract: Contraction, order: int) -> Tensor
     backward pass gives a row of them, so there are :func:`count_backward_passes` of these.
     """
     S = len(contract.partition)
-    rows: dict[tuple[int, ...], Tensor] = {(): evaluate(closure, contract.params)}
+    loss = evaluate(closure, contract.params)
+    _check_opaque_functions(loss, closure, contract, order)
+    rows: dict[tuple[int, ...], Tensor] = {(): loss}
     for d in range(1, order + 1):
         longer: dict[tuple[int, ...], Tensor] = {}
         for index, entry in rows.items():
@@ -265,6 +222,14 @@ def nested_tensor(closure: Closure, contract: Contraction, order: int) -> Tensor
         for mirrored in set(permutations(index)):
             tensor[mirrored] = entry.detach()
     return tensor
+
+
+def _check_opaque_functions(
+    loss: Tensor, closure: Closure, contract: Contraction, order: int
+) -> None:
+    """Raise if derivatives up to the third are wrong, where there is reason to doubt them."""
+    if order > 1 and opaque_functions(loss):
+        summarize_nested(closure, contract.params, contract.u, contract.partition, min(order, 3))
 
 
 def count_backward_passes(S: int, order: int) -> int:
@@ -288,6 +253,7 @@ def nested_taylor_terms(closure: Closure, contract: Contraction, order: int) -> 
         order: 1 or more.
     """
     term = evaluate(closure, contract.params)
+    _check_opaque_functions(term, closure, contract, order)
     terms: list[Tensor] = []
     for d in range(1, order + 1):
         (term,) = contract(term, last=d == order)

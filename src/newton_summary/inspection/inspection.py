@@ -27,7 +27,8 @@ from newton_summary.measuring.lambda_int import Strengths, suggest_lambda_int
 from newton_summary.measuring.measurement import summarize
 from newton_summary.measuring.trial_steps import step_trials
 from newton_summary.partition import make_partition
-from newton_summary.probe.inputs import as_batches, map_batch
+from newton_summary.probe.cutting import map_batch
+from newton_summary.probe.inputs import as_batches
 from newton_summary.solver import LearningRates, learning_rates
 from newton_summary.summary import Summary
 

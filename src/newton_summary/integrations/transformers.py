@@ -18,7 +18,7 @@ from newton_summary.integrations.loggers import PREFIX, Logger
 from newton_summary.integrations.monitor import Monitor
 from newton_summary.integrations.sampling import sample_batches
 from newton_summary.partition import unwrap
-from newton_summary.probe.inputs import map_batch
+from newton_summary.probe.cutting import map_batch
 
 try:
     from transformers import TrainerCallback

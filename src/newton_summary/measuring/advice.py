@@ -19,6 +19,7 @@ from newton_summary.measuring.measurement import agree, find_partition, open_pro
 from newton_summary.parallel.processes import Distributed, find_processes
 from newton_summary.partition import Params, Partition, Spec, unwrap
 from newton_summary.probe.directions import find_direction
+from newton_summary.probe.inputs import NumSamples
 from newton_summary.probe.probe import LossFn
 from newton_summary.probe.undo import Journal
 from newton_summary.solver import LearningRates, check_strength, learning_rates
@@ -186,6 +187,7 @@ def suggest_lrs(
     diagonal: bool = False,
     backend: Backend = "auto",
     microbatch: int | None = None,
+    num_samples: NumSamples | None = None,
     progress: bool = False,
     distributed: Distributed = "auto",
 ) -> Advice:
@@ -216,6 +218,7 @@ def suggest_lrs(
         diagonal: Leave out the interactions between groups.
         backend: As for :func:`summarize`.
         microbatch: As for :func:`summarize`.
+        num_samples: As for :func:`summarize`.
         progress: As for :func:`summarize`.
         distributed: As for :func:`summarize`.
 
@@ -257,7 +260,7 @@ def suggest_lrs(
         source = data if direction_data is None else direction_data
         processes = find_processes(distributed, part.params)
         with processes.joint():
-            probe = open_probe(model, loss_fn, source, part, microbatch, processes)
+            probe = open_probe(model, loss_fn, source, part, microbatch, processes, num_samples)
         agree(processes, part, optimizer)
         with probe:
             u = find_direction(optimizer, probe)
@@ -270,6 +273,7 @@ def suggest_lrs(
             order=3 if lambda_int > 0 else 2,
             backend=backend,
             microbatch=microbatch,
+            num_samples=num_samples,
             progress=progress,
             stderr=True,
             distributed=distributed,

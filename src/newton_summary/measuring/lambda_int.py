@@ -20,6 +20,7 @@ from newton_summary.measuring.trial_steps import as_floats, find_groups, need_su
 from newton_summary.parallel.processes import Distributed
 from newton_summary.partition import Partition, Spec
 from newton_summary.probe.directions import Direction
+from newton_summary.probe.inputs import NumSamples
 from newton_summary.probe.probe import LossFn
 from newton_summary.solver import LearningRates, learning_rates
 from newton_summary.summary import Summary
@@ -112,6 +113,7 @@ def suggest_lambda_int(
     partition: Partition | Spec | None = None,
     direction: Direction = "gradient",
     microbatch: int | None = None,
+    num_samples: NumSamples | None = None,
     distributed: Distributed = "auto",
 ) -> Strengths:
     """Try the full step of several strengths of the cubic term, and find the best one.
@@ -130,6 +132,7 @@ def suggest_lambda_int(
         partition: The groups of the summary, if it has no partition.
         direction: The same as for :func:`summarize`.
         microbatch: As for :func:`summarize`.
+        num_samples: As for :func:`summarize`.
         distributed: As for :func:`summarize`.
 
     Returns:
@@ -168,6 +171,7 @@ def suggest_lambda_int(
             groups,
             direction=direction,
             microbatch=microbatch,
+            num_samples=num_samples,
             distributed=distributed,
         )
     )

@@ -18,6 +18,8 @@ from newton_summary.derivatives.sweep.sharded import ShardedLeaves, ShardedProbe
 from newton_summary.display.names import nearest
 from newton_summary.display.warn import warn_user
 from newton_summary.errors import CannotDifferentiate
+from newton_summary.measuring.fallback import not_finite, reason_to_fall_back
+from newton_summary.measuring.splitting import measure_in_parts
 from newton_summary.parallel.processes import (
     Distributed,
     Processes,
@@ -27,7 +29,8 @@ from newton_summary.parallel.processes import (
 )
 from newton_summary.partition import Params, Partition, Spec, make_partition, result_dtype, unwrap
 from newton_summary.probe.directions import Direction, find_direction
-from newton_summary.probe.probe import Closure, LossFn, Probe
+from newton_summary.probe.inputs import NumSamples
+from newton_summary.probe.probe import Closure, Evaluation, LossFn, Probe
 from newton_summary.probe.undo import Journal
 from newton_summary.summary import Summary
 
@@ -43,6 +46,7 @@ def summarize(
     backend: Backend = "auto",
     microbatch: int | None = None,
     stack_limit: int | None = None,
+    num_samples: NumSamples | None = None,
     progress: bool | Callable[[int, int | None], None] = False,
     stderr: bool = False,
     distributed: Distributed = "auto",
@@ -57,8 +61,7 @@ def summarize(
         model: Any module. A compiled one is measured as it was before ``torch.compile``.
         loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a batch as a scalar tensor.
         data: One batch (a tensor, tuple, mapping, or list of tensors), or an iterable of batches
-            such as a DataLoader, which are weighted by their numbers of samples. The number of
-            samples is the length of the first tensor in the batch.
+            such as a DataLoader, which are weighted by their numbers of samples.
         partition: A :class:`Partition` of this model, or an argument of :func:`make_partition`.
         direction: ``"gradient"`` of the same data, a mapping from parameter name to tensor, or a
             torch optimizer, for the direction of its next step.
@@ -68,6 +71,9 @@ def summarize(
         microbatch: Split batches into parts of this many samples, to save memory, or time on a CPU,
             whose cache holds small parts. Refused where a batch norm in training mode couples the
             samples.
+        num_samples: How many samples a batch has: a number, or a function of the batch. If not
+            given, what an object says of itself (``num_graphs``, ``batch_size``), or the length of
+            the first tensor in the batch. Several batches for which these do not tell are refused.
         progress: True to count the batches on standard error, or a function that is called with
             the number of batches done and their total (None while unknown).
         stack_limit: Bytes that the sweep's derivatives of all groups may take at a time. Beyond it
@@ -114,7 +120,7 @@ def summarize(
             raise ValueError(f"order={order!r}: write 1, 2 or 3, or see derivative_tensor.")
         backends = backends_for(backend, microbatch, processes.sharded)
         partition = find_partition(model, partition)
-        probe = open_probe(model, loss_fn, data, partition, microbatch, processes)
+        probe = open_probe(model, loss_fn, data, partition, microbatch, processes, num_samples)
     agree(processes, partition, direction, order=order, stderr=stderr)
     with Journal(), probe:
         u = find_direction(direction, probe)
@@ -144,10 +150,11 @@ def open_probe(
     partition: Partition,
     microbatch: int | None,
     processes: Processes,
+    num_samples: NumSamples | None = None,
 ) -> Probe:
     """Return a probe for a model that is whole, or divided among processes."""
     kind = ShardedProbe if processes.sharded else Probe
-    return kind(model, loss_fn, data, partition, microbatch, processes)
+    return kind(model, loss_fn, data, partition, microbatch, processes, num_samples)
 
 
 def agree(
@@ -178,23 +185,35 @@ def measure(
 
     Its ``parts`` are the summaries of the batches.
     """
-    reason = None
+    reason, found = None, None
     for name, following in zip(backends, [*backends[1:], None], strict=True):
         try:
             probe.recorded = name == "sweep"
             run = partial(_measure_batch, probe, name, u, order, stack_limit)
-            return replace(_mean_summary(probe, run, order, report), reason=reason)
+            summary = replace(_mean_summary(probe, name, run, order, report), reason=reason)
         except CannotDifferentiate as error:
-            if following is None:
+            if following is None and found is None:
                 if name in AUTO[:-1] and not probe.processes.sharded:
                     raise CannotDifferentiate(f"{error}. Try backend='auto'.") from error
                 raise
-            reason = str(error)
-            warn_user(
-                f"Falling back from {name!r} to {following!r}, because "
-                f"{reason.removeprefix(f'{name}: ')}"
-            )
-    raise AssertionError("unreachable")
+            why = str(error).removeprefix(f"{name}: ")
+        else:
+            if _is_finite(summary):
+                return summary
+            found = found or summary
+            why = not_finite(summary)
+        if following is None:
+            break
+        reason = f"{name}: {why}"
+        warn_user(f"Falling back from {name!r} to {following!r}, because {why}")
+    assert found is not None
+    warn_user(f"By backend={found.backend!r}, {not_finite(found)}.")
+    return found
+
+
+def _is_finite(summary: Summary) -> bool:
+    parts = (summary.gbar, summary.Hbar, summary.D3)
+    return all(bool(torch.isfinite(x).all()) for x in parts if x is not None)
 
 
 def mean_over(processes: Processes, summary: Summary, u: Params) -> Summary:
@@ -246,6 +265,7 @@ def derivative_tensor(
     partition: Partition | Spec = "canonical",
     direction: Direction = "gradient",
     microbatch: int | None = None,
+    num_samples: NumSamples | None = None,
 ) -> Tensor:
     """Return the whole tensor D^(order)(u), shape (S,) * order (paper, Section 3).
 
@@ -261,6 +281,7 @@ def derivative_tensor(
         partition: As for :func:`summarize`.
         direction: As for :func:`summarize`.
         microbatch: As for :func:`summarize`.
+        num_samples: As for :func:`summarize`.
 
     >>> import newton_summary as ns
     >>> model = nn.Linear(2, 1, bias=False)
@@ -280,7 +301,7 @@ def derivative_tensor(
     _check_order(order)
     partition = find_partition(model, partition)
     refuse_sharded(partition.params, "derivative_tensor")
-    probe = Probe(model, loss_fn, data, partition, microbatch)
+    probe = Probe(model, loss_fn, data, partition, microbatch, num_samples=num_samples)
     return _mean_tensor(probe, direction, order, nested_tensor)
 
 
@@ -292,6 +313,7 @@ def taylor_terms(
     order: int,
     direction: Direction = "gradient",
     microbatch: int | None = None,
+    num_samples: NumSamples | None = None,
 ) -> Tensor:
     """Return the derivatives of t -> L(theta + t u) at 0, of order 1 to ``order``, shape (order,).
 
@@ -305,6 +327,7 @@ def taylor_terms(
         order: 1 or more.
         direction: As for :func:`summarize`.
         microbatch: As for :func:`summarize`.
+        num_samples: As for :func:`summarize`.
 
     >>> import newton_summary as ns
     >>> model = nn.Linear(1, 1, bias=False)
@@ -318,7 +341,7 @@ def taylor_terms(
     _check_order(order)
     partition = make_partition(model, "trivial")
     refuse_sharded(partition.params, "taylor_terms")
-    probe = Probe(model, loss_fn, data, partition, microbatch)
+    probe = Probe(model, loss_fn, data, partition, microbatch, num_samples=num_samples)
     return _mean_tensor(probe, direction, order, nested_taylor_terms)
 
 
@@ -354,12 +377,11 @@ def _measure_batch(
     u: Params,
     order: int,
     stack_limit: int | None,
-    closure: Closure,
-    size: int,
+    batch: Evaluation,
 ) -> list[Summary]:
     """Measure a batch, in parts if the sweep's stack would be too large and it may be split."""
     given: dict[str, Any] = {"u": u, "partition": probe.partition, "order": order}
-    run, parts = partial(BACKENDS[backend], params=probe.params, **given), [(closure, size)]
+    run = partial(BACKENDS[backend], params=probe.params, **given)
     if backend == "sweep":
         run = partial(run, stack_limit=stack_limit)
         if isinstance(probe, ShardedProbe):
@@ -367,15 +389,17 @@ def _measure_batch(
             run = partial(sweep_batch, leaves=sharded, order=order, stack_limit=stack_limit)
         elif probe.microbatch is None:
             try:
-                return [replace(run(closure, may_split=True), num_samples=size)]
+                return [replace(run(batch, may_split=True), num_samples=batch.size)]
             except StackTooLarge as large:
-                parts = probe.parts_that_fit(large.limit / large.needed, large.loss)
-    return [replace(run(part), num_samples=n) for part, n in parts]
+                samples = max(1, batch.size * large.limit // large.needed)
+                return measure_in_parts(batch, samples, large.loss, u, run)
+    return [replace(run(batch), num_samples=batch.size)]
 
 
 def _mean_summary(
     probe: Probe,
-    measure_batch: Callable[[Closure, int], Sequence[Summary]],
+    backend: str,
+    measure_batch: Callable[[Evaluation], Sequence[Summary]],
     order: int,
     report: Callable[[int, int | None], None],
 ) -> Summary:
@@ -384,15 +408,23 @@ def _mean_summary(
     total = probe.num_parts
     done = 0
     report(done, total)
-    for done, (closure, size) in enumerate(probe.closures(), start=1):
-        for part in measure_batch(closure, size):
+    for done, (batch, _) in enumerate(probe.closures(), start=1):
+        try:
+            parts = measure_batch(batch)
+        except Exception as error:
+            raise reason_to_fall_back(error, batch, backend) from error
+        for part in parts:
             dtype = torch.promote_types(part.loss.dtype, part.gbar.dtype)
             summaries.append(replace(part, loss=part.loss.to(dtype)))
+        if len(parts) == 1:
+            probe.compare_loss(done - 1, parts[0].loss)
         report(done, total)
     if total is None:
         report(done, done)
     if not summaries:  # other processes have data
         return _nothing(probe, order)
+    if not probe.counted:
+        summaries = [replace(part, num_samples=0) for part in summaries]
     sizes = [part.num_samples for part in summaries]
     mean = summaries[0] if len(summaries) == 1 else Summary.mean(summaries, sizes)
     return replace(mean, parts=tuple(summaries))

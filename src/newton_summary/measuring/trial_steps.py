@@ -15,6 +15,7 @@ from newton_summary.measuring.measurement import agree, find_partition, open_pro
 from newton_summary.parallel.processes import Distributed, find_processes
 from newton_summary.partition import Partition, Spec, trainable, unwrap
 from newton_summary.probe.directions import Direction, find_direction
+from newton_summary.probe.inputs import NumSamples
 from newton_summary.probe.probe import LossFn, check_finite
 from newton_summary.probe.state import unmoved
 from newton_summary.probe.undo import Journal
@@ -33,6 +34,7 @@ def step_trials(
     partition: Partition | Spec | None = None,
     direction: Direction = "gradient",
     microbatch: int | None = None,
+    num_samples: NumSamples | None = None,
     distributed: Distributed = "auto",
 ) -> tuple[Trial, ...]:
     """Evaluate the loss at ``theta - fraction * U I_{P:S} eta``, and restore the model.
@@ -51,6 +53,7 @@ def step_trials(
         partition: The groups of the summary, if it has no partition.
         direction: The same as for :func:`summarize`.
         microbatch: As for :func:`summarize`.
+        num_samples: As for :func:`summarize`.
         distributed: As for :func:`summarize`.
 
     Returns:
@@ -87,6 +90,7 @@ def step_trials(
         groups,
         direction=direction,
         microbatch=microbatch,
+        num_samples=num_samples,
         distributed=distributed,
     )
     return tuple(Trial(float(f), *change) for f, change in zip(fractions, changes, strict=True))
@@ -102,6 +106,7 @@ def try_steps(
     *,
     direction: Direction = "gradient",
     microbatch: int | None = None,
+    num_samples: NumSamples | None = None,
     distributed: Distributed = "auto",
 ) -> list[tuple[float, float]]:
     """Return the predicted and the real change of the loss for each of several steps.
@@ -115,13 +120,14 @@ def try_steps(
         groups: Groups of the live model (:func:`find_groups`).
         direction: As for :func:`step_trials`.
         microbatch: As for :func:`step_trials`.
+        num_samples: As for :func:`step_trials`.
         distributed: As for :func:`step_trials`.
     """
     exact = summary.to("cpu", torch.float64)
     changes = []
     processes = find_processes(distributed, groups.params)
     with processes.joint():
-        probe = open_probe(model, loss_fn, data, groups, microbatch, processes)
+        probe = open_probe(model, loss_fn, data, groups, microbatch, processes, num_samples)
     agree(processes, groups, direction, steps=len(etas))
     with Journal(), probe:
         u = find_direction(direction, probe)

@@ -1,22 +1,26 @@
-"""What users give: a loss function, and data that is read as batches."""
+"""What users give: a loss function, data that is read as batches, and their numbers of samples."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Dataset, IterableDataset
 
+from newton_summary.display.warn import warn_user
+
 LossFn = Callable[[nn.Module, Any], Tensor]
+NumSamples = int | Callable[[Any], int]
 
 _WANTED = (
-    "loss_fn(model, batch) is wanted, which calls the model and returns the mean loss of the "
-    "batch, for example"
+    "Expected loss_fn(model, batch) that calls the model and returns the mean loss of the batch, "
+    "for example"
 )
 _EXAMPLE = "lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
 
@@ -58,7 +62,7 @@ def explain(error: TypeError, model: nn.Module, data: Any) -> TypeError | None:
         )
     if f"must be Tensor, not {type(model).__name__}" in str(error):
         return TypeError(
-            f"loss_fn takes its first argument, the model, for a tensor: {error}. {_WANTED} "
+            f"loss_fn treats its first argument, the model, as a tensor: {error}. {_WANTED} "
             f"{_EXAMPLE}."
         )
     if isinstance(data, list) and "must be Tensor, not list" in str(error):
@@ -72,8 +76,9 @@ def explain(error: TypeError, model: nn.Module, data: Any) -> TypeError | None:
 def as_batches(data: Any) -> Iterable[Any]:
     """Return an iterable of batches that can be gone through twice.
 
-    A tensor or array, a mapping, a tuple, ``None``, or a list that holds a tensor is one batch;
-    anything else that can be iterated over is a series of batches.
+    A tensor or array, a mapping, a tuple, ``None``, a list that holds a tensor, or an object that
+    holds tensors, such as a batch of graphs, is one batch; anything else that can be iterated over
+    is a series of batches.
     """
     if data is None or isinstance(data, Tensor | np.ndarray | Mapping | tuple):
         return [data]
@@ -84,93 +89,158 @@ def as_batches(data: Any) -> Iterable[Any]:
             f"The data is a {type(data).__name__}, a set of samples. Give batches of them: "
             f"torch.utils.data.DataLoader(dataset, batch_size=...)."
         )
-    if not isinstance(data, Iterable):
+    # What can be moved to a device, or has keys, is data itself, though its parts can be listed.
+    is_batch = callable(getattr(data, "to", None)) or hasattr(data, "keys") or is_dataclass(data)
+    if is_batch or not isinstance(data, Iterable):
         return [data]
     return list(data) if isinstance(data, Iterator) else data  # it can be read only once
 
 
-def count_samples(batch: Any) -> int:
-    """Return the length of the first tensor or array in a batch, and 1 if there is none."""
-    return next((len(x) for x in _leaves(batch) if _has_length(x)), 1)
-
-
-def _has_length(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0
-
-
-def _leaves(batch: Any) -> Iterator[Any]:
+def leaves(batch: Any) -> Iterator[Any]:
     """Give everything in a nest of mappings, lists, tuples and dataclasses, in order."""
     children: Iterable[Any]
     if isinstance(batch, Mapping):
         children = batch.values()
-    elif isinstance(batch, list | tuple):
+    elif isinstance(batch, list | tuple) and not isinstance(batch, PackedSequence):
         children = batch
-    elif _is_dataclass(batch):
+    elif is_dataclass(batch):
         children = (getattr(batch, field.name) for field in dataclasses.fields(batch))
     else:
         yield batch
         return
     for child in children:
-        yield from _leaves(child)
+        yield from leaves(child)
 
 
-def _is_dataclass(batch: Any) -> bool:
+def is_dataclass(batch: Any) -> bool:
+    """Whether a batch is an instance of a dataclass."""
     return dataclasses.is_dataclass(batch) and not isinstance(batch, type)
 
 
-def map_batch(change: Callable[[Any], Any], batch: Any) -> Any:
-    """Apply a function to every leaf of a batch; containers keep their types.
+def has_length(leaf: Any) -> bool:
+    """Whether a leaf is a tensor or an array of at least one dimension."""
+    return isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0
 
-    A list, and what is no container, is given to the function as a whole first: if the function
-    returns something else than its argument, that is taken.
+
+def count_samples(batch: Any) -> int | None:
+    """Return the number of samples in a batch, or None if there is no telling.
+
+    That is what an object says of itself, such as a batch of graphs, or the length of the first
+    tensor or array; where there is none, of the first list of something else. Without data there is
+    one sample.
     """
-    if isinstance(batch, Mapping):
-        items = {key: map_batch(change, value) for key, value in batch.items()}
-        if type(batch) is dict:
-            return items
-        changed = copy.copy(batch)  # such as the output of a tokenizer
-        for key, value in items.items():
-            changed[key] = value  # type: ignore[index]
-        return changed
-    if isinstance(batch, tuple):
-        children = [map_batch(change, child) for child in batch]
-        return type(batch)(*children) if hasattr(batch, "_fields") else tuple(children)
-    if _is_dataclass(batch):
-        values = {f.name: map_batch(change, getattr(batch, f.name)) for f in _fields(batch)}
-        return dataclasses.replace(batch, **values)
-    changed = change(batch)
-    if changed is batch and isinstance(batch, list):
-        return [map_batch(change, child) for child in batch]
-    return changed
+    if batch is None:
+        return 1
+    return next(iter(_lengths(batch)), None)
 
 
-def _fields(batch: Any) -> list[dataclasses.Field[Any]]:
-    return [field for field in dataclasses.fields(batch) if field.init]
+def _lengths(batch: Any) -> list[int]:
+    """Return the lengths of all tensors in a batch; of lists, if there are no tensors."""
+    found = [_length(leaf) for leaf in leaves(batch)]
+    lengths = [n for n in found if n is not None]
+    if lengths or not isinstance(batch, list | tuple | Mapping):
+        return lengths
+    children = batch.values() if isinstance(batch, Mapping) else batch
+    lists = [child for child in children if isinstance(child, list)]
+    return [len(child) for child in lists] or ([len(batch)] if isinstance(batch, list) else [])
 
 
-def take_samples(batch: Any, size: int, samples: slice) -> Any:
-    """Return a part of a batch: what has the batch's length is cut, everything else is kept.
+def _length(leaf: Any) -> int | None:
+    """Return how many samples a leaf of a batch holds, if it is known."""
+    if has_length(leaf):
+        return len(leaf)
+    if isinstance(leaf, PackedSequence):
+        return int(leaf.batch_sizes[0])
+    for name in ("num_graphs", "batch_size"):
+        count = getattr(leaf, name, None)
+        count = count[0] if isinstance(count, tuple) and count else count  # a torch.Size
+        if isinstance(count, int) and not isinstance(count, bool):
+            return count
+    inside = (x for x in getattr(leaf, "__dict__", {}).values() if has_length(x))
+    return next((len(x) for x in inside), None)
 
-    That is every tensor and array, and every list inside of the batch that holds one object for
-    each sample rather than tensors of that length.
+
+class SampleCount:
+    """Counts the samples of batches, by which they are weighted.
+
+    Args:
+        given: What the user says: a number for every batch, or a function of the batch.
+        time_first: Returns whether the first dimension may be time.
     """
 
-    def cut(leaf: Any) -> Any:
-        if _has_length(leaf):
-            return leaf[samples] if len(leaf) == size else leaf
-        if not isinstance(leaf, list) or leaf is batch or len(leaf) != size:
-            return leaf
-        holds_tensors = any(_has_length(x) and len(x) == size for x in _leaves(leaf))
-        return leaf if holds_tensors else leaf[samples]
+    def __init__(self, given: NumSamples | None, time_first: Callable[[], bool] = lambda: False):
+        if given is not None and not callable(given):
+            given = _whole_number(given)
+        self.given = given
+        self.time_first = time_first
+        self._first: list[tuple[int, ...]] = []  # shapes in the first batch
+        self._warned = False
 
-    return map_batch(cut, batch)
+    def __call__(self, batch: Any, number: int, alone: bool = True) -> int | None:
+        """Return the number of samples in a batch; None if that is unknown and does not matter.
+
+        Args:
+            batch: The batch.
+            number: Its place in the data.
+            alone: Whether no other process has batches that count with this one.
+        """
+        if callable(self.given):
+            return _whole_number(self.given(batch))
+        if self.given is not None:
+            return self.given
+        count = count_samples(batch)
+        if count is None and (number > 0 or not alone):
+            raise ValueError(
+                f"Batches are weighted by their numbers of samples, and that of a batch of type "
+                f"{type(batch).__name__} is unknown. {_GIVE}"
+            )
+        shapes = [tuple(leaf.shape) for leaf in leaves(batch) if has_length(leaf)]
+        if number == 0:
+            self._first = shapes
+        elif len(shapes) == len(self._first) and shapes != self._first:
+            self._compare(self._first, shapes)
+        return count
+
+    def _compare(self, first: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> None:
+        """Refuse batches whose tensors do not agree on how many more samples one has."""
+        before, now = [shape[0] for shape in first], [shape[0] for shape in other]
+        n, m = before[0], now[0]
+        pairs = zip(before, now, strict=True)
+        others = [(a, b) for a, b in pairs if a != b and a * m != b * n]  # not in proportion
+        if not others and n == m and first[0][1:2] != other[0][1:2] and self.time_first():
+            raise ValueError(
+                f"Two batches begin with tensors of shapes {first[0]} and {other[0]}, and the "
+                f"model has a layer with batch_first=False: samples may be counted by the first "
+                f"dimension or by the second. {_GIVE}"
+            )
+        if not others:
+            return
+        what = (
+            f"Batches are weighted by their numbers of samples, and their tensors do not agree on "
+            f"these: the first has length {n} in one batch and {m} in another, where another one "
+            f"has {others[0][0]} and {others[0][1]}."
+        )
+        if before.count(n) == 1 or now.count(m) == 1:
+            raise ValueError(f"{what} {_GIVE}")
+        if not self._warned:
+            self._warned = True
+            warn_user(f"{what} The length of the first is taken. {_GIVE}")
 
 
-def outside_inference_mode(batch: Any) -> Any:
-    """Return the batch with copies of the tensors made under inference_mode."""
+_GIVE = (
+    "Give num_samples=..., a number or a function of the batch, such as "
+    "num_samples=lambda batch: len(batch['labels'])."
+)
 
-    def clone(leaf: Any) -> Any:
-        return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
 
-    has_any = any(isinstance(x, Tensor) and x.is_inference() for x in _leaves(batch))
-    return map_batch(clone, batch) if has_any else batch
+def _whole_number(value: Any) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if number < 0 or isinstance(value, bool):
+        raise ValueError(
+            f"num_samples={value!r}: write a whole number, or a function of the batch that "
+            f"returns one."
+        )
+    return number

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -23,18 +24,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from newton_summary.display.warn import warn_user
 from newton_summary.errors import CoupledSamplesError, NotFiniteError
 from newton_summary.parallel.processes import ALONE, Processes
 from newton_summary.partition import Params, Partition, unwrap
+from newton_summary.probe.cutting import outside_inference_mode, take_samples
 from newton_summary.probe.eager import RestingHooks, install_switches, refuse_unknown_checkpoints
 from newton_summary.probe.inputs import LossFn as LossFn
 from newton_summary.probe.inputs import (
+    NumSamples,
+    SampleCount,
     as_batches,
     check_loss_fn,
-    count_samples,
     explain,
-    outside_inference_mode,
-    take_samples,
+    has_length,
+    leaves,
 )
 from newton_summary.probe.state import (
     ModelState,
@@ -71,9 +75,15 @@ class Probe:
         partition: The groups, and with them the parameters.
         microbatch: Split batches into parts of at most so many samples.
         processes: The processes whose data counts together with this one's.
+        num_samples: The number of samples in a batch, or a function of the batch that returns it.
 
     Attributes:
         params: The live parameters by name.
+        num_parts: How many (parts of) batches there are; known after the first pass over the data.
+        counted: Whether the number of samples is known.
+        recorded: Whether a recorder sees to it that the loss does not change the parameters.
+        losses: Of all (parts of) batches, as they were when the gradient was computed.
+        complaint: What was wrong about what the last loss did or returned.
     """
 
     def __init__(
@@ -84,6 +94,7 @@ class Probe:
         partition: Partition,
         microbatch: int | None = None,
         processes: Processes = ALONE,
+        num_samples: NumSamples | None = None,
     ):
         if microbatch is not None and not (isinstance(microbatch, int) and microbatch >= 1):
             raise ValueError(f"microbatch={microbatch}: write a number of samples, 1 or more.")
@@ -97,12 +108,17 @@ class Probe:
         self.random = RandomState(
             (p.device for p in partition.params.values()), own_generators(data)
         )
-        self.num_parts: int | None = None  # known after the first pass over the data
+        self.num_parts: int | None = None
+        self.counted = True
+        self._count = SampleCount(num_samples, self._may_be_time_first)
         self._params_checked = False
         self.processes = processes
         self.params: Params = partition.params
         self._batches: Iterable[Any] | None = None  # read when they are first needed
-        self.recorded = False  # whether a recorder sees to it that the parameters do not change
+        self.recorded = False
+        self.losses: list[float] = []
+        self.complaint: Exception | None = None
+        self._warned: set[str] = set()
 
     # --- leaving no trace -------------------------------------------------------------------------
 
@@ -146,7 +162,7 @@ class Probe:
 
     # --- the data, as closures --------------------------------------------------------------------
 
-    def closures(self) -> Iterator[tuple[Closure, int]]:
+    def closures(self) -> Iterator[tuple[Evaluation, int]]:
         """Give a closure and a number of samples for every (part of a) batch.
 
         Every call goes through the same batches, also if they are shuffled or augmented.
@@ -162,18 +178,27 @@ class Probe:
         if not is_list:
             self.random.forget()
         for number, batch in enumerate(self._in_step(self._batches)):
-            batch = outside_inference_mode(batch)
+            if any(isinstance(x, Tensor) and x.is_inference() for x in leaves(batch)):
+                batch = outside_inference_mode(batch)
             if not is_list:
                 self.random.forget()
-            if several and count_samples(batch) == 0:
+            size = self._count(batch, number, alone=not several)
+            if several and size == 0:
                 continue  # the share of a process for which nothing was left
-            for part in self._parts(batch):
+            if size == 0:
+                raise ValueError(f"Batch {number} has no samples.")
+            self.counted = size is not None
+            whole = Evaluation(self, batch, number, self._start, 1 if size is None else size)
+            parts = whole.split(self.microbatch)
+            if len(parts) > 1 and self.num_parts is None:  # in the first pass over the data
+                self._check_parts(whole, parts)
+            for part in parts:
                 if is_list and count:
                     self.random.jump(state)
                 if count or not is_list:
                     state = self.random.capture()
-                self._last = number, batch, state
-                yield self._closure(part, number, part is not batch, state), count_samples(part)
+                part.state = state
+                yield part, part.size
                 if not is_list:  # the next batch must not depend on how much this one has drawn
                     self.random.jump(state)
                 count += 1
@@ -191,11 +216,13 @@ class Probe:
         wide = [torch.promote_types(p.dtype, torch.float32) for p in leaves]
         mean = [torch.zeros_like(p, dtype=dtype) for p, dtype in zip(leaves, wide, strict=True)]
         samples = 0
+        self.losses.clear()
         with self.processes.joint():
             for closure, size in self.closures():
                 loss = closure()
                 check_finite(loss)
                 check_depends(loss, self.params)
+                self.losses.append(float(loss.detach()))
                 grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
                 samples += size
                 with torch.no_grad():
@@ -216,112 +243,141 @@ class Probe:
         loss: Tensor = means["loss"]
         return loss.cpu()
 
-    def parts_that_fit(self, fraction: float, loss: Tensor) -> list[tuple[Closure, int]]:
-        """Return the last batch in equal parts, each at most a fraction of it, as closures.
-
-        The batch stays whole where it may not be split: see :meth:`may_split`.
-
-        Args:
-            fraction: The largest part.
-            loss: Of the whole batch.
-        """
-        number, batch, state = self._last
-        size = count_samples(batch)
-        parts = -(-size // max(1, int(size * fraction)))
-        self.microbatch = -(-size // parts)
-        split = list(self._parts(batch)) if self.may_split(loss) else [batch]
-        self.microbatch = None
-        return [
-            (self._closure(part, number, part is not batch, state), count_samples(part))
-            for part in split
-        ]
-
-    def may_split(self, loss: Tensor) -> bool:
-        """Return whether the last batch may be split into parts of ``microbatch`` samples.
-
-        It may if the mean loss of the parts is the loss of the whole: not for a batch norm in
-        training, a contrastive loss, or dropout, whose draws would change.
-        """
-        _, batch, state = self._last
-        size = count_samples(batch)
-        total = torch.zeros_like(loss, dtype=torch.float64)
-        try:
-            with torch.no_grad(), WholeBatchOnly():
-                for part in self._parts(batch):
-                    self.random.restore(state)
-                    self.random.forget()
-                    self._model_state.restore()
-                    part_loss = self.loss_fn(self.model, part).detach().reshape(())
-                    total += part_loss * (count_samples(part) / size)
-        except CoupledSamplesError:
-            return False
-        # Equal but for rounding; what half precision rounds away could be a coupling.
-        precise = torch.finfo(loss.dtype).bits >= 32
-        tolerance = 100 * torch.finfo(loss.dtype).eps * max(abs(float(loss)), 1e-6)
-        return precise and abs(float(total) - float(loss)) <= tolerance
-
-    def _parts(self, batch: Any) -> Iterator[Any]:
-        size = count_samples(batch)
-        if self.microbatch is None or size <= self.microbatch:
-            yield batch
+    def compare_loss(self, place: int, loss: Tensor) -> None:
+        """Warn if a loss is another one than it was when the gradient was computed."""
+        if place >= len(self.losses):
             return
-        for start in range(0, size, self.microbatch):
-            yield take_samples(batch, size, slice(start, start + self.microbatch))
+        before, now = self.losses[place], float(loss)
+        eps = max(torch.finfo(x.dtype).eps for x in (loss, *self.params.values()))
+        if not abs(now - before) <= eps**0.5 * max(abs(now), abs(before)):
+            self._warn(
+                f"The loss of the same batch was {before:.6g} when the direction was computed and "
+                f"{now:.6g} when it was measured, with the same parameters and random numbers: it "
+                f"depends on something else that changes, such as a counter outside of the model. "
+                f"The direction and the derivatives belong to different losses."
+            )
 
-    def _closure(self, batch: Any, number: int, is_part: bool, state: RandomState.State) -> Closure:
-        def closure() -> Tensor:
-            with torch._C.DisableTorchFunction():  # this is nothing to record for a backend
-                self.random.restore(state)
-                self._model_state.restore()
-                torch.clear_autocast_cache()  # of an outer autocast: it may hold moved parameters
-                known = self._params_checked or self.recorded
-                watch = ParameterWatch(self.params, in_detail=not known)
-                self.random.forget()
-            try:
-                with ExitStack() as around:
-                    around.enter_context(refuse_unknown_checkpoints())
-                    if not self.recorded:  # a recorder sees them itself
-                        around.enter_context(RestingHooks())
-                    if is_part:
-                        around.enter_context(WholeBatchOnly())
-                    around.enter_context(self._evaluating())
-                    loss = self.loss_fn(self.model, batch)
-            except TypeError as error:
-                clearer = explain(error, self.model, self.data)
-                if clearer is None:
-                    raise
-                raise clearer from error
-            finally:
-                with torch._C.DisableTorchFunction():
-                    changed = watch.put_back()
-            self._params_checked = self._params_checked or not known
-            if changed is not None:
-                raise ValueError(
-                    f"loss_fn(model, batch) on batch {number} changed parameter {changed!r} in "
-                    f"place. A loss only reads them; what changes them belongs in the training "
-                    f"loop."
-                )
-            self._check(loss, number)
-            return loss
+    def _check_parts(self, whole: Evaluation, parts: list[Evaluation]) -> None:
+        """Warn if the loss of two neighbouring parts is not the mean of theirs."""
+        eps = max(torch.finfo(p.dtype).eps for p in self.params.values())
+        if eps > 1e-6:
+            return  # half precision: what it rounds away could be a coupling
+        before = self.random.capture()
+        joined = whole.split(2 * parts[0].size)
+        with torch.no_grad():
+            for i, both in enumerate(joined):
+                pair = parts[2 * i : 2 * i + 2]
+                if len(pair) < 2:
+                    continue
+                loss = float(both())
+                draws = not self.random.is_at(whole.state)
+                mean = sum(part.size / both.size * float(part()) for part in pair)
+                if not draws and not abs(mean - loss) <= 100 * eps * abs(loss):
+                    self._warn(
+                        f"The loss of a batch is not the mean over its parts of microbatch="
+                        f"{self.microbatch} samples ({loss:.6g} for two parts together, {mean:.6g} "
+                        f"on average): it depends on the batch as a whole, as a mean over tokens "
+                        f"that are not padding does. The mean over the parts is measured; leave "
+                        f"microbatch=None for that of whole batches."
+                    )
+        self.random.restore(before)
 
-        return closure
+    def _warn(self, message: str) -> None:
+        """Warn once in a measurement."""
+        kind = message[:40]
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warn_user(message)
+
+    def evaluate(self, evaluation: Evaluation) -> Tensor:
+        """Return the loss of a batch at the present parameters."""
+        with torch._C.DisableTorchFunction():  # this is nothing to record for a backend
+            self.random.restore(evaluation.state)
+            self._model_state.restore()
+            torch.clear_autocast_cache()  # of an outer autocast: it may hold moved parameters
+            known = self._params_checked or self.recorded
+            watch = ParameterWatch(self.params, in_detail=not known)
+            self.random.forget()
+        try:
+            with ExitStack() as around:
+                around.enter_context(refuse_unknown_checkpoints())
+                if not self.recorded:  # a recorder sees them itself
+                    around.enter_context(RestingHooks())
+                if evaluation.is_part:
+                    around.enter_context(WholeBatchOnly())
+                around.enter_context(self._evaluating())
+                loss = self.loss_fn(self.model, evaluation.batch)
+        except TypeError as error:
+            clearer = explain(error, self.model, self.data)
+            if clearer is None:
+                raise
+            raise clearer from error
+        finally:
+            with torch._C.DisableTorchFunction():
+                changed = watch.put_back()
+        self._params_checked = self._params_checked or not known
+        self.complaint = self._wrong_about(loss, changed, evaluation.number)
+        if self.complaint is not None:
+            raise self.complaint
+        return loss
 
     @staticmethod
-    def _check(loss: Any, number: int) -> None:
+    def _wrong_about(loss: Any, changed: str | None, number: int) -> Exception | None:
         where = f"loss_fn(model, batch) on batch {number}"
+        if changed is not None:
+            return ValueError(
+                f"{where} changed parameter {changed!r} in place. A loss only reads parameters; "
+                f"what changes them belongs in the training loop."
+            )
         if not isinstance(loss, Tensor):
-            raise TypeError(f"{where} returned {type(loss).__name__}: return a tensor, the loss.")
+            return TypeError(f"{where} returned {type(loss).__name__}: return a tensor, the loss.")
         if loss.numel() != 1:
-            raise ValueError(
+            return ValueError(
                 f"{where} returned a tensor of shape {tuple(loss.shape)}: return one number, the "
                 f"mean loss of the batch, for example with .mean()."
             )
         if not loss.dtype.is_floating_point:
-            raise TypeError(f"{where} returned a loss of dtype {loss.dtype}: it has to be real.")
+            return TypeError(f"{where} returned a loss of dtype {loss.dtype}: it has to be real.")
+        return None
 
     def _evaluating(self) -> AbstractContextManager[None]:
         """Return a context in which the loss is evaluated."""
         return nullcontext()
+
+    def _may_be_time_first(self) -> bool:
+        return any(getattr(module, "batch_first", True) is False for module in self.model.modules())
+
+
+@dataclass
+class Evaluation:
+    """The loss of a batch, or of a part of one, as a function of the live parameters."""
+
+    probe: Probe
+    batch: Any
+    number: int  # of the batch in the data
+    state: RandomState.State  # in which it starts
+    size: int  # number of samples, for its weight
+    is_part: bool = False
+
+    def __call__(self) -> Tensor:
+        """Evaluate the loss."""
+        return self.probe.evaluate(self)
+
+    def split(self, samples: int | None) -> list[Evaluation]:
+        """Return parts of at most so many samples; the whole if there is nothing to cut."""
+        can_be_cut = any(has_length(x) and len(x) == self.size for x in leaves(self.batch))
+        if samples is None or self.size <= samples or not can_be_cut:
+            return [self]
+        cuts = [slice(i, i + samples) for i in range(0, self.size, samples)]
+        return [
+            replace(
+                self,
+                batch=take_samples(self.batch, self.size, cut),
+                size=len(range(self.size)[cut]),
+                is_part=True,
+            )
+            for cut in cuts
+        ]
 
 
 def check_finite(loss: Tensor) -> None:

@@ -138,6 +138,7 @@ class ModelState:
         for p, requires_grad, _, _ in self.params:
             if p.requires_grad != requires_grad:
                 p.requires_grad_(requires_grad)
+            p.grad = None  # of a loss that calls backward() itself
         for key in self.cached:  # of parameters that may have moved since
             parametrize._cache.pop(key, None)
 
@@ -304,6 +305,11 @@ class RandomState:
             )
         return self._known
 
+    def is_at(self, state: State) -> bool:
+        """Return whether nothing was drawn since a state was captured."""
+        self.forget()
+        return all(map(_equal, self.capture(), state))
+
     def forget(self) -> None:
         """Say that somebody else may draw from the generators now."""
         self._known = None
@@ -344,6 +350,15 @@ def _random_module(device: torch.device) -> Any:
 def _which(device: torch.device) -> tuple[torch.device, ...]:
     """Return the arguments that name a device; there is only one of type mps."""
     return () if device.type == "mps" else (device,)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two states of generators are the same, of whatever types they are made."""
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    return bool(np.array_equal(a, b))
 
 
 def own_generators(data: Any) -> list[torch.Generator]:

@@ -129,7 +129,7 @@ class SweepGraph:
         order: int,
     ):
         self.partition, self.order = partition, order
-        self.samples = count_samples(batch)
+        self.samples = count_samples(batch) or 0
         leaves, structure = pytree.tree_flatten(batch)
         if any(isinstance(x, Tensor) and not x.is_cuda for x in leaves):
             raise CannotCapture("a tensor of the curvature batch is not on the GPU")

@@ -62,7 +62,7 @@ class ShardedProbe(Probe):
         remaining = iter(batches)
         while True:
             batch = next(remaining, self)
-            has_samples = batch is not self and count_samples(batch) > 0
+            has_samples = batch is not self and count_samples(batch) != 0
             has = self.processes.meet_and_gather("the next batch", (batch is not self, has_samples))
             if not any(has_one for has_one, _ in has):
                 return

@@ -1,0 +1,132 @@
+"""Functions that autograd differentiates once for sure, and perhaps not again.
+
+The backward pass of a custom function may be marked as not differentiable, or be a kernel that
+torch knows nothing of; that is noticed while differentiating. Or it may use a number that its
+forward pass has computed and kept: then the next derivative lacks what goes through this number,
+without a sign of it. So does torch's own derivative of sparse tensors made from parameters. Such
+results are compared with differences of gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from newton_summary.derivatives.differences import step_sizes, summarize_differences
+from newton_summary.errors import CannotDifferentiate
+from newton_summary.partition import Params
+from newton_summary.probe.probe import Closure, graph_nodes
+from newton_summary.summary import Summary
+
+
+def watch_opaque_functions(entry: Tensor) -> set[str]:
+    """Let every custom function in a graph raise if it cannot be differentiated again.
+
+    The backward pass of a ``torch.autograd.Function`` may be a kernel that torch knows nothing of,
+    or marked ``once_differentiable``. ``torch.autograd.grad`` then leaves out what is behind it
+    without a word, and the next derivative would be wrong.
+
+    Returns:
+        The names of all functions in the graph whose derivatives are to be doubted.
+    """
+    opaque = opaque_functions(entry)
+    for node in filter(_is_custom, opaque):
+        if node.metadata.setdefault("watched", False):
+            continue  # for another entry of the same tensor
+        node.metadata["watched"] = True
+        node.register_hook(_must_be_differentiable(node.name(), _remembers_numbers(node)))
+    return {node.name().removesuffix("Backward") for node in opaque}
+
+
+def opaque_functions(entry: Tensor) -> list[Any]:
+    """Return the nodes of a graph whose second derivatives may be wrong without a sign of it."""
+    if entry.grad_fn is None:
+        return []
+    nodes = graph_nodes(entry.grad_fn)
+    return [node for node in nodes if _is_custom(node) or "Sparse" in node.name()]
+
+
+def _is_custom(node: Any) -> bool:
+    return isinstance(node, BackwardCFunction) or "CppNode" in node.name()
+
+
+def _remembers_numbers(node: Any) -> bool:
+    """Return whether a custom function keeps numbers for its backward pass, so may be nonlinear."""
+    kept = (*getattr(node, "saved_tensors", ()), *getattr(node, "__dict__", {}).values())
+    return any(isinstance(x, Tensor) and x.is_floating_point() for x in kept)
+
+
+def _must_be_differentiable(name: str, remembers_numbers: bool) -> Callable[..., None]:
+    def hook(results: Sequence[Tensor | None], received: Sequence[Tensor | None]) -> None:
+        if not torch.is_grad_enabled():  # the last derivative
+            return
+        varies = any(grad is not None and grad.requires_grad for grad in received)
+        for grad in results:
+            if grad is None or (not grad.requires_grad and not bool(grad.any())):
+                continue
+            if grad.requires_grad:
+                ends = type(grad.grad_fn).__name__ == "Error"  # marked once_differentiable
+            else:
+                ends = varies or remembers_numbers
+            if ends:
+                raise CannotDifferentiate(
+                    f"nested: the backward pass of the custom function {name} cannot be "
+                    f"differentiated again."
+                )
+
+    return hook
+
+
+def compare_with_differences(
+    summary: Summary, closure: Closure, params: Params, u: Params, opaque: Iterable[str]
+) -> None:
+    """Raise if a summary differs from central differences, and these are sure of themselves.
+
+    Takes 2S + 1 gradients.
+    """
+    eps = max(torch.finfo(p.dtype).eps for p in params.values())
+    tolerances = max(1e-4, 150 * eps**0.5), max(1e-3, 10 * eps**0.25)  # of Hbar and D3
+    if summary.partition is None or tolerances[0] > 0.2:
+        return  # half precision: the differences are rounding
+    how = (closure, params, u, summary.partition, summary.order)
+    first = summarize_differences(*how)
+    units = step_sizes(params, u, summary.partition, relative=1.0)
+    wrong = [e > t for e, t in zip(_errors(summary, first, units), tolerances, strict=True)]
+    if not any(wrong):
+        return
+    second = summarize_differences(*how, step_factor=0.5)
+    errors, doubts = _errors(summary, second, units), _errors(first, second, units)
+    for name, is_wrong, error, doubt, tolerance in zip(
+        ("Hbar", "D3"), wrong, errors, doubts, tolerances, strict=True
+    ):
+        if is_wrong and error > max(tolerance, 4 * doubt):
+            raise CannotDifferentiate(
+                f"nested: {name} is {error:.0%} off differences of gradients, as the derivatives "
+                f"of {', '.join(sorted(opaque))} are not known to autograd in full"
+            )
+
+
+def _errors(a: Summary, b: Summary, units: Tensor) -> tuple[float, float]:
+    """Return how far Hbar and D3 are apart, in their largest entries for each group.
+
+    Args:
+        a: A summary.
+        b: Another one.
+        units: Steps of the groups in which the derivatives are comparable, (S,).
+    """
+    (H, D3), (H_b, D3_b) = (_in_units(s, units) for s in (a, b))
+    rows = H_b.abs().amax(1)
+    floor = 1e-3 * rows.max()
+    H_error = (H - H_b).abs().amax(1) / (rows + floor).clamp_min(1e-300)
+    D3_error = (D3 - D3_b).abs() / (D3_b.abs() + rows + floor).clamp_min(1e-300)
+    return float(H_error.max()), float(D3_error.max())
+
+
+def _in_units(summary: Summary, units: Tensor) -> tuple[Tensor, Tensor]:
+    H = summary.hessian().cpu().double() * units * units[:, None]
+    D3 = torch.zeros_like(units) if summary.D3 is None else summary.D3.cpu().double() * units**3
+    return H, D3

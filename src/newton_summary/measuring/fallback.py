@@ -1,0 +1,55 @@
+"""What to make of a backend that fails, or gives numbers that are not finite."""
+
+from __future__ import annotations
+
+import torch
+
+from newton_summary.derivatives import AUTO
+from newton_summary.errors import (
+    CannotDifferentiate,
+    CoupledSamplesError,
+    NotFiniteError,
+    RankError,
+)
+from newton_summary.probe.probe import Evaluation, check_depends, check_finite
+from newton_summary.probe.undo import interrupt_behind
+from newton_summary.summary import Summary
+
+PASSED_ON = (CannotDifferentiate, CoupledSamplesError, RankError, torch.OutOfMemoryError, Warning)
+
+
+def reason_to_fall_back(error: Exception, batch: Evaluation, backend: str) -> Exception:
+    """Return why a backend cannot measure a batch, or raise the loss's own error.
+
+    Whose error it is shows when the loss is evaluated plainly: if it fails there too, it is the
+    loss's.
+    """
+    interrupt = interrupt_behind(error)
+    if interrupt is not None:
+        raise interrupt
+    probe = batch.probe
+    ours = isinstance(error, PASSED_ON) or error is probe.complaint
+    if ours or backend not in AUTO or probe.processes.sharded:
+        return error
+    probe.recorded = False
+    loss = batch()
+    check_finite(loss)
+    check_depends(loss, probe.params)
+    if isinstance(error, NotFiniteError):
+        there = str(error).partition(",")[0]
+        what = f"{there}, where evaluated plainly it is {float(loss.detach()):.6g}"
+    else:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        what = f"it fails with {type(error).__name__}" + (f": {lines[0]}" if lines else "")
+    return CannotDifferentiate(f"{backend}: {what[0].lower()}{what[1:]}")
+
+
+def not_finite(summary: Summary) -> str:
+    """Return which results are not finite, and for which group first."""
+    parts = {"gbar": summary.gbar, "Hbar": summary.Hbar, "D3": summary.D3}
+    wrong = {name: ~torch.isfinite(x) for name, x in parts.items() if x is not None}
+    names = [name for name, where in wrong.items() if bool(where.any())]
+    first = min(int(wrong[name].nonzero()[0, 0]) for name in names)
+    listed = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    verb = "is" if len(names) == 1 else "are"
+    return f"{listed} {verb} not finite (first for {summary.names[first]!r})"
