@@ -570,6 +570,38 @@ def test_what_a_custom_function_keeps_is_found_out(function, dtype):
     assert summary.approximate
 
 
+class StraightThrough(torch.autograd.Function):
+    """Rounds, and passes gradients as if it did not."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.scale = torch.ones_like(x)
+        return (4 * x).round() / 4
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.scale
+
+
+def test_gradients_that_are_not_those_of_the_loss_are_taken_at_their_word():
+    """Differences of the loss see the rounding; the derivatives are those without it."""
+    problem = PROBLEMS["mlp_cross_entropy"]()
+
+    def detached(model, batch):
+        h = model[0](batch[0])
+        return F.cross_entropy(model[2](h + ((4 * h).round() / 4 - h).detach()), batch[1])
+
+    def custom(model, batch):
+        return F.cross_entropy(model[2](StraightThrough.apply(model[0](batch[0]))), batch[1])
+
+    expected = summarize(problem.model, detached, problem.batch)
+    with pytest.warns(UserWarning, match="StraightThrough"):
+        actual = summarize(problem.model, custom, problem.batch)
+    assert (expected.backend, actual.backend) == ("sweep", "nested")
+    torch.testing.assert_close(actual.Hbar, expected.Hbar)
+    torch.testing.assert_close(actual.D3, expected.D3)
+
+
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has no such function")
 def test_fused_linear_cross_entropy_in_chunks_is_not_silently_wrong():
     """It computes the gradient in its forward pass, and keeps it."""
