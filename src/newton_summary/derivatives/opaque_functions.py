@@ -128,7 +128,7 @@ def _has_this_slope(
             losses[sign] = float(closure())
     slopes = summary.gbar.cpu().double() * h
     slope = (losses[+1] - losses[-1]) / 2
-    return abs(slope - float(slopes.sum())) <= 10 * eps ** (1 / 3) * float(slopes.abs().sum())
+    return abs(slope - float(slopes.sum())) <= 10 * float(eps ** (1 / 3) * slopes.abs().sum())
 
 
 def _errors(a: Summary, b: Summary, units: Tensor) -> tuple[float, float]:
