@@ -1,4 +1,4 @@
-"""Wrong use is told what is wrong and what to write, and leaves the model as it was."""
+"""Messages say what is wrong and what to write instead, and the model is left as it was."""
 
 import pytest
 import torch

@@ -15,8 +15,8 @@ from newton_summary.probe.inputs import has_length, is_dataclass, leaves
 def map_batch(change: Callable[[Any], Any], batch: Any) -> Any:
     """Apply a function to every leaf of a batch; containers keep their types.
 
-    A list, and what is no container, is given to the function as a whole first: if the function
-    returns something else than its argument, that is taken.
+    Lists, and leaves, are passed to the function as a whole. A list that it returns unchanged is
+    mapped item by item.
     """
     if isinstance(batch, Mapping):
         items = {key: map_batch(change, value) for key, value in batch.items()}
@@ -45,8 +45,8 @@ def _fields(batch: Any) -> list[dataclasses.Field[Any]]:
 def take_samples(batch: Any, size: int, samples: slice) -> Any:
     """Return a part of a batch: what has the batch's length is cut, everything else is kept.
 
-    That is every tensor and array, and every list inside of the batch that holds one object for
-    each sample rather than tensors of that length.
+    Cut are tensors and arrays, and lists inside the batch that hold one object per sample rather
+    than tensors of that length.
     """
 
     def cut(leaf: Any) -> Any:

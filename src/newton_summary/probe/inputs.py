@@ -54,7 +54,7 @@ def check_loss_fn(loss_fn: Any) -> None:
 
 
 def explain(error: TypeError, model: nn.Module, data: Any) -> TypeError | None:
-    """Return a clearer error where a loss has failed because of what it was given, if it has."""
+    """Return a clearer error if a loss failed because of the arguments it was given."""
     if data is None:
         return TypeError(
             f"The data is None, so loss_fn was given None as its batch, and failed: {error}. Give "
@@ -74,7 +74,7 @@ def explain(error: TypeError, model: nn.Module, data: Any) -> TypeError | None:
 
 
 def as_batches(data: Any) -> Iterable[Any]:
-    """Return an iterable of batches that can be gone through twice.
+    """Return an iterable of batches that can be read twice.
 
     A tensor or array, a mapping, a tuple, ``None``, a list that holds a tensor, or an object that
     holds tensors, such as a batch of graphs, is one batch; anything else that can be iterated over
@@ -123,11 +123,10 @@ def has_length(leaf: Any) -> bool:
 
 
 def count_samples(batch: Any) -> int | None:
-    """Return the number of samples in a batch, or None if there is no telling.
+    """Return the number of samples in a batch, or None if it is unknown.
 
-    That is what an object says of itself, such as a batch of graphs, or the length of the first
-    tensor or array; where there is none, of the first list of something else. Without data there is
-    one sample.
+    An object may say so itself, such as a batch of graphs. Else it is the length of the first
+    tensor or array, or of the first list if there are none. No data is one sample.
     """
     if batch is None:
         return 1
@@ -202,7 +201,7 @@ class SampleCount:
         return count
 
     def _compare(self, first: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> None:
-        """Refuse batches whose tensors do not agree on how many more samples one has."""
+        """Refuse batches whose tensors disagree on their relative numbers of samples."""
         before, now = [shape[0] for shape in first], [shape[0] for shape in other]
         n, m = before[0], now[0]
         pairs = zip(before, now, strict=True)

@@ -7,7 +7,7 @@ modes, and the model is afterwards as it was before.
 
 Hooks on gradients (``Tensor.register_hook``, the backward hooks of modules) rest during a
 measurement: they see gradients that belong to no training step, and could change the derivatives.
-Hooks on the forward pass are a part of the model and run as ever. Compiled modules, and those in
+Hooks on the forward pass are part of the model and run as usual. Compiled modules, and those in
 checkpoints, run as they are written.
 """
 

@@ -220,7 +220,7 @@ def _address(tensor: Tensor) -> int | None:
 
 
 def _cached_parametrizations(modules: Sequence[nn.Module]) -> dict[Any, Any]:
-    """Return what ``parametrize.cached()`` holds of the modules; None for what it may come to."""
+    """Return what ``parametrize.cached()`` holds of the modules; None for what it does not yet."""
     if not parametrize._cache_enabled:
         return {}
     keys = [
