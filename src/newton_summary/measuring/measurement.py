@@ -412,7 +412,10 @@ def _mean_summary(
         try:
             parts = measure_batch(batch)
         except Exception as error:
-            raise reason_to_fall_back(error, batch, backend) from error
+            reason = reason_to_fall_back(error, batch, backend)
+            if reason is error:
+                raise
+            raise reason from error
         for part in parts:
             dtype = torch.promote_types(part.loss.dtype, part.gbar.dtype)
             summaries.append(replace(part, loss=part.loss.to(dtype)))
