@@ -4,7 +4,11 @@
     python benchmarks/engine.py --models mlp lenet --device cpu --batch 200
 
 Compares the sweep with nested differentiation, with ``torch.func`` (vmap of jvp of grad), and with
-S Hessian-vector products, which is what a library of such products would do for order 2.
+S Hessian-vector products, which is what a library of such products would do for order 2; and with
+such libraries themselves where they are installed (``opponents.py``). Large transformers, on a GPU:
+
+    python benchmarks/engine.py --models llama llama-lora gpt2-role gpt2 --seconds 0.5 \\
+        --methods sweep-2 sweep-3 hvp-2 curvlinops-2 eigenthings-2 jet-3 --verify
 Writes a JSON file with the environment, prints a table, and draws the cost against S and the batch.
 """
 
@@ -24,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from llama import LARGE, by_role, causal_lm_loss, llama, with_adapters
 from losses import classification_loss, next_token_loss
+from opponents import OPPONENTS
 from torch import nn
 
 import newton_summary as ns
@@ -42,6 +48,8 @@ class Case:
     image: tuple[int, ...] | None = None  # shape of one image
     tokens: tuple[int, int] | None = None  # vocabulary, length
     skip: tuple[str, ...] = ()  # methods that would take minutes
+    loss: Callable[..., torch.Tensor] | None = None
+    large: bool = False  # for a GPU alone
 
     def draw(self, device: str, size: int) -> Any:
         if self.image is not None:
@@ -52,6 +60,8 @@ class Case:
 
     @property
     def loss_fn(self) -> Any:
+        if self.loss is not None:
+            return self.loss
         return classification_loss if self.image else next_token_loss
 
 
@@ -96,6 +106,26 @@ CASES = [
         4,
         tokens=(50257, 256),
         skip=(*SLOW, "nested-2"),
+    ),
+    Case(
+        "llama",
+        lambda: llama(LARGE),
+        by_role(LARGE["num_hidden_layers"]),
+        1,
+        tokens=(LARGE["vocab_size"], 1024),
+        skip=("nested-2", *SLOW),
+        loss=causal_lm_loss,
+        large=True,
+    ),
+    Case(
+        "llama-lora",
+        lambda: with_adapters(llama(LARGE)),
+        {f"block{i}": rf"layers\.{i}\." for i in range(LARGE["num_hidden_layers"])},
+        1,
+        tokens=(LARGE["vocab_size"], 1024),
+        skip=("nested-2", *SLOW),
+        loss=causal_lm_loss,
+        large=True,
     ),
     Case("mlp12", lambda: models.big_mlp(12, 256), "canonical", 200, CIFAR),
 ]
@@ -177,7 +207,7 @@ def batch_device(batch: Any) -> torch.device:
 
 def hessian_vector_products(case: Case, model: nn.Module, batch: Any, u: Any, part: Any) -> Any:
     """S Hessian-vector products by double backward, one for each group."""
-    params = dict(model.named_parameters())
+    params = dict(part.params)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         loss = case.loss_fn(model, batch)
         grads = torch.autograd.grad(loss, list(params.values()), create_graph=True)
@@ -225,6 +255,8 @@ def run_case(
         def run(name: str = name, order: int = order) -> Any:
             if name == "torch.func":
                 return torch_func_summary(case, model, batch, u, part, order)
+            if name in OPPONENTS:
+                return OPPONENTS[name](case.loss_fn, model, batch, u, part)
             if name == "hvp":
                 return hessian_vector_products(case, model, batch, u, part)
             return ns.summarize(
@@ -248,11 +280,14 @@ def run_case(
             row["gradients"] = row["ms"] / base["ms"]
             if name == "sweep" and order == 3:
                 reference = results[0]
+            elif order == 2 and isinstance(results[0], torch.Tensor) and reference is not None:
+                a, b = results[0], reference.Hbar
+                row["Hbar_difference"] = float((a - b).abs().max() / b.abs().max())
             elif name == "nested" and order == 3 and reference is not None:
                 for key in ("Hbar", "D3"):
                     a, b = getattr(results[0], key), getattr(reference, key)
                     row[f"{key}_difference"] = float((a - b).abs().max() / a.abs().max())
-        except (RuntimeError, NotImplementedError, ValueError) as error:
+        except Exception as error:  # another package may fail in any way
             row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         rows.append(row)
         print(table_row(row), flush=True)
@@ -369,6 +404,14 @@ def draw_scaling(scaling: dict[str, list[dict[str, Any]]], folder: Path) -> None
     figure.savefig(folder / "engine_scaling.png", dpi=150)
 
 
+def verify_llama() -> None:
+    """Compare the sweep with central differences on two blocks of the large Llama, in float64."""
+    small = {**LARGE, "num_hidden_layers": 2, "vocab_size": 1000}
+    model = llama(small, torch.float32)
+    tokens = torch.randint(0, 1000, (1, 257), device=next(model.parameters()).device)
+    print(ns.verify(model, causal_lm_loss, tokens, partition=by_role(2)))
+
+
 def environment(device: str) -> dict[str, Any]:
     return {
         "date": date.today().isoformat(),
@@ -389,7 +432,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="*", default=[c.name for c in CASES if c.name != "mlp12"])
+    parser.add_argument(
+        "--models", nargs="*", default=[c.name for c in CASES if c.name != "mlp12" and not c.large]
+    )
     parser.add_argument(
         "--methods",
         nargs="*",
@@ -415,6 +460,9 @@ def main() -> None:
     parser.add_argument(
         "--scaling", action="store_true", help="also measure against S and the batch"
     )
+    parser.add_argument(
+        "--verify", action="store_true", help="also compare a Llama of two blocks with differences"
+    )
     parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw a file of results")
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
     args = parser.parse_args()
@@ -436,6 +484,8 @@ def main() -> None:
             args.seconds,
         )
     result: dict[str, Any] = {"environment": environment(args.device), "results": rows}
+    if args.verify:
+        verify_llama()
     if args.scaling:
         result["scaling"] = scaling(args.device, args.seconds)
     path = args.out / "engine.json"

@@ -1,4 +1,4 @@
-"""Cost of a step of NewtonSummary between refreshes, against SGD with momentum.
+"""Cost of a step of NewtonSummary between refreshes, against Adam.
 
     OMP_NUM_THREADS=1 python benchmarks/optimizer_step.py --out benchmarks/optimizer_step.json
 
@@ -42,21 +42,22 @@ def candidates(device: str) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]
     """Return optimizers by name, each with a model of its own and past its first refresh."""
     batch = (torch.randn(100, 3, 32, 32, device=device), torch.randint(10, (100,), device=device))
     made = {}
-    for name in ("SGD", "NewtonSummary", "NewtonSummary.paper"):
+    for name in ("Adam", "Adam, fused", "NewtonSummary", "NewtonSummary.paper"):
         torch.manual_seed(0)
         model = lenet().to(device)
         optimizer: torch.optim.Optimizer
-        if name == "SGD":
-            optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9, foreach=True)
+        if name.startswith("Adam"):
+            fused = True if "fused" in name else None
+            optimizer = torch.optim.Adam(model.parameters(), lr=1e-6, fused=fused)
+        elif name == "NewtonSummary":
+            optimizer = ns.NewtonSummary(model, loss_fn)
+            loss_fn(model, batch).backward()
+            optimizer.step(batch)
+            optimizer._steered._due = 10**9  # no more refreshes
         else:
-            make = ns.NewtonSummary if name == "NewtonSummary" else ns.NewtonSummary.paper
-            optimizer = make(
-                ns.make_partition(model),
-                lr=1e-6,
-                lambda_int=1.0,
-                summary_period=10**9,
-                warmup=0,  # rates from the first step on
-                curvature=(loss_fn, [batch]),
+            part, curvature = ns.make_partition(model), (loss_fn, [batch])
+            optimizer = ns.NewtonSummary.paper(
+                part, lr=1e-6, summary_period=10**9, warmup=0, curvature=curvature
             )
         loss_fn(model, batch).backward()
         optimizer.step()
@@ -115,8 +116,8 @@ def main() -> None:
     print(f"{'':22}{'step':>10}{'ratio':>8}{'with gradient':>16}{'ratio':>8}")
     for name in made:
         print(
-            f"{name:22}{step[name]:>7.1f} us{step[name] / step['SGD']:>8.2f}"
-            f"{whole[name] / 1000:>13.2f} ms{whole[name] / whole['SGD']:>8.2f}"
+            f"{name:22}{step[name]:>7.1f} us{step[name] / step['Adam']:>8.2f}"
+            f"{whole[name] / 1000:>13.2f} ms{whole[name] / whole['Adam']:>8.2f}"
         )
     result = {
         "device": torch.cuda.get_device_name()
@@ -125,7 +126,7 @@ def main() -> None:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "step_us": step,
-        "step_ratio": {name: value / step["SGD"] for name, value in step.items()},
+        "step_ratio": {name: value / step["Adam"] for name, value in step.items()},
         "step_with_gradient_us": whole,
     }
     if args.out is not None:

@@ -1,10 +1,12 @@
-"""Which optimizer needs no learning rate: RateController against tuned and parameter-free ones.
+"""Which optimizer needs no learning rate: ours against tuned and parameter-free ones.
 
     export OMP_NUM_THREADS=1
     python benchmarks/optimizers.py run --out results.jsonl --workers 16 --seconds 500
     python benchmarks/optimizers.py run --out results.jsonl --part held-out   # once, at the end
     python benchmarks/optimizers.py table --out results.jsonl
+    python benchmarks/optimizers.py verdict --out results.jsonl --part all  # what must hold
 
+"newton -" is NewtonSummary(model, loss_fn), "steer 0.001" RateController on Adam from that rate.
 Fourteen trainings (optimizer_trainings.py), three seeds, constant rates and the same linear decay.
 A cell is one training with one method, schedule and seed; cells run in processes of one thread each
 and are appended to a file as they end, so a run that was stopped goes on. Prodigy and schedule-free
@@ -20,27 +22,29 @@ import argparse
 import importlib.util
 import json
 import math
-import multiprocessing
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from optimizer_trainings import DEVELOPMENT, HELD_OUT, TRAININGS
+from side_by_side import Cell, read, run_cells
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from newton_summary import NewtonSummary
 from newton_summary.optimizer import controller, steering
+from newton_summary.probe.inputs import LossFn
 
 ADAM = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 SGDS = (3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
 STARTS = (1e-3, 1e-5, 1e-1)
 SCHEDULES = ("constant", "linear")
-Cell = dict[str, Any]
 
 
 def methods(variants: Iterable[str], starts: Iterable[float] = STARTS) -> list[str]:
@@ -49,7 +53,7 @@ def methods(variants: Iterable[str], starts: Iterable[float] = STARTS) -> list[s
     adam = [f"adam {lr:g}" for lr in ADAM]
     others = {"prodigyopt": "prodigy 1", "schedulefree": "schedulefree 0.0025"}
     others = [m for package, m in others.items() if importlib.util.find_spec(package)]
-    return [*ours, *adam, *others, *(f"sgd {lr:g}" for lr in SGDS), "steersgd 0.01"]
+    return [*ours, "newton -", *adam, *others, *(f"sgd {lr:g}" for lr in SGDS), "steersgd 0.01"]
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
@@ -76,7 +80,13 @@ def key(cell: Cell) -> tuple[Any, ...]:
 # --- one training ---------------------------------------------------------------------------------
 
 
-def make_optimizer(kind: str, lr: float, model: nn.Module) -> Optimizer:
+def make_optimizer(kind: str, lr: str, model: nn.Module, loss_fn: LossFn) -> Optimizer:
+    if kind == "newton":
+        return NewtonSummary(model, loss_fn)
+    return make_other(kind, float(lr), model)
+
+
+def make_other(kind: str, lr: float, model: nn.Module) -> Optimizer:
     if kind == "prodigy":
         from prodigyopt import Prodigy
 
@@ -97,7 +107,7 @@ def train(cell: Cell, folder: Path, device: str, variants: dict[str, Any]) -> Ce
     train_set, test_set = (tuple(t.to(device) for t in split) for split in training.load(folder))
     torch.manual_seed(cell["seed"])
     model = training.build().to(device)
-    optimizer = make_optimizer(kind, float(lr), model)
+    optimizer = make_optimizer(kind, lr, model, training.loss_fn)
     steers = None
     if kind.startswith("steer"):
         options = dict(variants.get(kind.removeprefix("steer"), {}))
@@ -120,7 +130,10 @@ def train(cell: Cell, folder: Path, device: str, variants: dict[str, Any]) -> Ce
             optimizer.zero_grad()
             loss = training.loss_fn(model, batch)
             loss.backward()
-            steers.step(batch) if steers else optimizer.step()
+            if steers or kind == "newton":
+                (steers or optimizer).step(batch)
+            else:
+                optimizer.step()
             schedule.step()
             losses.append(loss.detach())
         curve.append(float(torch.stack(losses).mean()))
@@ -135,60 +148,22 @@ def train(cell: Cell, folder: Path, device: str, variants: dict[str, Any]) -> Ce
         score = training.score(model, test_set)
     cell |= {"loss": statistics.fmean(loss_of_parts), "curve": curve, "score": score}
     cell |= {"seconds": round(seconds, 2), "device": device}
-    if steers:
+    if steers or kind == "newton":
         cell["rates"] = [
             (r.step, *(float(f"{x:.3g}") for x in (r.rate, r.slope, r.curvature)), r.why)
-            for r in steers.history
+            for r in (steers or optimizer).history
         ]
     return cell
 
 
-def work(jobs: Any, results: Any, folder: Path, device: str, variants: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-    while (cell := jobs.get()) is not None:
-        start = time.perf_counter()
-        try:
-            cell = train(cell, folder, device, variants)
-        except Exception as error:  # a cell that fails is a result too
-            cell["error"] = f"{type(error).__name__}: {error}"
-        cell["whole_seconds"] = round(time.perf_counter() - start, 2)
-        results.put(cell)
-    results.put(None)
-
-
 def run(args: argparse.Namespace) -> None:
-    end = time.monotonic() + args.seconds
     done = {key(cell) for cell in read(args.out)}
     todo = [cell for cell in cells(args) if key(cell) not in done]
     folder = args.out.parent
     TRAININGS["LeNet"].load(folder)  # prepares the images for all
-    context = multiprocessing.get_context("spawn")
-    jobs, results = context.SimpleQueue(), context.SimpleQueue()
-    settings = (jobs, results, folder, args.device, args.variants)
-    workers = [context.Process(target=work, args=settings) for _ in range(args.workers)]
-    for worker in workers:
-        worker.start()
-    waiting = iter(todo)
-    for _ in workers:
-        jobs.put(next(waiting, None))
-    count, busy = 0, len(workers)
-    with args.out.open("a") as file:
-        while busy:
-            cell = results.get()
-            if cell is None:
-                busy -= 1
-                continue
-            file.write(json.dumps(cell) + "\n")
-            file.flush()
-            count += 1
-            jobs.put(next(waiting, None) if time.monotonic() < end else None)
-    for worker in workers:
-        worker.join()
+    function = partial(train, folder=folder, device=args.device, variants=args.variants)
+    count = run_cells(todo, function, args.out, args.workers, args.seconds)
     print(f"{count} cells of {len(todo)}; {args.out}")
-
-
-def read(path: Path) -> list[Cell]:
-    return [json.loads(line) for line in path.open()] if path.exists() else []
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -248,11 +223,67 @@ def print_comparison(settings: dict[tuple[str, str, int], dict[str, Cell]]) -> N
     print("|---|---|---|---|---|---|---|---|")
     for m, found_rows in rows.items():
         ratio, standard_wins, prodigy_wins, seconds, failed = zip(*found_rows, strict=True)
-        mean = math.exp(statistics.fmean(math.log(min(r, 1e3)) for r in ratio))
         print(
-            f"| {m} | {len(ratio)} | {mean:.2f} | {max(ratio):.2f} | {share(standard_wins)} "
+            f"| {m} | {len(ratio)} | {mean(ratio):.2f} | {max(ratio):.2f} | {share(standard_wins)} "
             f"| {share(prodigy_wins)} | {statistics.median(seconds):.2f} | {sum(failed)} |"
         )
+
+
+def verdict(args: argparse.Namespace) -> None:
+    """Print what must hold of each method that needs no learning rate, and whether it does."""
+    by_setting: dict[tuple[str, str, int], dict[str, Cell]] = defaultdict(dict)
+    part = {"development": DEVELOPMENT, "held-out": HELD_OUT, "all": TRAININGS}[args.part]
+    for cell in read(args.out):
+        if cell["training"] in part and cell["schedule"] in args.schedules:
+            setting = (cell["schedule"], cell["training"], cell["seed"])
+            by_setting[setting][cell["method"]] = cell
+    ours = {m for found in by_setting.values() for m in found if m.startswith(("newton", "steer"))}
+    for m in sorted(ours):
+        pairs = [
+            (found[m], best, found)
+            for found in by_setting.values()
+            if m in found and (best := group_best(found, "adam"))
+        ]
+        print(f"\n## {m}, {args.part}, {len(pairs)} runs")
+        if not pairs:
+            continue
+        ratio = [final(cell) / final(best) for cell, best, _ in pairs]
+        timed = [r for cell, best, _ in pairs if (r := at_equal_time(cell, best)) is not None]
+        times = [cell["seconds"] / best["seconds"] for cell, best, _ in pairs if "seconds" in cell]
+        lost = sum(not math.isfinite(final(cell)) for cell, _, _ in pairs)
+        still = sum(final(cell) >= cell["curve"][0] for cell, _, _ in pairs if cell.get("curve"))
+        limit = 1.25 if pairs[0][0].get("device") == "cuda" else 2.0
+        say("diverged or not moved", lost + still, lost + still == 0)
+        say("loss / Adam's best of seven, equal epochs (1)", mean(ratio), mean(ratio) <= 1)
+        if timed:
+            say("the same at equal time (1.5)", mean(timed), mean(timed) <= 1.5)
+        say("worst (3)", max(ratio), max(ratio) <= 3)
+        for name in ("adam 0.001", "prodigy 1"):
+            wins = [final(cell) < final(found[name]) for cell, _, found in pairs if name in found]
+            if wins:
+                say(
+                    f"better than {name}, share (0.75)",
+                    statistics.fmean(wins),
+                    sum(wins) >= 0.75 * len(wins),
+                )
+        say(f"time / Adam's, worst ({limit:g})", max(times), max(times) <= limit)
+
+
+def say(what: str, value: float, holds: bool) -> None:
+    print(f"{'holds' if holds else 'FAILS':6} {what}: {value:.3g}")
+
+
+def mean(ratios: Iterable[float]) -> float:
+    return math.exp(statistics.fmean(math.log(min(max(r, 1e-6), 1e3)) for r in ratios))
+
+
+def at_equal_time(cell: Cell, best: Cell) -> float | None:
+    """Compare the last epoch of Adam's best with the one that a method was in at that time."""
+    if not (cell.get("curve") and best.get("curve") and cell.get("seconds")):
+        return None
+    epochs = len(cell["curve"]) * best["seconds"] / cell["seconds"]
+    reached = cell["curve"][min(max(int(epochs), 1), len(cell["curve"])) - 1]
+    return reached / max(best["curve"][-1], 1e-12)
 
 
 def share(wins: Iterable[float]) -> str:
@@ -282,7 +313,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", choices=["run", "table"])
+    parser.add_argument("command", choices=["run", "table", "verdict"])
     parser.add_argument("--out", type=Path, default=Path("benchmark-results/optimizers.jsonl"))
     parser.add_argument("--part", choices=["development", "held-out", "all"], default="development")
     parser.add_argument("--trainings", nargs="*", default=[])
@@ -296,7 +327,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     args.variants = {name: json.loads(options) for name, options in args.variants}
-    {"run": run, "table": table}[args.command](args)
+    {"run": run, "table": table, "verdict": verdict}[args.command](args)
 
 
 if __name__ == "__main__":

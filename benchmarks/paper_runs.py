@@ -33,7 +33,7 @@ from newton_summary.experiments.config import ExperimentConfig, check, from_dict
 from newton_summary.experiments.grid import run_name
 from newton_summary.experiments.recipes import ADAM_RATES, PARTITIONS, get_recipe
 
-PACKED = ("config.json", "metrics.jsonl", "environment.json", "summaries.pt")
+PACKED = ("config.json", "metrics.jsonl", "environment.json", "summaries.pt", "manifest.json")
 GRACE = 30  # seconds from the deadline until processes are killed
 SETUPS = ("vgg_cifar10", "lenet_cifar10", "mlp_mnist", "bigmlp_cifar10")
 TUNED = [f"optimizer.lr={rate:g}" for rate in ADAM_RATES]
@@ -151,7 +151,8 @@ def run_one(path: Path, until: float, side_by_side: int, compare_speed: bool) ->
             side_by_side=side_by_side,
             checkpoint_seconds=60,
         )
-        (path / CHECKPOINT).unlink(missing_ok=True)
+        for file in path.glob(f"{CHECKPOINT}*"):
+            file.unlink()
     except Deadline:
         print("stopped at the deadline", flush=True)
 
@@ -240,15 +241,8 @@ def say(text: str) -> None:
 
 
 def pack(work: Path, file: Path) -> None:
-    """Write what reports read, and the logs; of summaries those of runs that measure."""
-    chosen = []
-    for path in work.rglob("*"):
-        if path.name == "summaries.pt":
-            config = json.loads((path.parent / "config.json").read_text())
-            if not config["measure"]["every"]:
-                continue
-        if path.name in PACKED or path.suffix == ".log":
-            chosen.append(path)
+    """Write what reports read, and the logs."""
+    chosen = [p for p in work.rglob("*") if p.name in PACKED or p.suffix == ".log"]
     with tarfile.open(file, "w:gz") as archive:
         for path in sorted(chosen):
             archive.add(path, path.relative_to(work))

@@ -15,10 +15,11 @@ import math
 import statistics
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 from newton_summary.analysis import inverse_kept, layer_numbers, normalized
 from newton_summary.experiments.config import NewtonSummaryConfig, flatten
@@ -36,6 +37,7 @@ from newton_summary.experiments.tables import PAPER_PARTITIONS, PAPER_TIMES
 from newton_summary.history import Measured
 from newton_summary.summary import Summary
 
+T = TypeVar("T")
 Cell = tuple[str, str]  # what was measured, and the verdict
 NOT_RUN = "not run"
 NOTES = Path(__file__).parent / "results" / "notes.md"  # why, written by hand
@@ -43,6 +45,37 @@ JUMP = 1.5  # an epoch whose training loss is this many times that of the epoch 
 COMPARABLE = 2.0  # ratio of losses
 GROUPS = dict(zip(PARTITIONS, (1, 2, 6, 6, 10, 10, 18), strict=True))
 PLACES = {"seed", "epochs", "recipe", "data.root", "data.download", "device", "graph_steps"}
+
+CLAIMS = dict(
+    line.split(" = ", 1)
+    for line in r"""
+successful = 6.2: "In each set of experiments, the training is successful, but slow or unstable at some points."
+training loss = 6.2: the minimum training loss "is comparable to the minimum training loss achieved by K-\[F\]AC or Adam in all the series except for MLP, whose training is slower."
+unstable = 6.2: "Some runs have encountered instabilities due to very large step sizes."
+test loss = App. I: "competitive with Adam and K-FAC when comparing the test losses, except for the MLP trained on MNIST."
+loss and accuracy = App. I: it "can achieve smaller test losses than the other methods, while its test accuracy remains slightly lower (BigMLP, VGG)."
+finer is better = "the finer the partition, the better the results"; order of the table
+finer is slower = "training with finer partitions takes more time"
+diagonal = the diagonal approximation "performs worse or is more unstable"
+small times = "For small networks, the training times are very close"
+large times = with large networks "3 times longer with our method"
+biases = "the learning rates computed for the biases are larger than those computed for the weights"
+orders = of the weights alone, eta "can differ by several orders of magnitude"
+LeNet = the first two layers of LeNet have smaller eta than the last three
+VGG-11' = in VGG, the weights of the last convolutional layers have smaller eta than the first
+blocks = "the block-diagonal approximation of the Hessian is indeed very rough, while the block-diagonal approximation of the inverse Hessian seems to be more reasonable"
+long range = "there seem to be long-range interactions between layers"
+last layers = "In the matrix Hbar^-1 computed on VGG, the last 3 layers interact strongly and the last 6 a bit less"
+all chunks = at the start "all the chunks of the network interact together, even the first one with the last one"
+tridiagonal = later "the matrices become tridiagonal"
+decreasing = the learning rates "are all decreasing during training"
+last biases = the biases in the last layers need larger rates than those in the first
+first weights = the rate of the weights of the first chunk is smaller than the others
+near Adam = "close to be competitive with Adam"
+generalization = "Adam does not generalize at all, while our method attains a test accuracy around 35 % -- 40 %"
+""".strip().splitlines()
+)
+"""What the paper says, by a short name."""
 
 
 class Runs:
@@ -52,16 +85,23 @@ class Runs:
         self.all = [run for run in runs if run.epoch > 0]
 
     def of(self, recipe: str, **changes: object) -> list[Run]:
-        """Return the runs of a recipe, one for each seed, that differ from it as said alone.
+        """Return the runs of a recipe that differ from it as said alone: the longest of each seed.
 
-        Where seeds have other numbers of epochs, those with the most.
+        Runs that were to have a few epochs, for their times, do not count.
         """
+        least = RECIPES[recipe]().epochs / 10
+        same = [run for run in self.alike(recipe, **changes) if run.config.epochs >= least]
+        same.sort(key=lambda run: run.epoch)
+        longest = max((run.epoch for run in same), default=0)
+        by_seed = {run.config.seed: run for run in same}
+        return [run for run in by_seed.values() if run.diverged or 2 * run.epoch >= longest]
+
+    def alike(self, recipe: str, **changes: object) -> list[Run]:
+        """Return all runs of a recipe that differ from it as said alone."""
         config = RECIPES[recipe]()
         config = replace(config, optimizer=replace(config.optimizer, **changes))
         wanted = _method(flatten(config))
-        same = [run for run in self.all if _method(flatten(run.config)) == wanted]
-        longest = max((run.epoch for run in same if not run.diverged), default=0)
-        return [run for run in same if run.diverged or run.epoch == longest]
+        return [run for run in self.all if _method(flatten(run.config)) == wanted]
 
     def first(self, recipe: str) -> Run | None:
         """Return one run of a recipe that has measurements."""
@@ -87,9 +127,15 @@ def load(paths: Iterable[Path], folder: Path) -> Runs:
 # --- numbers -------------------------------------------------------------------------------------
 
 
-def lowest(run: Run) -> float:
-    """Return the lowest training loss of a run, nan if it has none."""
-    return outcome(run).best_train_loss
+def lowest(run: Run, epochs: int | None = None, column: str = "train_loss") -> float:
+    """Return the lowest loss of a run's first epochs, of all by default; nan if it has none."""
+    losses = [row.get(column) for row in run.rows if epochs is None or row["epoch"] <= epochs]
+    return min((x for x in losses if x is not None and math.isfinite(x)), default=math.nan)
+
+
+def common_epochs(*groups: Sequence[Run]) -> int:
+    """Return how many epochs all runs have, but for those that diverged."""
+    return min((run.epoch for group in groups for run in group if not run.diverged), default=0)
 
 
 def median(values: Iterable[float]) -> float:
@@ -117,15 +163,31 @@ def verdict(holds: bool) -> str:
     return "reproduced" if holds else "**not reproduced**"
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [header, ["---"] * len(header), *rows]
+def table(header: str, rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return a table; the header has a bar between columns."""
+    columns = header.split(" | ")
+    lines = [columns, ["---"] * len(columns), *rows]
     return [*("| " + " | ".join(line) + " |" for line in lines), ""]
 
 
-def claims(rows: Iterable[tuple[str, Cell | None]]) -> list[str]:
-    """Return a table of claims; None is one that was not run."""
-    cells = [(claim, *(cell or (NOT_RUN, ""))) for claim, cell in rows]
-    return table(("the paper", "measured here", ""), cells)
+def claims(cells: Mapping[str, Cell | None]) -> list[str]:
+    """Return a table of claims, by their keys; None is one that was not run."""
+    rows = [(CLAIMS[key], *(cell or (NOT_RUN, ""))) for key, cell in cells.items()]
+    return table("the paper | measured here | ", rows)
+
+
+def judged(
+    found: Mapping[str, T],
+    form: Callable[[str, T], str],
+    test: Callable[[T], bool],
+    before: str = "",
+    after: str = "",
+) -> Cell | None:
+    """Return what was found for each name, and whether all of it passes a test."""
+    if not found:
+        return None
+    text = "; ".join(form(name, value) for name, value in found.items())
+    return f"{before}{text}{after}", verdict(all(map(test, found.values())))
 
 
 # --- training (Section 6.2, App. I) --------------------------------------------------------------
@@ -176,11 +238,11 @@ def training_table(runs: Runs) -> list[str]:
             if any(getattr(run.config.optimizer, "factored", False) for run in found):
                 label += ", factored damping"
             rows.append((_setup(setup), label, *training_cells(found)))
-    header = (
-        *("setup", "optimizer", "seeds", "epochs", "lowest training loss", "last training loss"),
-        *("lowest test loss", "test accuracy, best validation", "jumps", "diverged"),
+    return table(
+        "setup | optimizer | seeds | epochs | lowest training loss | last training loss | "
+        "lowest test loss | test accuracy, best validation | jumps | diverged",
+        rows,
     )
-    return table(header, rows)
 
 
 def training_cells(found: list[Run]) -> tuple[str, ...]:
@@ -193,15 +255,11 @@ def training_cells(found: list[Run]) -> tuple[str, ...]:
         str(epochs[0]) if len(epochs) == 1 else f"{epochs[0]} to {epochs[-1]}",
         spread([result.best_train_loss for result in results]),
         spread([result.train_loss for result in results]),
-        spread([_lowest_test(run) for run in found], ".4g"),
+        spread([lowest(run, column="test_loss") for run in found], ".4g"),
         spread([100 * result.test_accuracy for result in results], ".1f") + " %",
         spread([jumps(run) for run in found], ".0f"),
         str(sum(run.diverged for run in found) or ""),
     )
-
-
-def _lowest_test(run: Run) -> float:
-    return min((x for x in run.column("test_loss") if math.isfinite(x)), default=math.nan)
 
 
 def _setup(name: str) -> str:
@@ -210,32 +268,13 @@ def _setup(name: str) -> str:
 
 def training_claims(runs: Runs) -> list[str]:
     return claims(
-        [
-            (
-                '6.2: "In each set of experiments, the training is successful, but slow or unstable '
-                'at some points."',
-                _successful(runs),
-            ),
-            (
-                '6.2: the minimum training loss "is comparable to the minimum training loss achieved '
-                'by K-\\[F\\]AC or Adam in all the series except for MLP, whose training is slower."',
-                _comparable(runs, lowest),
-            ),
-            (
-                '6.2: "Some runs have encountered instabilities due to very large step sizes."',
-                _unstable(runs),
-            ),
-            (
-                'App. I: "competitive with Adam and K-FAC when comparing the test losses, except for '
-                'the MLP trained on MNIST."',
-                _comparable(runs, _lowest_test, 1.1),
-            ),
-            (
-                'App. I: it "can achieve smaller test losses than the other methods, while its test '
-                'accuracy remains slightly lower (BigMLP, VGG)."',
-                _loss_and_accuracy(runs),
-            ),
-        ]
+        {
+            "successful": _successful(runs),
+            "training loss": _comparable(runs, "train_loss", COMPARABLE),
+            "unstable": _unstable(runs),
+            "test loss": _comparable(runs, "test_loss", 1.1),
+            "loss and accuracy": _loss_and_accuracy(runs),
+        }
     )
 
 
@@ -246,44 +285,45 @@ def _ours(runs: Runs) -> dict[str, list[Run]]:
 
 def _successful(runs: Runs) -> Cell | None:
     ours = _ours(runs)
-    if not ours:
-        return None
-    diverged = sum(run.diverged for group in ours.values() for run in group)
-    total = sum(map(len, ours.values()))
-    falls = {
-        _setup(setup): median(lowest(run) / run.column("train_loss")[1] for run in group)
-        for setup, group in ours.items()
-    }
-    text = "; ".join(f"{name} to {value:.2g} of its first epoch's" for name, value in falls.items())
-    holds = diverged == 0 and all(value < 0.5 for value in falls.values())
-    return f"{diverged} of {total} runs diverged; losses fall: {text}", verdict(holds)
+    every = [run for group in ours.values() for run in group]
+    diverged = sum(run.diverged for run in every)
+    return judged(
+        {
+            _setup(setup): median(lowest(run) / run.column("train_loss")[1] for run in group)
+            for setup, group in ours.items()
+        },
+        lambda name, value: f"{name} to {value:.2g} of its first epoch's",
+        lambda value: diverged == 0 and value < 0.5,
+        before=f"{diverged} of {len(every)} runs diverged; losses fall: ",
+    )
 
 
 def _unstable(runs: Runs) -> Cell | None:
     ours = _ours(runs)
-    if not ours:
-        return None
-    some = {
-        _setup(s): sum(jumps(run) > 0 or run.diverged for run in group) for s, group in ours.items()
-    }
-    text = "; ".join(f"{n} of {len(ours[s])} on {_setup(s)}" for s, n in zip(ours, some.values()))
-    return f"runs with a jump of the loss by {JUMP} in an epoch: {text}", verdict(
-        any(some.values())
+    some = {s: sum(jumps(run) > 0 or run.diverged for run in group) for s, group in ours.items()}
+    any_jump = any(some.values())
+    return judged(
+        some,
+        lambda s, n: f"{n} of {len(ours[s])} on {_setup(s)}",
+        lambda n: any_jump,
+        before=f"runs with a jump of the loss by {JUMP} in an epoch: ",
     )
 
 
-def _comparable(
-    runs: Runs, number: Callable[[Run], float], factor: float = COMPARABLE
-) -> Cell | None:
-    ratios = {}
+def _comparable(runs: Runs, column: str, factor: float) -> Cell | None:
+    ratios, epochs = {}, {}
     for setup, group in _ours(runs).items():
-        others = [of_method(runs, setup, way) for way in ("adam", "kfac")]
-        best = min((median(map(number, other)) for other in others if other), default=math.nan)
-        ratios[setup] = median(map(number, group)) / best
+        others = [found for way in ("adam", "kfac") if (found := of_method(runs, setup, way))]
+        epochs[setup] = common_epochs(group, *others)
+        ours, *theirs = (
+            median(lowest(run, epochs[setup], column) for run in found)
+            for found in (group, *others)
+        )
+        ratios[setup] = ours / min(theirs, default=math.nan)
     ratios = {setup: ratio for setup, ratio in ratios.items() if math.isfinite(ratio)}
     if not ratios:
         return None
-    text = "; ".join(f"{_setup(s)} {ratio:.3g}" for s, ratio in ratios.items())
+    text = "; ".join(f"{_setup(s)} {r:.3g} at epoch {epochs[s]}" for s, r in ratios.items())
     holds = all((ratio <= factor) == (setup != "mlp_mnist") for setup, ratio in ratios.items())
     good = [ratio <= factor for setup, ratio in ratios.items() if setup != "mlp_mnist"]
     said = "partly" if not holds and any(good) else verdict(holds)
@@ -295,77 +335,89 @@ def _comparable(
 
 
 def _loss_and_accuracy(runs: Runs) -> Cell | None:
-    found = []
+    found = {}
     for setup in ("bigmlp_cifar10", "vgg_cifar10"):
-        ours, adam = runs.of(f"{setup}_newton_summary"), runs.of(f"{setup}_adam")
-        if ours and adam:
-            loss = median(map(_lowest_test, ours)) / median(map(_lowest_test, adam))
-            accuracy = median(outcome(r).test_accuracy for r in ours)
-            accuracy -= median(outcome(r).test_accuracy for r in adam)
-            found.append((_setup(setup), loss, 100 * accuracy))
-    if not found:
-        return None
-    text = "; ".join(
-        f"{name}: test loss {loss:.3f} of Adam's, accuracy {points:+.1f} points"
-        for name, loss, points in found
+        groups = runs.of(f"{setup}_newton_summary"), runs.of(f"{setup}_adam")
+        if all(groups):
+            epochs = common_epochs(*groups)
+            loss, its_loss = (median(lowest(r, epochs, "test_loss") for r in g) for g in groups)
+            points, its = (median(_accuracy(r, epochs) for r in g) for g in groups)
+            found[f"{_setup(setup)}, epoch {epochs}"] = loss / its_loss, 100 * (points - its)
+    return judged(
+        found,
+        lambda name, x: f"{name}: test loss {x[0]:.3f} of Adam's, accuracy {x[1]:+.1f} points",
+        lambda x: x[0] < 1 and x[1] < 0,
     )
-    return text, verdict(all(loss < 1 and points < 0 for _, loss, points in found))
+
+
+def _accuracy(run: Run, epochs: int) -> float:
+    """Return the test accuracy at the best validation loss of the first epochs."""
+    rows = [r for r in run.rows if r["epoch"] <= epochs and r.get("validation_loss") is not None]
+    best = min(rows, key=lambda row: float(row["validation_loss"]), default={})
+    return float(best.get("test_accuracy", math.nan))
 
 
 # --- partitions, diagonal, times -----------------------------------------------------------------
 
 
+def partition_runs(runs: Runs) -> dict[str, list[Run]]:
+    """Return the runs of the partition study."""
+    suffixes = {name: name.replace("-", "_") for name in PARTITIONS} | {
+        "canonical": "newton_summary"
+    }
+    return {name: runs.of(f"vgg_cifar10_{suffix}") for name, suffix in suffixes.items()}
+
+
 def partition_section(runs: Runs) -> list[str]:
     rows, losses, times = [], {}, {}
-    for name in PARTITIONS:
-        suffix = "newton_summary" if name == "canonical" else name.replace("-", "_")
-        found = runs.of(f"vgg_cifar10_{suffix}")
+    groups = partition_runs(runs)
+    common = common_epochs(*groups.values())
+    for name, found in groups.items():
         results = [outcome(run) for run in found]
         loss, seconds, gigabytes = PAPER_PARTITIONS[name]
+        at_common = [run.column("train_loss")[common] for run in found if run.epoch >= common]
         if found:
-            losses[name] = median(result.train_loss for result in results)
-        times[name] = median(result.seconds_per_epoch for result in results)
+            losses[name] = median(at_common)
+        alone = seconds_alone(runs.alike(found[0].config.recipe)) if found else []
+        times[name] = median(alone)
         rows.append(
             (
                 name,
                 str(GROUPS[name]),
                 str(len(found)),
+                spread(at_common),
                 str(max((r.epochs for r in results), default=0) or NOT_RUN),
                 spread([result.train_loss for result in results]),
                 f"{loss:.3g}",
-                spread([result.seconds_per_epoch for result in results]),
+                spread(alone) if alone else "-",
                 f"{seconds / 100:.1f}",
                 spread([result.memory_gib for result in results]),
                 f"{gigabytes}",
             )
         )
     header = (
-        *("partition", "S", "seeds", "epochs", "training loss, last epoch", "paper"),
-        *("s per epoch, alone", "paper", "memory GiB", "paper, GB"),
+        f"partition | S | seeds | training loss, epoch {common} | epochs | last epoch | paper, epoch "
+        f"100 | s per epoch, alone | paper | memory GiB | paper, GB"
     )
     order = sorted(losses, key=lambda name: -losses[name])
     printed = sorted(PAPER_PARTITIONS, key=lambda name: -PAPER_PARTITIONS[name][0])
     cell: Cell | None = None
     if len(losses) == len(PARTITIONS):
-        cell = "from worst to best: " + ", ".join(order), verdict(order == printed)
+        cell = (
+            f"from worst to best at epoch {common}: {', '.join(order)} "
+            f"(printed: {', '.join(printed)})",
+            verdict(order == printed),
+        )
     timed = [name for name in PARTITIONS if math.isfinite(times[name])]
     slow: Cell | None = None
     if len(timed) > 1:
         ratio = times[timed[-1]] / times[timed[0]]
         slow = f"{timed[-1]} over {timed[0]}: {ratio:.2f} (paper 1.84)", verdict(ratio > 1)
-    return [
-        *table(header, rows),
-        *claims(
-            [
-                ('"the finer the partition, the better the results"; order of the table', cell),
-                ('"training with finer partitions takes more time"', slow),
-            ]
-        ),
-    ]
+    return table(header, rows) + claims({"finer is better": cell, "finer is slower": slow})
 
 
 def diagonal_section(runs: Runs) -> list[str]:
-    rows, cells = [], []
+    rows, ratios = [], {}
     for setup in ("lenet_cifar10", "vgg_cifar10"):
         whole = runs.of(f"{setup}_newton_summary")
         tried: dict[tuple[float, float], list[Run]] = {}
@@ -379,27 +431,15 @@ def diagonal_section(runs: Runs) -> list[str]:
             rows.append((_setup(setup), "diagonal", setting, *_diagonal_cells(group)))
         if whole and tried:
             best = min(median(map(lowest, group)) for group in tried.values())
-            ratio = best / median(map(lowest, whole))
-            cells.append((_setup(setup), ratio))
-    cell: Cell | None = None
-    if cells:
-        text = "; ".join(f"{name}: {ratio:.3g}" for name, ratio in cells)
-        cell = (
-            f"lowest loss of the best diagonal run over that with the whole Hbar: {text}",
-            verdict(all(ratio > 1 for _, ratio in cells)),
-        )
-    header = (
-        "setup",
-        "Hbar",
-        "setting",
-        "seeds",
-        "epochs",
-        "lowest training loss",
-        "jumps",
-        "diverged",
+            ratios[_setup(setup)] = best / median(map(lowest, whole))
+    cell = judged(
+        ratios,
+        lambda name, ratio: f"{name}: {ratio:.3g}",
+        lambda ratio: ratio > 1,
+        before="lowest loss of the best diagonal run over that with the whole Hbar: ",
     )
-    claim = 'the diagonal approximation "performs worse or is more unstable"'
-    return [*table(header, rows), *claims([(claim, cell)])]
+    header = "setup | Hbar | setting | seeds | epochs | lowest training loss | jumps | diverged"
+    return table(header, rows) + claims({"diagonal": cell})
 
 
 def _diagonal_cells(found: list[Run]) -> tuple[str, ...]:
@@ -412,6 +452,23 @@ def _diagonal_cells(found: list[Run]) -> tuple[str, ...]:
     )
 
 
+def seconds_alone(found: Iterable[Run]) -> list[float]:
+    """Return the seconds per epoch of runs that were alone, with passes as torch launches them.
+
+    The first epoch counts only if there is no other: kernels are compiled and graphs captured in it.
+    """
+    return [
+        median(
+            [row["seconds"] for row in run.rows if row["epoch"] > 1] or [run.rows[-1]["seconds"]]
+        )
+        for run in found
+        if ran_alone(run) and not run.config.graph_steps
+    ]
+
+
+TIMED = {"Adam": "adam", "K-FAC": "kfac", "NewtonSummary": "newton_summary"}
+
+
 def times_section(runs: Runs) -> list[str]:
     rows, ratios = [], {}
     for setup in SETUPS:
@@ -419,17 +476,12 @@ def times_section(runs: Runs) -> list[str]:
         paper = PAPER_TIMES[label]
         epochs = SETUPS[setup].epochs
         alone = {
-            name: median(
-                outcome(run).seconds_per_epoch
-                for run in of_method(runs, setup, way)
-                if ran_alone(run) and not run.config.graph_steps
-            )
-            for name, way in (
-                ("Adam", "adam"),
-                ("K-FAC", "kfac"),
-                ("NewtonSummary", "newton_summary"),
-            )
+            name: median(seconds_alone(runs.alike(f"{setup}_{way}"))) for name, way in TIMED.items()
         }
+        ours = [run for run in runs.alike(f"{setup}_newton_summary") if seconds_alone([run])]
+        beside = [run.environment().get("adam_seconds") for run in ours]
+        if math.isnan(alone["Adam"]):  # timed at the end of a run of NewtonSummary, if not itself
+            alone["Adam"] = median(float(seconds) for seconds in beside if seconds)
         for name, seconds in alone.items():
             ratio = seconds / alone["Adam"]
             ratios[setup, name] = ratio
@@ -443,35 +495,20 @@ def times_section(runs: Runs) -> list[str]:
                     f"{paper[name] / paper['Adam']:.2f}",
                 )
             )
-    header = (
-        "setup",
-        "optimizer",
-        "s per epoch",
-        "over Adam",
-        "paper, s per epoch",
-        "paper, over Adam",
-    )
+    header = "setup | optimizer | s per epoch | over Adam | paper, s per epoch | paper, over Adam"
 
     def close(setups: Sequence[str], least: float, most: float) -> Cell | None:
         found = {s: ratios[s, "NewtonSummary"] for s in setups}
-        found = {s: ratio for s, ratio in found.items() if math.isfinite(ratio)}
-        if not found:
-            return None
-        text = "; ".join(f"{_setup(s)} {ratio:.2f}" for s, ratio in found.items())
-        return f"NewtonSummary over Adam: {text}", verdict(
-            all(least <= ratio <= most for ratio in found.values())
+        return judged(
+            {s: ratio for s, ratio in found.items() if math.isfinite(ratio)},
+            lambda s, ratio: f"{_setup(s)} {ratio:.2f}",
+            lambda ratio: least <= ratio <= most,
+            before="NewtonSummary over Adam: ",
         )
 
-    small, large = ("mlp_mnist", "lenet_cifar10"), ("bigmlp_cifar10", "vgg_cifar10")
-    return [
-        *table(header, rows),
-        *claims(
-            [
-                ('"For small networks, the training times are very close"', close(small, 0, 1.3)),
-                ('with large networks "3 times longer with our method"', close(large, 2, 4)),
-            ]
-        ),
-    ]
+    small = close(("mlp_mnist", "lenet_cifar10"), 0, 1.3)
+    large = close(("bigmlp_cifar10", "vgg_cifar10"), 2, 4)
+    return table(header, rows) + claims({"small times": small, "large times": large})
 
 
 # --- Hbar and eta (Section 6.1, App. H) ----------------------------------------------------------
@@ -497,10 +534,7 @@ def kept_table(named: Sequence[tuple[str, Run, int | None]]) -> list[str]:
             ]
             rows.append((f"{label}, {when}", *cells))
     header = (
-        "share of the squares: inverse / Hbar",
-        "diagonal",
-        "one block a layer",
-        "neighbouring layers",
+        "share of the squares: inverse / Hbar | diagonal | one block a layer | neighbouring layers"
     )
     return table(header, rows) if rows else [NOT_RUN, ""]
 
@@ -516,100 +550,57 @@ def weight_rates(run: Run) -> tuple[list[list[float]], list[list[float]]]:
 
 
 def eta_claims(lenet: Run | None, vgg: Run | None) -> list[str]:
-    larger, orders = [], []
-    for label, run in (("LeNet", lenet), ("VGG-11'", vgg)):
-        if run is not None:
-            weights, biases = weight_rates(run)
-            pairs = [median(b) > median(w) for w, b in zip(weights, biases) if w and b]
-            larger.append((label, sum(pairs), len(pairs)))
-            middle = [m for m in map(median, weights) if m > 0]
-            orders.append((label, math.log10(max(middle) / min(middle))))
-    by_layer: list[tuple[str, Cell | None]] = []
-    for label, run, claim in (
-        ("LeNet", lenet, "the first two layers of LeNet have smaller eta than the last three"),
-        (
-            "VGG-11'",
-            vgg,
-            "in VGG, the weights of the last convolutional layers have smaller eta than the first",
-        ),
-    ):
-        cell: Cell | None = None
-        if run is not None:
-            middle = [median(rates) for rates in weight_rates(run)[0]]
-            text = f"{label}, medians by layer: " + ", ".join(f"{m:.2g}" for m in middle)
-            if label == "LeNet":
-                holds = max(middle[:2]) < min(middle[2:])
-            else:
-                convolutions = middle[:-1]
-                half = len(convolutions) // 2
-                holds = median(convolutions[half:]) < median(convolutions[:half])
-            cell = text, verdict(holds)
-        by_layer.append((claim, cell))
-    return claims(
-        [
-            (
-                '"the learning rates computed for the biases are larger than those computed for the '
-                'weights"',
-                (
-                    "; ".join(f"{name}: in {n} of {m} layers (medians)" for name, n, m in larger),
-                    verdict(all(n > m / 2 for _, n, m in larger)),
-                )
-                if larger
-                else None,
-            ),
-            (
-                'of the weights alone, eta "can differ by several orders of magnitude"',
-                (
-                    "; ".join(f"{name}: by {x:.1f} orders" for name, x in orders),
-                    verdict(all(x >= 1 for _, x in orders)),
-                )
-                if orders
-                else None,
-            ),
-            *by_layer,
-        ]
+    named = {name: run for name, run in (("LeNet", lenet), ("VGG-11'", vgg)) if run is not None}
+    larger, orders = {}, {}
+    cells: dict[str, Cell | None] = {"biases": None, "orders": None, "LeNet": None, "VGG-11'": None}
+    for name, run in named.items():
+        weights, biases = weight_rates(run)
+        pairs = [median(b) > median(w) for w, b in zip(weights, biases) if w and b]
+        larger[name] = sum(pairs), len(pairs)
+        middle = [median(rates) for rates in weights]
+        known = [m for m in middle if m > 0]
+        orders[name] = math.log10(max(known) / min(known))
+        if name == "LeNet":
+            holds = max(middle[:2]) < min(middle[2:])
+        else:
+            *convolutions, _ = middle
+            half = len(convolutions) // 2
+            holds = median(convolutions[half:]) < median(convolutions[:half])
+        text = f"{name}, medians by layer: " + ", ".join(f"{m:.2g}" for m in middle)
+        cells[name] = text, verdict(holds)
+    cells["biases"] = judged(
+        larger,
+        lambda name, x: f"{name}: in {x[0]} of {x[1]} layers (medians)",
+        lambda x: x[0] > x[1] / 2,
     )
+    cells["orders"] = judged(orders, lambda name, x: f"{name}: by {x:.1f} orders", lambda x: x >= 1)
+    return claims(cells)
 
 
 def hbar_claims(lenet: Run | None, vgg: Run | None) -> list[str]:
-    named = [(label, run) for label, run in (("LeNet", lenet), ("VGG-11'", vgg)) if run is not None]
-    blocks, far = [], []
-    for label, run in named:
-        for when, measured in chosen(run):
-            kept = inverse_kept(measured.summary)
-            blocks.append((f"{label}, {when}", kept.inverse[1], kept.hessian[1]))
-            far.append((f"{label}, {when}", 1 - kept.hessian[2]))
-    rough: Cell | None = None
-    long: Cell | None = None
-    if blocks:
-        text = "; ".join(
-            f"{name}: {100 * i:.0f} % of the inverse, {100 * h:.0f} % of Hbar"
-            for name, i, h in blocks
-        )
-        rough = f"kept by blocks: {text}", verdict(all(i > h for _, i, h in blocks))
-        text = "; ".join(f"{name}: {100 * x:.0f} %" for name, x in far)
-        long = (
-            f"share of Hbar beyond neighbouring layers: {text}. At least 10 % counts.",
-            verdict(all(x >= 0.1 for _, x in far)),
-        )
-    ends: Cell | None = None
-    if vgg is not None:
-        _, later = chosen(vgg)[1]
-        ends = _last_layers(later.summary)
-    return claims(
-        [
-            (
-                '"the block-diagonal approximation of the Hessian is indeed very rough, while the '
-                'block-diagonal approximation of the inverse Hessian seems to be more reasonable"',
-                rough,
-            ),
-            ('"there seem to be long-range interactions between layers"', long),
-            (
-                '"In the matrix Hbar^-1 computed on VGG, the last 3 layers interact strongly and the last 6 a bit less"',
-                ends,
-            ),
-        ]
+    kept = {
+        f"{name}, {when}": inverse_kept(measured.summary)
+        for name, run in (("LeNet", lenet), ("VGG-11'", vgg))
+        if run is not None
+        for when, measured in chosen(run)
+    }
+    rough = judged(
+        kept,
+        lambda name, k: (
+            f"{name}: {100 * k.inverse[1]:.0f} % of the inverse, {100 * k.hessian[1]:.0f} % of Hbar"
+        ),
+        lambda k: k.inverse[1] > k.hessian[1],
+        before="kept by blocks: ",
     )
+    long = judged(
+        {name: 1 - k.hessian[2] for name, k in kept.items()},
+        lambda name, x: f"{name}: {100 * x:.0f} %",
+        lambda x: x >= 0.1,
+        before="share of Hbar beyond neighbouring layers: ",
+        after=". At least 10 % counts.",
+    )
+    ends = None if vgg is None else _last_layers(chosen(vgg)[1][1].summary)
+    return claims({"blocks": rough, "long range": long, "last layers": ends})
 
 
 def _last_layers(summary: Summary) -> Cell:
@@ -634,68 +625,41 @@ def _last_layers(summary: Summary) -> Cell:
 def vbig_section(runs: Runs) -> list[str]:
     ours, adam = runs.of("vbigmlp_cifar10"), runs.of("vbigmlp_cifar10_adam")
     run = next((run for run in ours if any(m.kind == "full" for m in run.summaries())), None)
-    first: Cell | None = None
-    tri: Cell | None = None
-    falls: Cell | None = None
-    biases: Cell | None = None
-    small: Cell | None = None
+    keys = ("all chunks", "tridiagonal", "decreasing", "last biases", "first weights")
+    cells: dict[str, Cell | None] = dict.fromkeys((*keys, "near Adam", "generalization"))
     if run is not None:
         (_, start), (when, later) = chosen(run, 100)
-        corner = [float(normalized(m.summary)[0, -2].abs()) for m in (start, later)]
-        first = f"first and last chunk of weights: {corner[0]:.2g}", verdict(corner[0] > 0.05)
+        corner = float(normalized(start.summary)[0, -2].abs())
+        cells["all chunks"] = (
+            f"first and last chunk of weights: {corner:.2g}",
+            verdict(corner > 0.05),
+        )
         kept = [inverse_kept(m.summary) for m in (start, later)]
         text = ", ".join(f"{100 * k.hessian[2]:.0f} % / {100 * k.inverse[2]:.0f} %" for k in kept)
-        tri = (
+        cells["tridiagonal"] = (
             f"neighbouring chunks hold, of Hbar / inverse, at the start and at {when}: {text}",
             verdict(kept[1].hessian[2] > kept[0].hessian[2] and kept[1].hessian[2] > 0.9),
         )
         full = [m for m in run.summaries() if m.kind == "full"]
-        half = len(full) // 2
-        weights, bias = weight_rates(run)
-        early = [median(float(m.eta[s]) for m in full[:half]) for s in range(len(full[0].eta))]
-        late = [median(float(m.eta[s]) for m in full[half:]) for s in range(len(full[0].eta))]
+        parts = full[: len(full) // 2], full[len(full) // 2 :]
+        S = len(full[0].eta)
+        early, late = ([median(float(m.eta[s]) for m in part) for s in range(S)] for part in parts)
         count = sum(b < a for a, b in zip(early, late))
-        falls = (
-            f"{count} of {len(early)} fall from the first to the second half",
-            verdict(count == len(early)),
-        )
-        middle = [median(rates) for rates in bias]
-        biases = (
-            "biases, first to last chunk: " + ", ".join(f"{m:.2g}" for m in middle),
-            verdict(middle[-1] > middle[0]),
-        )
-        middle = [median(rates) for rates in weights]
-        small = (
-            "weights, first to last chunk: " + ", ".join(f"{m:.2g}" for m in middle),
-            verdict(middle[0] == min(middle)),
-        )
-    near: Cell | None = None
-    general: Cell | None = None
+        text = f"{count} of {S} fall from the first to the second half"
+        cells["decreasing"] = text, verdict(count == S)
+        weights, biases = ([median(rates) for rates in some] for some in weight_rates(run))
+        text = "biases, first to last chunk: " + ", ".join(f"{m:.2g}" for m in biases)
+        cells["last biases"] = text, verdict(biases[-1] > biases[0])
+        text = "weights, first to last chunk: " + ", ".join(f"{m:.2g}" for m in weights)
+        cells["first weights"] = text, verdict(weights[0] == min(weights))
     if ours and adam:
         ratio = median(map(lowest, ours)) / median(map(lowest, adam))
-        near = f"lowest training loss over Adam's: {ratio:.3g}", verdict(ratio <= COMPARABLE)
-        mine, its = (
-            spread([100 * outcome(r).test_accuracy for r in x], ".1f") for x in (ours, adam)
-        )
-        accuracy = 100 * median(outcome(r).test_accuracy for r in ours)
-        general = f"test accuracy {mine} %, Adam {its} %", verdict(accuracy >= 35)
-    return claims(
-        [
-            (
-                'at the start "all the chunks of the network interact together, even the first one with the last one"',
-                first,
-            ),
-            ('later "the matrices become tridiagonal"', tri),
-            ('the learning rates "are all decreasing during training"', falls),
-            ("the biases in the last layers need larger rates than those in the first", biases),
-            ("the rate of the weights of the first chunk is smaller than the others", small),
-            ('"close to be competitive with Adam"', near),
-            (
-                '"Adam does not generalize at all, while our method attains a test accuracy around 35 % -- 40 %"',
-                general,
-            ),
-        ]
-    )
+        text = f"lowest training loss over Adam's: {ratio:.3g}"
+        cells["near Adam"] = text, verdict(ratio <= COMPARABLE)
+        mine, its = ([100 * outcome(r).test_accuracy for r in x] for x in (ours, adam))
+        text = f"test accuracy {spread(mine, '.1f')} %, Adam {spread(its, '.1f')} %"
+        cells["generalization"] = text, verdict(median(mine) >= 35)
+    return claims(cells)
 
 
 # --- the page ------------------------------------------------------------------------------------
@@ -755,13 +719,7 @@ def page(runs: Runs, pictures: Path) -> str:
         for way in ("newton_summary", "adam", "kfac")
         for run in of_method(runs, setup, way)
     ]
-    studied = [
-        run
-        for name in PARTITIONS
-        for run in runs.of(
-            f"vgg_cifar10_{'newton_summary' if name == 'canonical' else name.replace('-', '_')}"
-        )
-    ]
+    studied = [run for found in partition_runs(runs).values() for run in found]
     draw = Pictures(pictures)
     lines = [
         INTRODUCTION,
@@ -851,16 +809,16 @@ def _file(label: str) -> str:
 
 def shorter(runs: Runs) -> list[str]:
     """Name the recipes whose runs have fewer epochs than the paper's."""
-    short = {
-        f"{run.config.recipe} ({run.epoch} of {RECIPES[run.config.recipe]().epochs})"
-        for run in runs.all
-        if run.config.recipe in RECIPES
-        and not run.diverged
-        and run.epoch < RECIPES[run.config.recipe]().epochs
-    }
-    return (
-        [f"Shorter than in the paper, in epochs: {', '.join(sorted(short))}.", ""] if short else []
-    )
+    lengths: dict[str, list[int]] = {}
+    for recipe in sorted({run.config.recipe for run in runs.all} & set(RECIPES)):
+        epochs = [run.epoch for run in runs.of(recipe) if not run.diverged]
+        if epochs and min(epochs) < RECIPES[recipe]().epochs:
+            lengths[recipe] = sorted({min(epochs), max(epochs)})
+    short = [
+        f"{name} ({' to '.join(map(str, epochs))} of {RECIPES[name]().epochs})"
+        for name, epochs in lengths.items()
+    ]
+    return [f"Shorter than in the paper, in epochs: {', '.join(short)}.", ""] if short else []
 
 
 def machines(runs: Runs) -> list[str]:

@@ -23,7 +23,7 @@ html_static_path = ["_static"]
 html_css_files = ["page.css"]
 html_copy_source = False
 
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"

@@ -79,7 +79,7 @@ def train() -> History:
             monitor.history.add_value("train_loss", epoch, torch.stack(losses).mean())
         with torch.no_grad():
             monitor.history.add_value("test_loss", epoch, loss_fn(model, test))
-        monitor.measure(model, epoch, optimizer=sgd)
+        monitor.measure(model, epoch)
         print(f"epoch {epoch}: test loss {monitor.history.curves['test_loss'][-1][1]:.4f}")
     return monitor.history
 

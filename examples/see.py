@@ -35,9 +35,11 @@ def loss_fn(model, batch):
 
 
 # The monitor measures on the first 500 images whenever it is asked to. It changes nothing. One
-# group for each layer; "canonical", the default, would have one for each tensor.
+# group for each layer; "canonical" would have one for each tensor.
 layers = {name: rf"^{name}\." for name, _ in model.named_children()}
-monitor = Monitor(loss_fn=loss_fn, data=dataset[:500], partition=layers, name="LeNet, SGD")
+monitor = Monitor(
+    loss_fn=loss_fn, data=dataset[:500], partition=layers, name="LeNet, SGD", console=False
+)
 sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 print("the learning rate along the gradient that the curvature suggests for each layer")
@@ -54,7 +56,7 @@ for epoch in range(5):
         monitor.history.add_value("train_loss", epoch, torch.stack(losses).mean())
     test_loss = loss_fn(model, test).item()
     monitor.history.add_value("test_loss", epoch, test_loss)
-    measured = monitor.measure(model, epoch, optimizer=sgd)
+    measured = monitor.measure(model, epoch)
     rates = "".join(f"{rate:9.3f}" for rate in measured.eta.tolist())
     print(f"{epoch:5}  {test_loss:9.4f}  {rates}")
 

@@ -23,7 +23,7 @@ from newton_summary.parallel import fsdp
 from newton_summary.parallel import processes as sharded
 from problems import PROBLEMS
 
-STEPS = 50
+STEPS = 24
 
 
 def make_net():
@@ -177,7 +177,7 @@ def wrapped(rank, count):
     eval_net = net.eval()
     verified = ns.verify(DistributedDataParallel(eval_net), loss_fn, batches[0]).ok
     net.train()
-    optimizer = ns.NewtonSummary(partition, warmup=1, summary_period=1)
+    optimizer = ns.NewtonSummary(partition, summary_period=1)
     for batch in batches:
         loss_fn(model, batch).backward()
         optimizer.step(lambda: loss_fn(model, batch))  # noqa: B023 -- called at once
@@ -220,7 +220,7 @@ KINDS = ("default", "paper", "adam", "weight decay", "every number")
 
 
 def train(model, kind, part, calls=None):
-    """Make 50 steps; ``part`` cuts a batch. Return parameters, rates, and collectives a step."""
+    """Train; ``part`` cuts a batch. Return parameters, rates, and collectives a step."""
     optimizer = make_optimizer(kind, model, [part(draw(100 + i)) for i in range(5)])
     steps = []
     for step in range(STEPS):
@@ -480,7 +480,7 @@ def fail_sharded(rank):
         "interrupt": lambda: ns.summarize(net, breaking("interrupt", rank), batch),
         "other path": lambda: ns.summarize(net, other_path, batch),
         "order": lambda: ns.summarize(net, loss_fn, batch, order=2 + rank),
-        "curvature": lambda: refresh(net, loss_fn, BrokenLoader(rank), warmup=2),
+        "curvature": lambda: refresh(sharded_net(), loss_fn, BrokenLoader(rank), steps=3),
         "refresh": lambda: refresh(net, breaking("raises", rank), [batch]),
     }
     found = {name: error_of(call) for name, call in failures.items()}
@@ -544,7 +544,7 @@ def fail(rank, count):
         "generator": lambda: ns.summarize(net, loss_fn, broken_loader(rank)),
         "no data": lambda: ns.summarize(net, loss_fn, []),
         "alike": lambda: ns.summarize(net, loss_fn, batch, direction="downhill"),
-        "curvature": lambda: refresh(net, loss_fn, BrokenLoader(rank), warmup=2),
+        "curvature": lambda: refresh(make_net(), loss_fn, BrokenLoader(rank), steps=3),
         "empty curvature": lambda: refresh(net, loss_fn, [] if rank == 1 else [batch]),
         "refresh": lambda: refresh(net, breaking("raises", rank), [batch]),
         "argument": lambda: ns.summarize(net, loss_fn, batch, order=3 + rank),
@@ -617,11 +617,12 @@ def subgroups(rank):
     return own, error_of(lambda: ns.summarize(net, loss_fn, batch, distributed=other))
 
 
-def refresh(net, loss, data, seed=3, spec="canonical", **options):
+def refresh(net, loss, data, seed=3, spec="canonical", steps=1):
     partition = ns.make_partition(net, spec)
-    optimizer = ns.NewtonSummary(partition, curvature=(loss, data), **options)
+    optimizer = ns.NewtonSummary(partition, curvature=(loss, data))
     loss_fn(net, draw(seed)).backward()
-    optimizer.step()
+    for _ in range(steps):
+        optimizer.step()
     optimizer.zero_grad()
     return optimizer
 
@@ -653,7 +654,7 @@ def count_bytes(rank, count):
     for spec in ("canonical", "weights-biases", "trivial", "blocks-2"):
         net = make_net()
         optimizer = ns.NewtonSummary(
-            ns.make_partition(net, spec), curvature=(loss_fn, [draw(1)]), warmup=1
+            ns.make_partition(net, spec), curvature=(loss_fn, [draw(1)]), variant="as-run"
         )
         loss_fn(net, draw(2)).backward()
         calls = []

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import newton_summary as ns
-from newton_summary.measuring.advice import VERDICTS, _verdict
+from newton_summary.measuring.advice import VERDICTS
+from newton_summary.measuring.factors import Estimate, FactorModel
+from newton_summary.measuring.param_groups import multiply_rates
 from test_optimizer import DIRECTIONS, Quadratic, flat, loss_fn, make_batches, make_net
 
 DATA = make_batches(6, seed=4)
@@ -58,21 +62,29 @@ def test_one_group_of_sgd_gets_cauchys_step():
 
 @pytest.mark.parametrize("kind", DIRECTIONS)
 def test_factors_minimise_the_model_along_the_optimizers_step(kind):
-    """The factors are the rates of a summary along the step that the optimizer makes next."""
+    """No factors inside the limits are better, by the derivatives along the optimizer's step."""
     model = make_net(torch.float64)
     optimizer = trained(model, DIRECTIONS[kind](list(model.parameters())))
     u = next_step(model, optimizer, DATA)
     advice = ns.suggest_lrs(model, loss_fn, DATA, optimizer, "canonical", lambda_int=2.0)
+    names = [group.name for group in advice.groups]
     if kind == "Muon":  # which holds the matrices only
-        assert [group.name for group in advice.groups] == ["0.weight", "2.weight"]
+        assert names == ["0.weight", "2.weight"]
         u["0.bias"].zero_(), u["2.bias"].zero_()
-        part = ns.make_partition(model, {"w0": r"0\.weight", "w2": r"2\.weight", "rest": ...})
-    else:
-        part = ns.make_partition(model, "canonical")
-    summary = ns.summarize(model, loss_fn, DATA, partition=part, direction=u)
-    expected = ns.learning_rates(summary, lambda_int=2.0).eta[: len(advice.groups)]
+    summary = ns.summarize(model, loss_fn, DATA, partition="canonical", direction=u)
+    kept = [summary.names.index(name) for name in names]
+    g, H, d = summary.gbar[kept], summary.Hbar[kept][:, kept], summary.D3[kept].abs() ** (2 / 3)
+
+    def T(c):
+        return -c @ g + 0.5 * (c @ H * c).sum(-1) + 2 / 6 * (c**2 @ d) ** 1.5
+
     factors = torch.tensor([group.factor for group in advice.groups], dtype=torch.float64)
-    torch.testing.assert_close(factors, expected, rtol=1e-6, atol=1e-8)
+    draw = torch.Generator().manual_seed(0)
+    shape = (4000, len(kept))
+    others = 10 ** (2 * torch.rand(shape, generator=draw, dtype=torch.float64) - 1)
+    near = factors * (1 + 0.01 * torch.randn(shape, generator=draw, dtype=torch.float64))
+    for points in (others, near.clamp(0.1, 10)):
+        assert T(factors) <= T(points).min() + 1e-9 * T(points).abs().max()
 
 
 @pytest.mark.parametrize("kind", DIRECTIONS)
@@ -171,12 +183,48 @@ def test_error_bars_tell_signal_from_noise():
     assert same.groups[0].stderr == pytest.approx(0.0, abs=1e-6 * abs(same.groups[0].factor))
     assert same.groups[0].verdict == "raise" and same.groups[0].change == 10.0
 
+    torch.nn.init.zeros_(model[2].weight), torch.nn.init.zeros_(model[2].bias)
     generator = torch.Generator().manual_seed(0)
     lots = [(x, torch.randint(2, (len(x),), generator=generator)) for x, _ in DATA]
-    noisy = ns.suggest_lrs(model, loss_fn, lots, adam, "canonical", direction_data=DATA[0])
-    assert any(group.verdict == "noise" and group.change == 1.0 for group in noisy.groups)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    noisy = ns.suggest_lrs(model, loss_fn, lots[1:], sgd, "canonical", direction_data=lots[0])
+    assert {noisy[name].verdict for name in ("2.weight", "2.bias")} == {"noise"}
+    assert all(group.change == 1.0 for group in noisy.groups) and noisy.then == noisy.now
+    assert {noisy[name].verdict for name in ("0.weight", "0.bias")} == {"no step"}
     one = ns.suggest_lrs(model, loss_fn, DATA[0], adam)
     assert one.groups[0].stderr is None
+
+
+def factors_of(slopes, curvatures, **options):
+    """Factors of a quadratic model, from batches with these slopes and curvatures."""
+    parts = [
+        ns.Summary(torch.tensor(g), torch.tensor(H), loss=1.0, num_samples=1)
+        for g, H in zip(slopes, curvatures, strict=True)
+    ]
+    summary = ns.Summary.mean(parts).with_stderr(parts)
+    return FactorModel(summary, np.full(len(summary), True), 0.0, (0.1, 10.0)).factors(**options)
+
+
+def test_groups_that_are_noise_alone_share_a_factor():
+    """Batches disagree on which of two groups should move more; together they are sure."""
+    bent = [[[1.0, 0.999], [0.999, 1.0]]] * 8
+    slopes = [[8.9 + (-1) ** b, 9.1 - (-1) ** b] for b in range(8)]
+    found = factors_of(slopes, bent)
+    assert found.tied.all() and found.together.verdict == "raise"
+    assert found.together.factor == pytest.approx(18 / 3.998) == found.changes[0]
+    assert found.together.stderr == pytest.approx(0, abs=1e-6) and found.changes[1] > 4
+    alone = factors_of([[4.0, 0.2]] * 4, [[[1.0, 0.0], [0.0, 1.0]]] * 4)
+    assert alone.together is None and alone.changes == pytest.approx([4.0, 0.2])
+    third = factors_of([[4.0, 0.2]] * 4, [[[1.0, 0.0], [0.0, 1.0]]] * 4, fraction=0.5)
+    assert third.own[0].factor == 4.0 and third.changes == pytest.approx([2.0, 0.1])
+
+
+def test_the_error_of_a_factor_is_that_of_the_mean():
+    """With equal curvatures the factor is a mean over batches, whose standard error is known."""
+    draw = np.random.default_rng(0)
+    slopes = 3 + draw.normal(size=(24, 1))
+    found = factors_of(slopes.tolist(), [[[1.0]]] * 24)
+    assert found.own[0].stderr == pytest.approx(slopes.std(ddof=1) / 24**0.5, rel=0.25)
 
 
 def test_direction_data_is_what_the_step_is_made_of():
@@ -208,7 +256,7 @@ def test_direction_data_is_what_the_step_is_made_of():
     ],
 )
 def test_verdicts(factor, error, verdict):
-    assert _verdict(factor, error) == verdict
+    assert Estimate(factor, error).verdict == verdict
     assert verdict in VERDICTS
 
 
@@ -223,7 +271,7 @@ def test_the_table_tells_everything():
     advice = ns.suggest_lrs(model, loss_fn, DATA, sgd, fraction=0.5, max_change=20.0)
     assert advice["head"].verdict == "no step" and advice["head"].change == 1.0
     table = str(advice)
-    for part in ("body", "0.001", "factor", "±", "suggested", "no step", "predicted change"):
+    for part in ("body", "0.001", "factor", "±", "suggested", "no step", "predicted: "):
         assert part in table
     assert advice["body"].change == pytest.approx(min(20.0, 0.5 * advice["body"].factor))
     with pytest.raises(KeyError, match="There is no group"):
@@ -303,35 +351,145 @@ def test_a_bias_before_a_batch_norm_keeps_its_rate():
     assert "no effect" not in [advice[name].verdict for name in ("0.weight", "1.bias", "3.bias")]
 
 
-def test_a_step_that_promises_too_much_is_told():
-    """The whole of the loss is 1/2; along an almost straight line the model falls to -49."""
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(model.weight)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def loss_fn(model, scale):  # slope 1 and curvature 0.01
-        return model.weight.sum() - 0.505 + 0.005 * model.weight.square().sum()
-
-    advice = ns.suggest_lrs(model, loss_fn, [(torch.ones(1),)] * 2, sgd, lambda_int=0)
-    assert "promises -51" in str(advice) and "suggest_lambda_int" in str(advice)
-    summary = ns.summarize(model, loss_fn, torch.ones(1))
-    assert "more than the whole loss of 0.5" in str(ns.learning_rates(summary))
-    steep = ns.Summary(gbar=summary.gbar, Hbar=100 * summary.Hbar, D3=summary.D3, loss=0.52)
-    assert "whole loss" not in str(ns.learning_rates(steep))
-
-
-def test_no_minimum_suggests_nothing():
-    """A loss that bends down everywhere, and no cubic term: the status is in the table."""
+def test_a_model_without_minimum_goes_to_the_limit():
+    """A loss that bends down everywhere, and no cubic term."""
     model = nn.Linear(2, 1, bias=False)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def bent(model, batch):
         return -model(batch).square().mean()
 
-    advice = ns.suggest_lrs(model, bent, torch.randn(8, 2), sgd)
-    assert not advice.rates.ok and advice.groups[0].change == 1.0
-    assert advice.groups[0].verdict == "unknown"
-    assert advice.rates.status in str(advice)
+    x = torch.randn(8, 2)
+    advice = ns.suggest_lrs(model, bent, iter([x[:4], x[4:]]), sgd)
+    assert not advice.rates.ok and advice.groups[0].change == 10.0
+    assert advice.then.real < advice.now.real < 0 and "≥10" in str(advice)
+    assert "D3 is 0 in all groups" in str(advice)
+
+
+def net_and_loss(kind):
+    """Small networks at their initialisation, and a loader of batches."""
+    torch.manual_seed(0)
+    x, y = torch.randn(256, 6), torch.randint(3, (256,))
+    norm = [nn.BatchNorm1d(16)] if kind == "batch norm" else []
+    layers = [nn.Linear(6, 16), *norm, nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)]
+
+    def loss(model, batch):
+        out = model(batch[0])
+        if kind == "squared error":
+            return (out[:, 0] - batch[0].prod(1)).square().mean()
+        return F.cross_entropy(out, batch[1])
+
+    return nn.Sequential(*layers), loss, [(a, b) for a, b in zip(x.split(32), y.split(32))]
+
+
+@pytest.mark.parametrize("partition", [None, "canonical"])
+@pytest.mark.parametrize("lr", [1e-4, 1e-2, 1.0])
+@pytest.mark.parametrize("kind", ["plain", "batch norm", "squared error"])
+def test_nothing_is_suggested_that_is_worse_than_now(kind, lr, partition):
+    """Predicted and tried; the trial is repeated by hand on a copy."""
+    model, loss, batches = net_and_loss(kind)
+    adam = torch.optim.Adam(model.parameters(), lr=lr)
+    advice = ns.suggest_lrs(model, loss, batches, adam, partition)
+    changes = [group.change for group in advice.groups]
+    assert all(0.1 <= change <= 10.0001 for change in changes)
+    assert advice.then.predicted <= advice.now.predicted
+    rounding = 1e-6 * float(advice.summary.loss)
+    assert advice.then.real <= advice.now.real + rounding
+    assert advice.then.real < 0 or lr == 1.0
+    before = float(sum(float(loss(model, b)) for b in batches)) / 8
+    twin, optimizer, told = copy.deepcopy((model, adam, changes))
+    (sum(loss(twin, batch) for batch in batches) / 8).backward()
+    starts = [p.detach().clone() for p in twin.parameters()]
+    optimizer.step()
+    scale = dict(zip((g.name for g in advice.groups), told, strict=True))
+    labels = advice.summary.partition.labels
+    with torch.no_grad():
+        for (name, p), start in zip(twin.named_parameters(), starts, strict=True):
+            factor = scale[advice.summary.names[labels[name]]]
+            p.copy_(start + factor * (p - start))
+        after = float(sum(loss(twin, batch) for batch in batches)) / 8
+    assert after - before == pytest.approx(advice.then.real, abs=1e-5, rel=1e-4)
+
+
+def test_a_fresh_lora_factor_is_left_out_by_name():
+    """B = 0: nothing depends on A yet; weight decay moves it all the same."""
+    torch.manual_seed(0)
+
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.A, self.B = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.zeros(3, 4))
+            self.base = nn.Linear(6, 3).requires_grad_(False)
+
+        def forward(self, x):
+            return self.base(x) + x @ self.A.T @ self.B.T
+
+    _, loss, batches = net_and_loss("plain")
+    model = Adapted()
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
+    advice = ns.suggest_lrs(model, loss, batches, adam, "canonical")
+    assert advice["A"].verdict == "no effect" and advice["A"].change == 1.0
+    assert advice["B"].verdict == "raise" and advice.then.real < advice.now.real < 0
+    assert next(row for row in advice._rows() if row[0] == "A")[2] == ""
+    whole = ns.suggest_lrs(model, loss, batches, adam)  # nothing is known of A's own rate
+    assert whole.groups[0].verdict == "not yet" and whole.groups[0].change == 1.0
+    loss(model, batches[0]).backward()
+    adam.step()
+    assert ns.suggest_lrs(model, loss, batches, adam).groups[0].change > 1
+    too_large = torch.optim.AdamW(model.parameters(), lr=100.0)
+    assert ns.suggest_lrs(model, loss, batches, too_large).groups[0].change < 1
+
+
+SCHEDULERS = {
+    "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 3),
+    "MultiStepLR": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [3]),
+    "ExponentialLR": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+    "MultiplicativeLR": lambda o: torch.optim.lr_scheduler.MultiplicativeLR(o, lambda t: 0.9),
+    "ConstantLR": lambda o: torch.optim.lr_scheduler.ConstantLR(o, 0.5, 3),
+    "LinearLR": lambda o: torch.optim.lr_scheduler.LinearLR(o, 0.5),
+    "PolynomialLR": lambda o: torch.optim.lr_scheduler.PolynomialLR(o, 9),
+    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda t: 0.9**t),
+    "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 9),
+    "CosineAnnealingWarmRestarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(
+        o, 9
+    ),
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=9),
+    "CyclicLR": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 1e-4, 0.1, 4),
+    "ReduceLROnPlateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_apply_warns_where_a_scheduler_undoes_it(kind, recwarn):
+    """The warning is there if and only if the rates differ from a twin's by another factor."""
+    rates = []
+    for factor in (1.0, 5.0):
+        model = make_net()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        scheduler = SCHEDULERS[kind](sgd)
+        sgd.step()
+        if factor != 1:
+            recwarn.clear()
+            multiply_rates(sgd, ns.make_partition(model, "trivial"), [factor])
+        for metric in range(4):
+            scheduler.step(*([metric] if kind == "ReduceLROnPlateau" else []))
+        rates.append(sgd.param_groups[0]["lr"])
+    kept = rates[1] / rates[0] == pytest.approx(5.0)
+    warned = [str(w.message) for w in recwarn if "scheduler" in str(w.message)]
+    assert bool(warned) == (not kept), rates
+    assert all(kind in text for text in warned)
+
+
+def test_apply_warns_where_a_scheduler_was_made_for_fewer_groups():
+    model = make_net()
+    adam = trained(model, torch.optim.Adam(model.parameters(), lr=1e-4))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(adam, lambda t: 1.0)
+    with pytest.warns(UserWarning, match=r"now has 4 parameter groups.*LambdaLR"):
+        ns.suggest_lrs(model, loss_fn, DATA, adam, "canonical").apply()
+    del scheduler
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is left that could undo it
+        ns.suggest_lrs(model, loss_fn, DATA, adam).apply()
 
 
 def test_it_helps():

@@ -252,11 +252,6 @@ def test_sweep_in_processes_survives_a_failing_run(call):
     assert len(done) == 1
 
 
-def test_sweep_needs_joblib(call, monkeypatch):
-    monkeypatch.setitem(sys.modules, "joblib", None)
-    assert "needs joblib" in fails(call, "sweep", "rosenbrock", "--seed", "0,1")
-
-
 def test_names_of_runs_are_short_and_their_own():
     from dataclasses import replace
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from newton_summary import derivative_tensor, make_partition, summarize, taylor_terms
 from newton_summary.derivatives import BACKENDS
 from newton_summary.derivatives.dense import full_derivatives
-from newton_summary.derivatives.nested import count_backward_passes
+from newton_summary.derivatives.nested import attention, count_backward_passes
 from newton_summary.errors import CannotDifferentiate
 from problems import (
     PROBLEMS,
@@ -620,3 +621,19 @@ def test_fused_linear_cross_entropy_in_chunks_is_not_silently_wrong():
         warnings.simplefilter("ignore")
         actual = summarize(problem.model, loss_fn, problem.batch, direction=u, partition=groups)
     assert max(worst_error(actual, expected)) < (1e-3 if actual.approximate else 1e-6)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_in_elementary_form_is_the_same_under_autocast(masked):
+    """Autocast lowers the inputs of attention; it would widen the softmax inside of it."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 2, 4, 8, requires_grad=True) for _ in range(3)]
+    mask = torch.randn(4, 4) if masked else None
+    found = []
+    for function in (attention, F.scaled_dot_product_attention):
+        with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
+            y = function(*inputs, attn_mask=mask)
+        grads = torch.autograd.grad(y.float().square().sum(), inputs, create_graph=True)
+        again = torch.autograd.grad(sum(g.square().sum() for g in grads), inputs)
+        found.append([y, *grads, *again])
+    torch.testing.assert_close(*found, rtol=0, atol=0)

@@ -66,6 +66,14 @@ def test_mapping_is_taken_as_it_is(problem):
     assert list(direction_of(problem, shuffled)) == list(problem.params)
 
 
+def test_names_of_a_compiled_model_are_understood(problem):
+    compiled = torch.compile(problem.model)
+    u = {name: torch.randn_like(p) for name, p in compiled.named_parameters()}
+    found = direction_of(problem, u)
+    assert all(found[name.removeprefix("_orig_mod.")] is not None for name in u)
+    assert len(found) == len(u)
+
+
 def test_zero_direction_gives_zeros(problem):
     zeros = {name: torch.zeros_like(p) for name, p in problem.params.items()}
     for backend in ("nested", "sweep", "differences"):

@@ -133,13 +133,13 @@ def trained_alone():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_fifty_steps_are_those_of_one_process(two, trained_alone, how, kind):
+def test_a_training_is_that_of_one_process(two, trained_alone, how, kind):
     """To 1e-10, and to the last bit the same on both ranks."""
     compare_training([rank["trained"][how, kind] for rank in two], trained_alone[kind])
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_fifty_steps_on_four_ranks(four, trained_alone, how):
+def test_a_training_on_four_ranks(four, trained_alone, how):
     compare_training([rank["trained"][how, "default"] for rank in four], trained_alone["default"])
 
 
@@ -159,21 +159,26 @@ def test_a_refresh_is_one_collective_and_other_steps_are_none(two, kind):
     for rank in two:
         steps = rank["trained"]["ddp", kind]["steps"]
         S = len(make_net().state_dict())
-        assert sum(refreshes for refreshes, _ in steps) >= 7
+        assert sum(refreshes for refreshes, _ in steps) >= 5
         for refreshes, calls in steps:
-            assert calls == [MEETING, message(S)] * refreshes
+            if kind == "paper":
+                assert calls == [MEETING, message(S)] * refreshes
+            else:  # which searches for the first step, and looks at more than a summary
+                assert bool(calls) == bool(refreshes)
 
 
-@pytest.mark.parametrize(("kind", "weights"), [("default", 1), ("paper", 0), ("weight decay", 1)])
-def test_norms_of_the_direction_are_one_sum_a_step_under_fsdp(two, kind, weights):
-    """At a refresh too, where the norms of weights are one more if steps are limited by them."""
-    S = len(make_net().state_dict())
+@pytest.mark.parametrize("kind", ["default", "paper", "weight decay"])
+def test_a_step_takes_one_number_under_fsdp(two, kind):
+    """Whether it is finite; before a refresh of the paper's algorithm, also whether it is zero."""
     for rank in two:
         steps = rank["trained"]["fsdp", kind]["steps"]
         start = next(i for i, (refreshes, _) in enumerate(steps) if refreshes)
         for refreshes, calls in steps[start:]:
-            sums = calls.count(("all_reduce", 8 * S))
-            assert sums == 1 + weights * bool(refreshes) or (kind == "paper" and not calls)
+            sums = calls.count(("all_reduce", 8))
+            if kind == "paper":
+                assert sums == 1 + bool(refreshes) or not calls
+            else:
+                assert sums == 1
 
 
 def message(S):
@@ -347,9 +352,9 @@ def test_a_meeting_before_every_gathering(two):
         ("direction", "The ranks differ in the values of the direction of '0.bias'"),
         ("optimizer", "summary_period is 10 on rank 0 and 11 on rank 1"),
         ("diagonal", "diagonal is False on rank 0 and True on rank 1"),
-        ("gradients, canonical", "The ranks measured along different directions"),
-        ("gradients, weights-biases", "The ranks measured along different directions"),
-        ("gradients, trivial", "The ranks measured along different directions"),
+        ("gradients, canonical", "The ranks differ in the values of the direction"),
+        ("gradients, weights-biases", "The ranks differ in the values of the direction"),
+        ("gradients, trivial", "The ranks differ in the values of the direction"),
     ],
 )
 def test_ranks_that_are_about_to_do_different_things(two, name, text):

@@ -4,10 +4,14 @@ import contextlib
 import io
 import json
 import math
+import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +23,9 @@ from newton_summary.cli import main as cli
 from newton_summary.errors import UserError
 from newton_summary.experiments import datasets
 from newton_summary.experiments import grid as sweep_module
-from newton_summary.experiments.config import AdamConfig, KFACConfig, SGDConfig
+from newton_summary.experiments.config import AdamConfig, KFACConfig, SGDConfig, to_dict
 from newton_summary.experiments.data_parallel import RankGroup
+from newton_summary.experiments.rundir import Run, RunWriter
 from newton_summary.experiments.tasks import Task
 from newton_summary.experiments.training import _check_divisible, train
 from ranks import run_once
@@ -35,7 +40,7 @@ NEWTON += ["--optimizer.summary-period", "2", "--measure.every", "1", "--measure
 
 
 def environment():
-    source = str(Path(cli.__file__).parents[1])
+    source = str(Path(cli.__file__).parents[2])
     paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
@@ -281,14 +286,51 @@ def test_clusters_that_cannot_be_used(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
-def die(config, path, threads):
-    os._exit(1)
+LONG = tiny(epochs=10**6)
 
 
 @pytest.mark.slow
-def test_a_process_of_a_sweep_that_dies(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sweep_module, "run_one", die)
-    sweep = ["sweep", "rosenbrock", "--seed", "0,1", "--runs-dir", str(tmp_path), "--jobs", "2"]
-    assert cli.main(sweep) == 2
-    err = capsys.readouterr().err
-    assert "exited before its run was finished, with 0 of 2 runs done" in err
+def test_a_killed_process_of_a_sweep_costs_its_run(tmp_path):
+    """The others are trained, also those that it would have trained next; then it resumes."""
+    ended = []
+
+    def tell(result):
+        ended.append(result)
+        if len(ended) == 2:  # only the long run is left
+            for process in multiprocessing.active_children():
+                process.kill()
+
+    configs = [replace(LONG, seed=1), *(tiny(epochs=1, seed=seed) for seed in (2, 3))]
+    results = sweep_module.run_all(configs, tmp_path, 2, tell)
+    assert [result.error is None for result in results] == [False, True, True]
+    assert "was killed by signal 9" in results[0].error
+    path = results[0].path
+    epoch = Run.load(path).epoch if (path / "config.json").exists() else 0
+    assert train(tiny(epochs=max(epoch, 0) + 1, seed=1), path).finished
+
+
+@pytest.mark.slow
+def test_the_processes_of_a_sweep_end_with_it(tmp_path):
+    code = (
+        "import sys, json; from pathlib import Path\n"
+        "from newton_summary.experiments.config import from_dict\n"
+        "from newton_summary.experiments.grid import run_all\n"
+        "if __name__ == '__main__':\n"
+        "    configs = [from_dict(value) for value in json.loads(sys.argv[1])]\n"
+        "    run_all(configs, Path(sys.argv[2]), 2, print)"
+    )
+    (tmp_path / "grid.py").write_text(code)
+    configs = [to_dict(replace(LONG, seed=seed)) for seed in (1, 2)]
+    command = [sys.executable, str(tmp_path / "grid.py"), json.dumps(configs), str(tmp_path)]
+    process = subprocess.Popen(command, env=environment())
+    paths = [tmp_path / sweep_module.run_name(replace(LONG, seed=seed)) for seed in (1, 2)]
+    until = time.time() + 120
+    while not all((path / "metrics.jsonl").exists() for path in paths):
+        assert time.time() < until and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    process.wait()
+    for path in paths:  # a restart finds the directories free
+        writer = RunWriter(path, Run.load(path).config)
+        writer.start({})
+        writer.close()

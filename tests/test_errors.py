@@ -359,10 +359,7 @@ WRONG_ARGUMENTS = {
         lambda: NewtonSummary(NET.parameters()),
         r"model\.parameters\(\) as for.*make_partition\(model\)",
     ),
-    "an optimizer of a model": (
-        lambda: NewtonSummary(NET),
-        r"is the model itself.*make_partition\(model\)",
-    ),
+    "a criterion for an optimizer": (lambda: NewtonSummary(NET, nn.MSELoss()), WRITTEN_OUT),
 }
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from damaged_runs import sign
 from experiment_cases import shrink, tiny, use_random_images
 from newton_summary.cli import main as cli
 from newton_summary.errors import UserError
@@ -140,9 +141,9 @@ def test_tables_as_text(runs):
         assert next(csv.reader(table.csv().splitlines())) == list(table.header)
 
 
-def test_curves_show_every_seed_and_the_mean(runs):
+def test_curves_show_every_seed_and_the_median(runs):
     (axis,) = paper_figures.training_curves(runs[:2]).axes
-    assert len(axis.lines) == 3  # two seeds and their mean
+    assert len(axis.lines) == 3  # two seeds and their median
     mean = axis.lines[-1].get_ydata()
     expected = (runs[0].rows[2]["train_loss"] + runs[1].rows[2]["train_loss"]) / 2
     assert mean[2] == pytest.approx(expected) and axis.get_yscale() == "log"
@@ -255,6 +256,7 @@ def test_a_constant_rate_and_the_time_are_facts_and_not_curves(runs, tmp_path):
     shutil.copytree(run.path, tmp_path / "falling")
     metrics = "".join(f"{json.dumps(row)}\n" for row in rows)
     (tmp_path / "falling" / "metrics.jsonl").write_text(metrics)
+    sign(tmp_path / "falling")
     falling = read_history(tmp_path / "falling")
     assert falling.curves["lr"] == [(row["epoch"], row["lr"]) for row in rows]
 

@@ -35,6 +35,7 @@ from newton_summary.experiments.recipes import PARTITIONS, RECIPES
 from newton_summary.experiments.rundir import Run, find_runs
 from newton_summary.experiments.tasks import make_task
 from newton_summary.experiments.training import Reporter, Session, speed, train
+from newton_summary.storage import writing
 
 TIMES = {"seconds", "evaluation_seconds", "measure_seconds", "memory_gib"}
 
@@ -225,33 +226,6 @@ def test_killed_and_resumed_is_as_if_nothing_had_happened(name, where, tmp_path)
         assert torch.equal(mine.eta, other.eta)
 
 
-@pytest.mark.parametrize("file", ["metrics.jsonl", "summaries.pt", "checkpoint.pt"])
-def test_killed_between_two_files(file, tmp_path, monkeypatch):
-    """Each file of an epoch may be the last one that was written."""
-    config = tiny(measure=MeasureConfig(every=1, samples=20))
-    whole = train(config, tmp_path / "whole")
-    writer = rundir.RunWriter.add_row
-
-    def dies(self, row, checkpoint):
-        if row["epoch"] < 2:
-            return writer(self, row, checkpoint)
-        self._write_summaries()
-        if file == "metrics.jsonl":
-            with (self.path / file).open("ab") as stream:
-                stream.write(rundir._line(row)[:-9])  # a line cut short
-        if file == "checkpoint.pt":
-            writer(self, row, checkpoint)
-        raise Killed
-
-    monkeypatch.setattr(rundir.RunWriter, "add_row", dies)
-    with pytest.raises(Killed):
-        train(config, tmp_path / "cut")
-    monkeypatch.undo()
-    resumed = train(config, tmp_path / "cut")
-    assert metrics(resumed) == metrics(whole)
-    assert [m.epoch for m in Run.load(tmp_path / "cut").summaries()] == [0, 1, 2, 3]
-
-
 @pytest.mark.slow
 def test_real_kill(tmp_path):
     """SIGKILL while it trains; then the run goes on to the same end."""
@@ -265,7 +239,8 @@ def test_real_kill(tmp_path):
     )
     process = subprocess.Popen([sys.executable, "-c", code, json.dumps(to_dict(config)), str(path)])
     until = time.time() + 60
-    while len(rundir.read_rows(path / "metrics.jsonl")) < 5 and time.time() < until:
+    while not (path / "manifest.json").exists() or len(Run.load(path).rows) < 5:
+        assert time.time() < until
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
@@ -299,7 +274,9 @@ def test_more_epochs_go_on_and_fewer_are_refused(tmp_path):
         train(tiny(epochs=3), tmp_path / "a")
 
 
-def test_two_processes_do_not_share_a_directory(tmp_path):
+def test_two_processes_do_not_share_a_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(rundir, "LOCK_SECONDS", 0)
+
     class Meanwhile(Reporter):
         def row(self, row):
             if row["epoch"] == 1:
@@ -313,21 +290,29 @@ def test_kill_during_the_very_first_write(tmp_path):
     """A file that was not completed does not make the directory somebody else's."""
     (tmp_path / ".config.json.123.part").write_text('{"recipe": "cus')
     assert train(tiny(), tmp_path).finished
-    assert sorted(file.name for file in tmp_path.iterdir()) == [
-        *("checkpoint.pt", "config.json", "environment.json", "metrics.jsonl", "summaries.pt"),
-    ]
+    names = {file.name.removesuffix(".previous") for file in tmp_path.iterdir()}
+    assert names == {
+        *("checkpoint.pt", "config.json", "environment.json", "manifest.json", "metrics.jsonl"),
+    }
 
 
 def test_full_disk_is_one_line_and_the_run_goes_on_later(tmp_path, monkeypatch):
     whole = train(tiny(), tmp_path / "whole")
-    save = torch.save
+    write = writing.Digested.write
+    written = 0
 
-    def full(value, stream):
-        if isinstance(value, dict) and value["epoch"] == 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        save(value, stream)
+    def full(self, content):
+        nonlocal written
+        written += len(content)
+        if written > 300_000:  # in the midst of a checkpoint
+            raise_from(self, OSError(errno.ENOSPC, "No space left on device"))
+        return write(self, content)
 
-    monkeypatch.setattr(rundir.torch, "save", full)
+    def raise_from(stream, error):
+        stream.error = error
+        raise error
+
+    monkeypatch.setattr(writing.Digested, "write", full)
     with pytest.raises(UserError, match=r"checkpoint\.pt cannot be written: No space left"):
         train(tiny(), tmp_path / "cut")
     monkeypatch.undo()
@@ -408,8 +393,15 @@ def test_runs_are_found_below_a_directory(tmp_path):
     with pytest.raises(UserError, match="There is no run in"):
         find_runs([tmp_path / "empty"])
     (tmp_path / "a" / "b" / "config.json").write_text("{")
-    with pytest.raises(UserError, match="cannot be read"):
-        find_runs([tmp_path])
+    with pytest.warns(
+        UserWarning, match=r"skipped: .*b/config\.json cannot be read: it is not JSON"
+    ):
+        assert [run.config.seed for run in find_runs([tmp_path])] == [1]
+    with (
+        pytest.raises(UserError, match="cannot be read"),
+        pytest.warns(UserWarning, match="change"),
+    ):
+        find_runs([tmp_path / "a" / "b"])
 
 
 class NoWaiting(TorchDispatchMode):

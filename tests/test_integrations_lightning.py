@@ -5,6 +5,7 @@ import csv
 import subprocess
 import sys
 import textwrap
+from collections import UserList
 
 import lightning.pytorch as pl
 import pytest
@@ -162,56 +163,70 @@ def derivatives_by_hand(net, x, y):
     return torch.stack([u @ u for u in flat.values()]), Hbar
 
 
-def test_numbers_are_those_of_the_whole_hessian(tmp_path):
-    """Measured before the training, on two batches of unequal size."""
+def test_factor_is_that_of_the_whole_hessian(tmp_path, capsys):
+    """Of SGD's step, before the training, on two batches of unequal size."""
     x, y = make_dataset().tensors
     callback = quick(data=[(x[:32], y[:32]), (x[32:], y[32:])], lambda_int=0.0)
     module = Plain()
     net = copy.deepcopy(module.net)
-    with pytest.warns(UserWarning, match=r"rates after epoch 0 are unusable.*lambda_int > 0"):
-        fit(module, tmp_path, [callback], max_epochs=1)
+    trainer = fit(module, tmp_path, [callback], max_epochs=1)
     measured = callback.history.measured[0]
     gbar, Hbar = derivatives_by_hand(net, x, y)
     loss = F.cross_entropy(net(x), y)
-    assert callback.history.names == tuple(f"net.{name}" for name, _ in net.named_parameters())
-    torch.testing.assert_close(measured.summary.gbar, gbar)
-    torch.testing.assert_close(measured.summary.Hbar, Hbar)
-    torch.testing.assert_close(measured.summary.loss, loss.detach())
-    torch.testing.assert_close(measured.eta, torch.linalg.solve(Hbar, gbar), rtol=1e-6, atol=0)
-    trial = measured.trials[0]
-    grads = torch.autograd.grad(loss, list(net.parameters()))
-    with torch.no_grad():
-        for p, rate, g in zip(net.parameters(), measured.eta, grads):
-            p -= trial.fraction * rate * g
-        assert trial.real == pytest.approx(float(F.cross_entropy(net(x), y) - loss), rel=1e-9)
+    assert callback.history.names == ("group0",)
+    torch.testing.assert_close(measured.summary.gbar, 0.1 * gbar.sum()[None])
+    torch.testing.assert_close(measured.summary.Hbar, 0.01 * Hbar.sum()[None, None])
+    factor = min(float(gbar.sum() / (0.1 * Hbar.sum())), 10.0)  # the largest one suggested
+    assert float(measured.eta) == pytest.approx(factor, rel=1e-6)
+    points = callback.history.curves["factor of lr, group0"]
+    assert points[0] == (0, float(measured.eta))
+    logged = trainer.callback_metrics["newton_summary/factor/group0"]
+    assert float(logged) == pytest.approx(points[-1][1])
+    with torch.no_grad():  # the suggested step
+        for p, g in zip(net.parameters(), torch.autograd.grad(loss, list(net.parameters()))):
+            p -= factor * 0.1 * g
+        real = float(F.cross_entropy(net(x), y) - loss)
+    (trial,) = measured.trials
+    assert trial.real == pytest.approx(real, rel=1e-9)
+    assert "newton_summary: epoch 0: loss 1." in capsys.readouterr().err
 
 
-def test_loggers_get_rates_by_group(tmp_path):
+def test_loggers_get_factors_and_rates_by_group(tmp_path):
     """Read back from the files of TensorBoard and of the CSV logger."""
     loggers = [TensorBoardLogger(tmp_path / "board"), CSVLogger(tmp_path / "csv")]
-    callback = quick(every_n_epochs=2, figures=True)
+    callback = quick(every_n_epochs=2, figures=True, partition="layers")
     trainer = fit(Plain(), tmp_path, [callback], logger=loggers)
     assert callback.history.epochs == [0, 2, 3]  # three batches an epoch
     events = EventAccumulator(loggers[0].log_dir)
     events.Reload()
     rows = read_rows(loggers[1])
+    factors = [value for _, value in callback.history.curves["factor of lr, group0"]]
+    expected = {"newton_summary/factor/group0": factors}
     for s, name in enumerate(callback.history.names):
-        tag = f"newton_summary/eta/{name}"
-        expected = [float(m.eta[s]) for m in callback.history.measured]
+        rates = [float(m.eta[s]) for m in callback.history.measured]
+        expected[f"newton_summary_groups/{name}"] = rates
+    trials = [m.trials[-1] for m in callback.history.measured]
+    expected["newton_summary/predicted_change"] = [trial.predicted for trial in trials]
+    expected["newton_summary/real_change"] = [trial.real for trial in trials]
+    for tag, values in expected.items():
         scalars = events.Scalars(tag)
         assert [scalar.step for scalar in scalars] == [0, 6, 9]
-        assert [scalar.value for scalar in scalars] == pytest.approx(expected)
-        assert [float(row[tag]) for row in rows if tag in row] == pytest.approx(expected)
-        assert float(trainer.callback_metrics[tag]) == pytest.approx(expected[-1])
-    assert [image.step for image in events.Images("newton_summary/Hbar")] == [0, 6, 9]
+        assert [scalar.value for scalar in scalars] == pytest.approx(values)
+        assert [float(row[tag]) for row in rows if tag in row] == pytest.approx(values)
+        assert float(trainer.callback_metrics[tag]) == pytest.approx(values[-1])
+    for picture in ("Hbar", "interactions", "rates"):
+        assert [image.step for image in events.Images(f"newton_summary/{picture}")] == [0, 6, 9]
+    assert "custom_scalars__config__" in events.Tags()["tensors"]
 
 
 def test_report_and_curves(tmp_path, capsys):
-    callback = SummaryCallback(report="page.html", every_n_epochs=3, name="my run")
+    callback = SummaryCallback(
+        report="page.html", every_n_epochs=3, name="my run", partition="layers"
+    )
     fit(Plain(), tmp_path, [callback], accumulate_grad_batches=3, max_epochs=2)
     assert f"wrote {tmp_path / 'page.html'}" in capsys.readouterr().err
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "net.2.weight" in page and "my run" in page
+    assert "net.2" in page and "my run" in page
     assert [epoch for epoch, _ in callback.history.curves["train_loss"]] == [1, 2]
     assert callback.history.facts["trained with"] == "SGD"
     # One step an epoch, on the gradient of everything: the first mean loss is that of the start.
@@ -250,26 +265,27 @@ def test_history_goes_on_from_a_checkpoint(tmp_path):
 def test_a_training_that_diverges_goes_on(tmp_path):
     """The first measurement would raise; later ones only warn, once."""
 
-    def diverge(module):
-        return torch.optim.SGD(module.parameters(), lr=float("inf"))
+    class Diverges(Plain):
+        def on_train_epoch_end(self):
+            nn.init.constant_(self.net[0].weight, float("nan"))
 
     callback = quick()
     with pytest.warns(
         UserWarning, match=r"measurement after epoch 1 failed.*continues.*Shown once"
     ):
-        trainer = fit(Plain(diverge), tmp_path, [callback])
+        trainer = fit(Diverges(), tmp_path, [callback])
     assert trainer.current_epoch == 3
     assert callback.history.epochs == [0]
 
 
-def test_rates_of_no_use_are_told(tmp_path):
-    """A loss that is concave, without a third derivative."""
+def test_rates_of_no_use_are_told():
+    """Along the gradient of a loss that is concave, without a third derivative."""
 
     def hill(module, batch):
         return -sum(p.square().sum() for p in module.parameters())
 
     with pytest.warns(UserWarning, match=r"rates after epoch 0 are unusable.*Shown once"):
-        fit(Plain(), tmp_path, [quick(loss_fn=hill)])
+        Monitor(loss_fn=hill, data=torch.ones(2, 1)).measure(Plain().net, 0)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +347,7 @@ def test_works_with_pytorch_lightning_alone(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(code)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    assert "[0.0, 1.0, 2.0] layer.weight layer.bias" in result.stdout
+    assert "[0.0, 1.0, 2.0] group0" in result.stdout
 
 
 # --- the samples ----------------------------------------------------------------------------------
@@ -371,6 +387,110 @@ def test_a_stream_of_samples_is_told():
 
     with pytest.raises(ValueError, match=r"DataLoader of Stream.*Pass data="):
         sample_batches(DataLoader(Stream()), 2)
+
+
+# --- steering -------------------------------------------------------------------------------------
+
+
+class Scheduled(Plain):
+    """Momentum, a schedule for each step, and gradients that are accumulated and clipped."""
+
+    def configure_optimizers(self):
+        sgd = torch.optim.Adam(self.parameters(), lr=1e-6)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, 40)
+        return {"optimizer": sgd, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+STEERED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "shuffle": False}
+
+
+def test_steering_equals_a_plain_loop_to_the_bit(tmp_path):
+    """Three batches an epoch, so the last step of each epoch is of a single batch."""
+    module, callback = Scheduled(), quick(adjust=True)
+    logger = CSVLogger(tmp_path)
+    fit(module, tmp_path, [callback], max_epochs=6, logger=logger, **STEERED)
+
+    def loss_fn(net, batch):
+        return F.cross_entropy(net(batch[0]), batch[1])
+
+    plain = Scheduled()
+    net, found = plain.net, plain.configure_optimizers()
+    adam, schedule = found["optimizer"], found["lr_scheduler"]["scheduler"]
+    controller = ns.RateController(adam, net, loss_fn)
+    first, second, third = DataLoader(make_dataset(), 16)
+    for batches in [(first, second), (third,)] * 6:
+        adam.zero_grad()
+        for batch in batches:
+            (loss_fn(net, batch) / 2).backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        controller.step(UserList(batches))
+        schedule.step()
+    assert callback.controller.history == controller.history and len(controller.history) > 5
+    for p, q in zip(module.net.parameters(), net.parameters(), strict=True):
+        assert p.equal(q)
+    logged = [float(r[k]) for r in read_rows(logger) if (k := "newton_summary/steered_lr") in r]
+    assert logged == pytest.approx([r.rate * r.change for r in controller.history])
+    assert len(callback.history.curves["steered lr"]) == len(controller.history)
+    assert controller.rates[0] > 1e-4  # from 1e-6
+    assert callback.advice["group0"].lrs == pytest.approx(controller.rates)
+
+
+def test_steering_resumes_to_the_bit(tmp_path):
+    whole, first, second = Scheduled(), Scheduled(), Scheduled()
+    fit(whole, tmp_path, [quick(adjust=True)], max_epochs=6, **STEERED)
+    checkpoints = ModelCheckpoint(tmp_path, save_last=True)
+    saved = {**STEERED, "enable_checkpointing": True}
+    fit(first, tmp_path, [quick(adjust=True), checkpoints], max_epochs=3, **saved)
+    path = tmp_path / "last.ckpt"
+    fit(second, tmp_path, [quick(adjust=True)], max_epochs=6, ckpt_path=path, **STEERED)
+    for p, q in zip(whole.net.parameters(), second.net.parameters(), strict=True):
+        assert p.equal(q)
+
+
+def test_steering_needs_one_optimizer(tmp_path):
+    class Two(Plain):
+        def configure_optimizers(self):
+            return [torch.optim.SGD(self.net[i].parameters(), lr=0.1) for i in (0, 2)]
+
+    module = Two()
+    module.automatic_optimization = False
+    with pytest.raises(ValueError, match=r"adjust=True steers one optimizer.*Two has 2"):
+        fit(module, tmp_path, [quick(adjust=True)])
+
+
+# --- the budget -----------------------------------------------------------------------------------
+
+
+def test_a_budget_makes_measurements_rarer_and_smaller(tmp_path):
+    """By a clock that advances by 1 s a training batch and 0.02 s a batch of a measurement."""
+    now = [0.0]
+
+    class Slow(Plain):
+        def training_step(self, batch):
+            now[0] += 1
+            return super().training_step(batch)
+
+    def measured_loss(module, batch):
+        now[0] += 0.02
+        return F.cross_entropy(module.net(batch[0]), batch[1])
+
+    seen = {}
+    for share in (None, 5.0, 0.1):
+        callback = quick(loss_fn=measured_loss, num_batches=3, budget=share)
+        callback.budget.clock = lambda: now[0]
+        fit(Slow(), tmp_path, [callback], max_epochs=12)
+        samples = [m.summary.num_samples for m in callback.history.measured]
+        seen[share] = (len(samples), samples[-1])
+        assert share is None or callback.budget.spent <= share * callback.budget.training
+    assert seen[None] == seen[5.0] == (13, 48)
+    assert seen[0.1][0] < 8
+    assert seen[0.1][1] == 32  # two batches, the fewest with an error
+
+
+@pytest.mark.parametrize("share", [0, -1, "x"])
+def test_a_wrong_budget_is_refused(share):
+    with pytest.raises(ValueError, match=r"budget=.*such as 0\.05"):
+        SummaryCallback(budget=share)
 
 
 # --- NewtonSummary inside -------------------------------------------------------------------------
@@ -416,7 +536,7 @@ def test_newton_summary_trains_as_in_a_plain_loop(tmp_path):
     assert losses[-1] < losses[0]
     for p, q in zip(module.net.parameters(), net.parameters(), strict=True):
         assert p.equal(q)
-    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.7 * 0.9**3)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.9**3)
 
 
 def test_newton_summary_resumes_to_the_bit(tmp_path):
@@ -439,18 +559,12 @@ def test_what_newton_summary_used_is_in_the_history(tmp_path):
     optimizer = trainer.optimizers[0]
     assert callback.history.measured[-1].eta.equal(optimizer.last_rates.eta)
     name = callback.history.names[0]
-    logged = trainer.callback_metrics[f"newton_summary/optimizer/eta/{name}"]
+    logged = trainer.callback_metrics[f"newton_summary_groups/optimizer/{name}"]
     assert float(logged) == pytest.approx(float(optimizer.last_rates.eta[0]))
 
 
 def test_what_was_not_measured_or_validated_anew_is_not_repeated(tmp_path):
-    """One refresh in four epochs, and a validation after every second epoch."""
-
-    def rarely(module):
-        loader = DataLoader(make_dataset(), 24, shuffle=True)
-        return ns.NewtonSummary(
-            ns.make_partition(module), summary_period=100, curvature=(training_loss, loader)
-        )
+    """A measurement without a refresh in between, and a validation after every second epoch."""
 
     class Validated(Plain):
         def validation_step(self, batch):
@@ -459,50 +573,33 @@ def test_what_was_not_measured_or_validated_anew_is_not_repeated(tmp_path):
         def val_dataloader(self):
             return DataLoader(make_dataset(), 16)
 
-    callback = quick()
-    fit(Validated(rarely), tmp_path, [callback], max_epochs=4, check_val_every_n_epoch=2)
+    callback, module = quick(), Validated(newton)
+    trainer = fit(module, tmp_path, [callback], max_epochs=4, check_val_every_n_epoch=2)
+    before = [measured.kind for measured in callback.history.measured]
+    callback.measure(module, 9, optimizer=trainer.optimizers[0])
     kinds = [measured.kind for measured in callback.history.measured]
-    assert kinds.count("full") == 5 and kinds.count("optimizer") == 1
+    assert before.count("full") == 5 and "optimizer" in before and kinds == [*before, "full"]
     assert [epoch for epoch, _ in callback.history.curves["validation"]] == [2, 4]
     assert [epoch for epoch, _ in callback.history.curves["train_loss"]] == [1, 2, 3, 4]
 
 
-def test_the_strength_that_was_found_stays(tmp_path):
-    """Of the first measurement, as suggest_lambda_int finds it, also after a checkpoint."""
+def test_the_strength_is_found_at_each_measurement():
+    """Along the gradient, as suggest_lambda_int finds it; never a step that failed its trial."""
+    net, data = Plain().net, list(DataLoader(make_dataset(), 48))
 
-    def loss_fn(module, batch):
-        return (module.net(batch[0])[:, 0] - batch[0].sum(1).sin()).square().mean()
+    def loss_fn(net, batch):
+        return (net(batch[0])[:, 0] - batch[0].sum(1).sin()).square().mean()
 
-    data, module = list(DataLoader(make_dataset(), 48)), Plain()
-    summary = ns.summarize(module, loss_fn, data)
-    expected = ns.suggest_lambda_int(module, loss_fn, data, summary)
-    assert expected.lambda_int > 1
-    options = {"data": data, "loss_fn": loss_fn}
-    callback = quick(**options)
-    fit(module, tmp_path, [callback])
-    first, *_, last = callback.history.measured
-    assert callback.lambda_int == expected.lambda_int and first.eta.equal(expected.rates.eta)
-    rates = ns.learning_rates(last.summary, expected.lambda_int)
-    assert last.eta.equal(rates.eta)
-    again = quick(**options)
-    again.load_state_dict(callback.state_dict())
-    assert again.measure(module, 5).eta.equal(rates.eta)
-    assert quick(order=2).lambda_int == 0 and quick(lambda_int=2.0).lambda_int == 2
-
-
-def test_a_strength_is_looked_for_until_there_is_one():
-    """Along a direction of zeros nothing changes; the next measurement has another one."""
-    net = nn.Linear(2, 1).double()
-    x = torch.randn(8, 2).double()
-    u = {name: torch.ones_like(p) for name, p in net.named_parameters()}
-    monitor = Monitor(loss_fn=lambda net, x: net(x).exp().mean(), data=x)
-    monitor.options["direction"] = {name: 0 * along for name, along in u.items()}
-    monitor.measure(net, 0)
-    assert monitor.lambda_int is None and "lambda_int" not in monitor.history.facts
-    monitor.options["direction"] = u
-    monitor.measure(net, 1)
-    assert monitor.lambda_int is not None
-    assert monitor.history.facts["lambda_int"] == f"{monitor.lambda_int:g}"
+    monitor = Monitor(loss_fn=loss_fn, data=data)
+    for epoch in range(2):
+        measured = monitor.measure(net, epoch)
+        found = ns.suggest_lambda_int(net, loss_fn, data, ns.summarize(net, loss_fn, data))
+        assert measured.eta.equal(found.rates.eta)
+        assert measured.trials[-1].real == found.best.real < 0
+        with torch.no_grad():
+            net[0].weight.mul_(3)
+    kept = Monitor(loss_fn=loss_fn, data=data, lambda_int=2.0).measure(net, 0)
+    assert kept.eta.equal(ns.learning_rates(kept.summary, 2.0).eta)
 
 
 @pytest.mark.filterwarnings("ignore:Falling back from 'sweep'")  # scripted parts of the metrics

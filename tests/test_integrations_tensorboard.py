@@ -49,10 +49,10 @@ def test_a_summary_is_read_back_from_tensorboard(setup, tmp_path):
     expected = {
         "newton_summary/loss": float(loss_fn(model, batch).detach()),
         "newton_summary/predicted_change": -eta @ g + eta @ H @ eta / 2,
-        "newton_summary/eta/0.weight": eta[0],
-        "newton_summary/eta/0.bias": eta[1],
-        "newton_summary/eta/2.weight": eta[2],
-        "newton_summary/eta/2.bias": eta[3],
+        "newton_summary_groups/0.weight": eta[0],
+        "newton_summary_groups/0.bias": eta[1],
+        "newton_summary_groups/2.weight": eta[2],
+        "newton_summary_groups/2.bias": eta[3],
     }
     assert set(events.Tags()["scalars"]) == set(expected)
     for tag, value in expected.items():
@@ -79,7 +79,7 @@ def test_rates_that_are_not_finite_are_written_as_such(tmp_path):
     summary = ns.Summary(gbar=torch.ones(2), Hbar=-torch.eye(2), D3=torch.tensor([1.0, 0]))
     with SummaryWriter(tmp_path) as writer:
         log_summary(writer, summary, ns.learning_rates(summary), step=0)
-    assert np.isnan(read(tmp_path).Scalars("newton_summary/eta/0")[0].value)
+    assert np.isnan(read(tmp_path).Scalars("newton_summary_groups/0")[0].value)
 
 
 def test_a_loop_of_ones_own(setup, tmp_path):
@@ -88,12 +88,21 @@ def test_a_loop_of_ones_own(setup, tmp_path):
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
     with SummaryWriter(tmp_path) as writer:
         monitor = Monitor(
-            loss_fn=loss_fn, data=batch, loggers=[TensorBoard(writer)], name="my <run>"
+            loss_fn=loss_fn,
+            data=batch,
+            loggers=[TensorBoard(writer)],
+            name="my <run>",
+            partition="canonical",
         )
         for epoch in range(3):
             if epoch == 2:  # go on in another process
                 torch.save(monitor.state_dict(), tmp_path / "monitor.pt")
-                monitor = Monitor(loss_fn=loss_fn, data=batch, loggers=[TensorBoard(writer)])
+                monitor = Monitor(
+                    loss_fn=loss_fn,
+                    data=batch,
+                    loggers=[TensorBoard(writer)],
+                    partition="canonical",
+                )
                 monitor.load_state_dict(torch.load(tmp_path / "monitor.pt"))
             measured = monitor.measure(model, epoch, step=10 * epoch, optimizer=sgd)
             assert float(measured.summary.loss) == pytest.approx(loss_fn(model, batch).item())
@@ -104,12 +113,12 @@ def test_a_loop_of_ones_own(setup, tmp_path):
     assert "0.weight" in path.read_text(encoding="utf-8")
     assert monitor.history.epochs == [0, 1, 2] and monitor.history.name == "my <run>"
     assert monitor.history.facts["model"] == "Sequential, 21 parameters"
-    scalars = read(tmp_path).Scalars("newton_summary/eta/2.bias")
+    scalars = read(tmp_path).Scalars("newton_summary_groups/2.bias")
     assert [scalar.step for scalar in scalars] == [0, 10, 20]
     assert [scalar.value for scalar in scalars] == pytest.approx(
         monitor.history.rates[:, 3].tolist(), rel=1e-6
     )
-    assert [len(entry.trials) for entry in monitor.history.measured] == [3, 3, 3]
+    assert [len(entry.trials) for entry in monitor.history.measured] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(("given", "missing"), [({"data": torch.ones(2)}, "loss_fn"), ({}, "data")])
@@ -140,9 +149,9 @@ def test_weights_and_biases(setup, monkeypatch):
     measured = monitor.measure(model, 0, step=5)
     assert run.axes == {"newton_summary/*": "newton_summary/step"}
     numbers, *pictures = run.rows
-    assert [row["newton_summary/step"] for row in run.rows] == [5, 5, 5]
-    rates = [v for name, v in numbers.items() if name.startswith("newton_summary/eta/")]
+    assert [row["newton_summary/step"] for row in run.rows] == [5, 5, 5, 5]
+    rates = [v for name, v in numbers.items() if name.startswith("newton_summary_groups/")]
     assert rates == measured.eta.tolist()
-    for row, name in zip(pictures, ("Hbar", "interactions"), strict=True):
+    for row, name in zip(pictures, ("Hbar", "interactions", "rates"), strict=True):
         pixels = row[f"newton_summary/{name}"]
         assert pixels.shape[2] in (3, 4) and pixels.std() > 0

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+from collections import UserList
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the import: nothing is fetched
 
@@ -114,7 +115,10 @@ def test_training_is_the_same_to_the_bit(make, dataset, tmp_path):
 
 
 def test_numbers_are_those_of_training_mode(tmp_path):
-    """Against the whole Hessian of a copy in training mode, although models start in the other."""
+    """Against the whole Hessian of a copy in training mode, although models start in the other.
+
+    AdamW's first step is lr times the sign of the gradient, but for epsilon.
+    """
     model = Classifier().eval()
     copied = copy.deepcopy(model).train()
     batch = {"x": Points().x, "labels": (Points().x.sum(1) > 0).long()}
@@ -128,12 +132,13 @@ def test_numbers_are_those_of_training_mode(tmp_path):
         return torch.func.functional_call(copied, state, (), batch).loss
 
     g = torch.func.grad(loss)(params)
-    Hg = torch.func.jvp(torch.func.grad(loss), (params,), (g,))[1]
-    gg, gHg = (sum((g[n] * v[n]).sum() for n in g) for v in (g, Hg))
+    u = {name: 1e-2 * v / (v.abs() + 1e-8) for name, v in g.items()}
+    Hu = torch.func.jvp(torch.func.grad(loss), (params,), (u,))[1]
+    ug, uHu = (sum((u[n] * v[n]).sum() for n in g) for v in (g, Hu))
     measured = callback.history.measured[0]
-    torch.testing.assert_close(measured.summary.gbar[0], gg)
-    torch.testing.assert_close(measured.summary.Hbar[0, 0], gHg)
-    torch.testing.assert_close(measured.eta[0], gg / gHg)  # Cauchy's step
+    torch.testing.assert_close(measured.summary.gbar[0], ug)
+    torch.testing.assert_close(measured.summary.Hbar[0, 0], uHu)
+    torch.testing.assert_close(measured.eta[0], (ug / uHu).clamp(max=10))  # the largest suggested
     assert measured.summary.loss == pytest.approx(float(loss(params)))
 
 
@@ -147,7 +152,7 @@ def test_rates_and_curves_are_written(tmp_path):
     events = EventAccumulator(str(tmp_path / "runs" / "newton_summary"))
     events.Reload()
     for s, name in enumerate(history.names):
-        tag = f"newton_summary/eta/{name}"
+        tag = f"newton_summary_groups/{name}"
         expected = [float(measured.eta[s]) for measured in history.measured]
         rows = [entry for entry in trainer.state.log_history if tag in entry]
         assert [row[tag] for row in rows] == expected
@@ -157,7 +162,8 @@ def test_rates_and_curves_are_written(tmp_path):
     assert [value for _, value in history.curves["train_loss"]] == losses(trainer)
     evaluated = [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e]
     assert history.curves["eval_loss"] == list(zip([1, 2, 3], evaluated))
-    assert set(history.curves) == {"train_loss", "eval_loss"}
+    factors = {f"factor of lr, group{i}" for i in (0, 1)}  # with and without weight decay
+    assert set(history.curves) == {"train_loss", "eval_loss", *factors}
     page = (tmp_path / "newton_summary.html").read_text(encoding="utf-8")
     assert all(name in page for name in history.names)
 
@@ -172,9 +178,9 @@ def test_history_goes_on_from_a_checkpoint(tmp_path):
         [7 / 3, 8 / 3, 3]
     )
     saved = json.loads((tmp_path / "checkpoint-9" / "trainer_state.json").read_text())
-    tag = f"newton_summary/eta/{callback.history.names[0]}"
+    tag = f"newton_summary/factor/{callback.history.names[0]}"
     rates = [row[tag] for row in saved["log_history"] if tag in row]
-    assert rates == callback.history.rates[:, 0].tolist()
+    assert rates == pytest.approx(callback.history.rates[:, 0].tolist())
 
 
 def test_a_model_without_a_loss_is_told_at_the_start(tmp_path):
@@ -196,8 +202,64 @@ def test_a_given_loss_is_taken(tmp_path):
     for callback in (given, default):
         fit(Classifier(), Points(), tmp_path, [callback], num_train_epochs=1)
     once, twice = (c.history.measured[0].summary for c in (default, given))
-    torch.testing.assert_close(twice.gbar, 4 * once.gbar)  # the direction is twice as long, too
-    torch.testing.assert_close(twice.Hbar, 8 * once.Hbar)
+    torch.testing.assert_close(twice.gbar, 2 * once.gbar)  # along Adam's step, which is the same
+    torch.testing.assert_close(twice.Hbar, 2 * once.Hbar)
+
+
+# --- steering -------------------------------------------------------------------------------------
+
+
+def test_steering_equals_a_plain_loop_to_the_bit(tmp_path):
+    """With accumulation, the Trainer's linear schedule, clipping, and an evaluation each epoch."""
+    order = RecordedOrder(Points())
+    options = {"gradient_accumulation_steps": 2, "num_train_epochs": 4, "max_grad_norm": 0.1}
+    fit(Classifier(), order, tmp_path, **options)  # only to see the order of the samples
+    model, callback = Classifier(), quick(adjust=True)
+    adam = torch.optim.Adam(model.parameters(), lr=1e-6)
+    trainer = fit(
+        model,
+        Points(),
+        tmp_path,
+        [callback],
+        optimizers=(adam, None),
+        eval_strategy="epoch",
+        **options,
+    )
+    plain = Classifier()
+    adam = torch.optim.Adam(plain.parameters(), lr=1e-6)
+    controller = ns.RateController(adam, plain, model_loss)
+    steps = trainer.state.max_steps
+    batches = [
+        torch.utils.data.default_collate([Points()[int(i)] for i in chosen])
+        for chosen in torch.tensor(order.seen).split(8)
+    ]
+    for step, some in enumerate(
+        x for e in range(4) for x in (batches[3 * e : 3 * e + 2], batches[3 * e + 2 : 3 * e + 3])
+    ):
+        adam.zero_grad()
+        for batch in some:
+            (plain(**batch).loss / len(some)).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        controller.step(UserList(some))
+        for group in adam.param_groups:
+            group["initial_lr"] = 1e-6  # what torch's schedulers note
+            group["lr"] = 1e-6 * (steps - step - 1) / steps
+    assert callback.controller.history == controller.history and len(controller.history) > 4
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+    tag = "newton_summary/steered_lr"
+    logged = [entry[tag] for entry in trainer.state.log_history if tag in entry]
+    assert logged == [record.rate * record.change for record in controller.history]
+
+
+def test_steering_resumes_to_the_bit(tmp_path):
+    whole, resumed = Classifier(), Classifier()
+    options = {"save_strategy": "epoch", "num_train_epochs": 4}
+    fit(whole, Points(), tmp_path, [quick(adjust=True)], **options)
+    checkpoint = str(tmp_path / "checkpoint-6")
+    fit(resumed, Points(), tmp_path, [quick(adjust=True)], checkpoint, **options)
+    for name, value in whole.state_dict().items():
+        assert value.equal(resumed.state_dict()[name]), name
 
 
 # --- NewtonSummary given to the Trainer -----------------------------------------------------------
@@ -224,7 +286,7 @@ def test_newton_summary_trains_as_in_a_plain_loop(tmp_path):
         plain(**batch).loss.backward()
         optimizer.step()
         for group in optimizer.param_groups:
-            group["lr"] = 0.7 * ((5 - step) / 6)
+            group["lr"] = (5 - step) / 6
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert p.equal(q)
     assert losses(trainer)[-1] < losses(trainer)[0]

@@ -39,7 +39,7 @@ def test_the_plan_for_everything_is_valid_and_has_five_seeds_of_the_four_setups(
 
 @pytest.mark.slow
 def test_runs_side_by_side_without_the_command_line_and_packs_them(tmp_path):
-    for name in ("tyro", "rich", "joblib"):
+    for name in ("tyro", "rich"):
         (tmp_path / "blocked").mkdir(exist_ok=True)
         (tmp_path / "blocked" / f"{name}.py").write_text("raise ImportError('blocked')")
     plan = tmp_path / "plan"

@@ -295,7 +295,7 @@ def test_a_step_that_promises_too_much_is_doubted(show):
     one = torch.ones(1, dtype=torch.float64)
     page = show(ns.Summary(gbar=one, Hbar=one[None], loss=0.4))
     words = page.locator("#rates .about").text_content()
-    assert "more than the whole loss of 0.4" in words and "suggest_lambda_int" in words
+    assert "more than the whole loss of 0.4" in words and "learning_rates(summary, model=" in words
 
 
 def test_runs_side_by_side(show, history):

@@ -252,7 +252,7 @@ def test_a_page_is_written_as_a_whole(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(page_module.Path, "replace", full)
+    monkeypatch.setattr("os.replace", full)
     with pytest.raises(OSError, match="No space"):
         ns.report(random_summary(2), target)
     assert [file.name for file in tmp_path.iterdir()] == [

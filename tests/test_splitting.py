@@ -84,6 +84,12 @@ def padded() -> tuple[Tensor, Tensor]:
     return tokens, labels.masked_fill(torch.arange(5) >= lengths[:, None], -100)
 
 
+def padded_at_the_end() -> tuple[Tensor, Tensor]:
+    """The first two parts have as many labels as each other."""
+    tokens, labels = full()
+    return tokens, labels.index_fill(0, torch.tensor([9, 10]), -100)
+
+
 def vectors() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(12, 4, generator=generator, dtype=torch.float64)
@@ -95,6 +101,7 @@ COUPLED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], Callabl
     "padding, head of zeros": (lambda: Tokens(True), language, padded),
     "class weights": (Tokens, weighted, full),
     "mask": (Tokens, masked, padded),
+    "mask, head of zeros, late": (lambda: Tokens(True), masked, padded_at_the_end),
     "variance, head of zeros": (lambda: Tokens(True), variance, full),
     "mean square, head of zeros": (lambda: Tokens(True), mean_square, full),
     "load balance, router of zeros": (Experts, mixture, vectors),
@@ -158,6 +165,14 @@ def test_a_loss_that_fails_on_a_part_is_not_split():
     expected = summarize(model, language, full(), backend="nested")
     actual = summarize(model, loss_fn, full(), stack_limit=LIMIT)
     torch.testing.assert_close(actual.Hbar, expected.Hbar)
+
+
+def test_warnings_of_parts_that_are_only_tried_are_not_shown():
+    """As of a variance over one sample."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        summarize(Tokens().double(), variance, full(), stack_limit=2**12)
 
 
 def test_half_precision_is_not_split():

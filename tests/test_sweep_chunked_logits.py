@@ -51,8 +51,24 @@ def with_ignored_words(model, batch):
     return F.cross_entropy(model(batch[:, :-1]).view(-1, WORDS), targets.reshape(-1))
 
 
+def shifted(model, batch):
+    """As transformers' models do: all logits, the last of which are not used."""
+    logits = model(batch)[..., :-1, :].contiguous()
+    return F.cross_entropy(logits.view(-1, WORDS), batch[:, 1:].flatten())
+
+
+def shifted_twice(model, batch):
+    logs = torch.log_softmax(model(batch)[:, :-1][1:, 2:], -1)
+    return -logs.gather(2, batch[1:, 3:, None]).mean()
+
+
 def with_penalty(model, batch):
     return model.head.weight.square().mean() + flattened(model, batch)
+
+
+def some_words(model, batch):
+    logs = torch.log_softmax(model(batch[:, :-1])[:, :, 3:20], -1)
+    return -logs.gather(2, batch[:, 1:, None] % 17).mean()
 
 
 def words_second(model, batch):
@@ -100,6 +116,7 @@ def one_of_three_places(model, batch):
 
 
 WHOLE = [
+    some_words,
     words_second,
     with_penalty_on_logits,
     focal,
@@ -139,7 +156,7 @@ def assert_same(actual, expected):
 )
 @pytest.mark.parametrize(
     "loss_fn",
-    [flattened, by_hand, with_ignored_words, smoothed, with_penalty],
+    [flattened, shifted, by_hand, with_ignored_words, smoothed, with_penalty],
     ids=lambda f: f.__name__,
 )
 def test_rows_in_pieces_add_up(passes, options, loss_fn, order):
@@ -208,6 +225,13 @@ def test_what_goes_into_the_logits_is_used_once_more_before_they_are(passes):
     expected = ns.summarize(model, loss_fn, tokens(), backend="nested")
     assert_same(ns.summarize(model, loss_fn, tokens(), backend="sweep"), expected)
     assert passes
+
+
+def test_tokens_left_out_twice(passes):
+    model = make_model(bias=True)
+    expected = ns.summarize(model, shifted_twice, tokens(), backend="nested")
+    assert_same(ns.summarize(model, shifted_twice, tokens(), backend="sweep"), expected)
+    assert [found.rows for found in passes] == [(TEXTS - 1) * (LENGTH - 2)]
 
 
 def test_with_groups_in_chunks(passes):

@@ -966,6 +966,19 @@ def test_grouped_products() -> None:
     assert max(errors(actual, expected)) < 1e-5
 
 
+def test_unpooling_twice_to_one_place_falls_back() -> None:
+    """The second entry is written over the first, but torch's gradient has both."""
+
+    def loss(model: Net, x: Tensor) -> Tensor:
+        y, places = F.max_pool1d(model.a(x)[:, None], 3, 1, return_indices=True)
+        return F.max_unpool1d(y, torch.zeros_like(places), 3, 1).square().sum()
+
+    with pytest.raises(CannotDifferentiate, match="two entries at one place"):
+        measure(net(), loss, batch())
+    with pytest.warns(UserWarning, match="two entries at one place"):
+        assert measure(net(), loss, batch(), "auto").backend != "sweep"
+
+
 def test_as_strided_scatter_where_autograd_itself_is_wrong() -> None:
     def loss(model: Net, x: Tensor) -> Tensor:
         y = model.a(x)

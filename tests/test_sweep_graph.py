@@ -143,9 +143,7 @@ def test_the_optimizer_says_why_nothing_is_captured(options: Any, reason: str) -
         return model(batch[0]).exp().mean()
 
     options = {"curvature": (loss, [batch]), **options}
-    optimizer = NewtonSummary(
-        make_partition(model), summary_period=1, warmup=1, cuda_graph=True, **options
-    )
+    optimizer = NewtonSummary(make_partition(model), summary_period=1, cuda_graph=True, **options)
 
     def train(steps: int) -> None:
         for _ in range(steps):
@@ -154,5 +152,5 @@ def test_the_optimizer_says_why_nothing_is_captured(options: Any, reason: str) -
             optimizer.step(None if options["curvature"] else lambda: loss(model, batch))
 
     with pytest.warns(UserWarning, match=f"cuda_graph=True has no effect, because .*{reason}"):
-        train(5)
-    assert optimizer.refreshes == 5
+        train(9)
+    assert optimizer.refreshes > 4

@@ -133,3 +133,16 @@ def test_every_batch_is_checked(coupled):
     sizes.clear()
     assert_same(ns.summarize(net, loss_fn, batches, stack_limit=2**14), expected)
     assert min(sizes) < 16
+
+
+@pytest.mark.parametrize("limit", ["4 gigabytes", "GB", "-1GB", "1..2GB", 0, -5, True, "0"])
+def test_a_limit_that_is_none_is_refused(limit):
+    with pytest.raises(ValueError, match=r"stack_limit=.*such as '4GB'"):
+        ns.summarize(make_net(), Counted(), make_batch(), stack_limit=limit)
+
+
+def test_a_limit_as_a_text():
+    loss_fn, expected = Counted(), Counted()
+    ns.summarize(make_net(), loss_fn, make_batch(), stack_limit="16KiB")
+    ns.summarize(make_net(), expected, make_batch(), stack_limit=2**14)
+    assert loss_fn.sizes == expected.sizes and min(loss_fn.sizes) < 24

@@ -15,8 +15,7 @@ from newton_summary import Summary, make_partition, summarize
 from newton_summary.derivatives.sweep.engine import rule_for
 from newton_summary.derivatives.sweep.recorder import Recorder
 from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE, RULES, generic
-from newton_summary.derivatives.sweep.rules.bilinear import gram, sums
-from newton_summary.derivatives.sweep.tape import Op
+from newton_summary.derivatives.sweep.tape import Op, gram, sums
 from newton_summary.derivatives.sweep.torch_functions import canonical_name
 from newton_summary.probe.probe import Probe
 from oracle import finite_differences

@@ -1,10 +1,14 @@
 """What is made from a summary, and what shows it, says what it wants instead of failing inside."""
 
+import math
+import os
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import interrupts
 import newton_summary as ns
 from newton_summary import History, analysis, figures
 
@@ -27,8 +31,11 @@ RATES = ns.learning_rates(SUMMARY)
 TRIED = (NET, loss_fn, BATCH, SUMMARY)
 
 WRONG = {
-    "lambda word": (lambda: ns.learning_rates(SUMMARY, "auto"), "lambda_int='auto': write a"),
-    "lambda none": (lambda: ns.learning_rates(SUMMARY, None), "lambda_int=None: write a finite"),
+    "lambda word": (
+        lambda: ns.learning_rates(SUMMARY, "auto"),
+        "tries steps, which needs the model",
+    ),
+    "lambda other": (lambda: ns.learning_rates(SUMMARY, "x"), "lambda_int='x': write a finite"),
     "lambda vector": (lambda: ns.learning_rates(SUMMARY, torch.ones(2)), "write a finite number"),
     "lambda below": (lambda: ns.learning_rates(SUMMARY, -1), "lambda_int=-1: write a finite"),
     "advice lambda": (
@@ -88,3 +95,124 @@ def test_several_histories_may_be_any_iterable():
     history = History("a", curves={"loss": [(0, 1.0), (1, 0.5)]})
     figure = figures.curves(one for one in (history, history))
     assert len(figure.axes[0].lines) == 2
+
+
+# --- what is wrong about a measurement, and what it leaves ---------------------------------------
+
+
+def wrong_losses(kind):
+    def loss(model, batch):
+        value = interrupts.loss_fn(model, batch)
+        if kind == "raises":
+            raise ArithmeticError("of the user's own")
+        if kind == "moves":
+            model.a.weight.data.add_(1)
+        return {"nan": value * math.nan, "float": value.item(), "two": value.expand(2)}.get(
+            kind, value.detach() if kind == "detached" else value
+        )
+
+    return loss
+
+
+def empty(batch):
+    return tuple(x[:0] for x in batch)
+
+
+def as_numpy(batch):
+    return tuple(x.numpy() for x in batch)
+
+
+OURS = interrupts.loss_fn
+MEASURED = {
+    "no samples": (lambda p: ns.summarize(p.model, OURS, empty(p.batch)), "Batch 0 has no samples"),
+    "no batch": (lambda p: ns.summarize(p.model, OURS, []), "The data is empty"),
+    "no data": (lambda p: ns.summarize(p.model, OURS, None), "The data is None"),
+    "arrays": (lambda p: ns.summarize(p.model, OURS, as_numpy(p.batch)), "holds numpy arrays"),
+    "order": (lambda p: p.measure(order=4), "order=4: write 1, 2 or 3"),
+    "backend": (lambda p: p.measure(backend="swep"), "Did you mean 'sweep'"),
+    "microbatch": (lambda p: p.measure(microbatch=0), "microbatch=0: write a number of samples"),
+    "microbatch true": (lambda p: p.measure(microbatch=True), "microbatch=True: write a number"),
+    "microbatch of steps": (
+        lambda p: ns.NewtonSummary(p.groups, OURS, microbatch=0),
+        "microbatch=0: write a number of samples",
+    ),
+    "direction": (lambda p: p.measure(direction="grad"), "Unknown direction 'grad'"),
+    "NewtonSummary as direction": (
+        lambda p: p.measure(direction=ns.NewtonSummary(p.groups, OURS)),
+        "NewtonSummary cannot give a direction",
+    ),
+    "NewtonSummary advised": (
+        lambda p: ns.suggest_lrs(p.model, OURS, p.batch, ns.NewtonSummary(p.groups, OURS)),
+        "NewtonSummary cannot give a direction",
+    ),
+    "samples": (
+        lambda p: ns.summarize(p.model, OURS, p.batch, num_samples=-1),
+        "num_samples=-1: write a whole number",
+    ),
+    "ranks": (lambda p: p.measure(distributed="yes"), "distributed='yes': write 'auto'"),
+    "stack": (lambda p: p.measure(stack_limit="much"), "stack_limit='much'"),
+    "meta": (
+        lambda p: ns.summarize(nn.Linear(3, 2, device="meta"), OURS, p.batch),
+        "on the meta device",
+    ),
+    "not a model": (
+        lambda p: ns.summarize(OURS, p.model, p.batch),
+        "The model is of type function",
+    ),
+    "not a loss": (lambda p: ns.summarize(p.model, None, p.batch), "loss_fn is of type NoneType"),
+    **{
+        f"loss {kind}": (
+            lambda p, kind=kind: ns.summarize(p.model, wrong_losses(kind), p.batch),
+            message,
+        )
+        for kind, message in {
+            "raises": "of the user's own",
+            "moves": "changed parameter 'a.weight' in place",
+            "nan": "The loss is nan",
+            "float": "returned float: return a tensor",
+            "two": r"a tensor of shape \(2,\)",
+            "detached": "does not depend on the parameters",
+        }.items()
+    },
+    "tensor order": (
+        lambda p: ns.derivative_tensor(p.model, OURS, p.batch, order=0),
+        "order=0: write a whole number",
+    ),
+    "tensor too large": (
+        lambda p: ns.derivative_tensor(p.model, OURS, p.batch, partition="discrete", order=12),
+        "backward passes, and about .* times as long as order 4",
+    ),
+    "terms too many": (
+        lambda p: ns.taylor_terms(p.model, OURS, p.batch, order=40),
+        "order=40 of 1 groups takes 40 backward passes, and about 2e.14 times as long",
+    ),
+    "steps without a gradient": (
+        lambda p: ns.NewtonSummary(NET, OURS).step(p.batch),
+        "No parameter of the partition has a gradient",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MEASURED)
+@pytest.mark.filterwarnings("ignore")
+def test_an_error_says_what_to_write_and_leaves_everything_as_it_was(case):
+    call, message = MEASURED[case]
+    problem = interrupts.Problem()
+    before = interrupts.everything(problem, trains=False)
+    with pytest.raises((TypeError, ValueError, ArithmeticError), match=message):
+        call(problem)
+    after = interrupts.everything(problem, trains=False)
+    assert [name for name in before if not interrupts.same(before[name], after[name])] == []
+
+
+def test_groups_that_memory_has_no_room_for_are_refused_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096}.get(name, 2**18))
+    model = nn.Linear(30_029, 1)
+    with pytest.raises(ValueError, match=r"of order 2 of 30,030 groups take 20\.2 GiB, .* has 1:"):
+        ns.summarize(model, never, torch.ones(1, 30_029), partition="discrete")
+
+
+def test_a_high_order_says_what_it_takes():
+    model = nn.Linear(2, 1, bias=False)
+    with pytest.warns(UserWarning, match="order=9 of 1 groups takes 9 backward passes, and about"):
+        ns.taylor_terms(model, lambda m, x: m(x).square().mean(), torch.ones(3, 2), order=9)

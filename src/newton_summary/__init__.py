@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from newton_summary.measuring.lambda_int import Strengths, TriedStrength, suggest_lambda_int
     from newton_summary.measuring.measurement import derivative_tensor, summarize, taylor_terms
     from newton_summary.measuring.trial_steps import step_trials
+    from newton_summary.measuring.tried_rates import learning_rates
     from newton_summary.measuring.verification import Verification, verify
     from newton_summary.optimizer import NewtonSummary
     from newton_summary.optimizer.controller import RateController, RateRecord
     from newton_summary.page import report
     from newton_summary.partition import Partition, make_partition
-    from newton_summary.solver import LearningRates, learning_rates
+    from newton_summary.solver import LearningRates
     from newton_summary.summary import Summary, SummaryWindow
 
 __version__ = "0.1.0"
@@ -80,12 +81,13 @@ _MODULES = {
     "measuring.lambda_int": ("Strengths", "TriedStrength", "suggest_lambda_int"),
     "measuring.measurement": ("derivative_tensor", "summarize", "taylor_terms"),
     "measuring.trial_steps": ("step_trials",),
+    "measuring.tried_rates": ("learning_rates",),
     "measuring.verification": ("Verification", "verify"),
     "optimizer": ("NewtonSummary",),
     "optimizer.controller": ("RateController", "RateRecord"),
     "page": ("report",),
     "partition": ("Partition", "make_partition"),
-    "solver": ("LearningRates", "learning_rates"),
+    "solver": ("LearningRates",),
     "summary": ("Summary", "SummaryWindow"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

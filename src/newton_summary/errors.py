@@ -46,3 +46,7 @@ class UserError(NewtonSummaryError):
 
 class OtherRankError(UserError):
     """A mistake on another process, which reports it."""
+
+
+class CannotWriteError(UserError, OSError):
+    """A file that cannot be written; the message has the reason, such as a full disk."""

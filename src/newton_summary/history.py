@@ -6,10 +6,11 @@ measurement is a history with one entry.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from torch import Tensor
 from newton_summary.display.html import html_table, paragraph
 from newton_summary.display.table import text_table, without_middle
 from newton_summary.solver import LearningRates, learning_rates
-from newton_summary.summary import Summary, _differing, _read_file
+from newton_summary.storage.writing import save_tensors
+from newton_summary.summary import Summary, _differing, read_state
 
 Kind = Literal["full", "optimizer"]
 
@@ -56,6 +58,16 @@ class Measured:
     eta_stderr: Tensor | None = None  # (S,)
     trials: tuple[Trial, ...] = ()  # of steps along eta, where they were tried
 
+    @property
+    def trial(self) -> Trial | None:
+        """The trial of the full step; None if it was not tried."""
+        return next((trial for trial in self.trials if trial.fraction == 1), None)
+
+    @property
+    def refuted(self) -> bool:
+        """Whether the full step was tried and raised the loss."""
+        return self.trial is not None and not self.trial.real <= 0
+
     def state_dict(self) -> dict[str, Any]:
         """Return the measurement as plain values and tensors."""
         state = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -65,9 +77,20 @@ class Measured:
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Measured:
         """Rebuild a measurement from :meth:`state_dict`."""
-        trials = tuple(Trial(*trial) for trial in state.get("trials", ()))
+        known = {f.name for f in fields(cls)}
+        trials = tuple(Trial(*map(float, trial)) for trial in state.get("trials", ()))
         summary = Summary.from_state_dict(state["summary"])
-        return cls(**{**state, "summary": summary, "trials": trials})
+        given = {name: value for name, value in state.items() if name in known}
+        made = cls(**{**given, "summary": summary, "trials": trials})
+        if not (type(made.epoch) in (int, float) and 0 <= made.epoch < math.inf):
+            raise ValueError(f"A measurement is of epoch {made.epoch!r}.")
+        if made.kind not in get_args(Kind) or not isinstance(made.status, str):
+            raise ValueError(f"A measurement is of kind {made.kind!r}, status {made.status!r}.")
+        for rates in (made.eta, *(() if made.eta_stderr is None else (made.eta_stderr,))):
+            fits = isinstance(rates, Tensor) and rates.shape == summary.gbar.shape
+            if not fits or not rates.is_floating_point():
+                raise ValueError(f"A measurement does not have {len(summary)} learning rates.")
+        return made
 
 
 @dataclass
@@ -123,6 +146,8 @@ class History:
                 f"There are {len(rates.eta)} learning rates, but the summary has {len(summary)} "
                 f"groups."
             )
+        if not trials and not math.isnan(rates.real_change):
+            trials = [Trial(1.0, rates.model_change, rates.real_change)]
         error = rates.eta_stderr
         self.measured.append(
             Measured(
@@ -180,7 +205,8 @@ class History:
             eta = m.eta.double()
             numbers = (eta.min(), eta.median(), eta.max())
             rates = [f"{float(number):+.3e}" for number in numbers]
-            rows.append([f"{m.epoch:g}", f"{float(m.summary.loss):.6g}", *rates, m.status])
+            status = f"{m.status}, refuted" if m.refuted else m.status
+            rows.append([f"{m.epoch:g}", f"{float(m.summary.loss):.6g}", *rates, status])
         kinds = [m.kind for m in self.measured]
         if len(set(kinds)) > 1:  # two rows of one epoch
             columns = zip(rows, ["measured along", *(_ALONG[kind] for kind in kinds)])
@@ -206,14 +232,24 @@ class History:
     def from_state_dict(cls, state: Mapping[str, Any]) -> History:
         """Rebuild a history from :meth:`state_dict`."""
         measured = [Measured.from_state_dict(entry) for entry in state["measured"]]
-        curves = {k: [(x, y) for x, y in points] for k, points in state["curves"].items()}
-        return cls(**{**state, "measured": measured, "curves": curves})
+        curves = {
+            str(name): [(float(x), float(y)) for x, y in points]
+            for name, points in state["curves"].items()
+        }
+        facts = {str(name): str(fact) for name, fact in state["facts"].items()}
+        history = cls(str(state["name"]), measured, curves, facts)
+        for entry in measured:
+            if entry.summary.names != history.names:
+                raise ValueError(
+                    f"Groups differ: {_differing(history.names, entry.summary.names)}."
+                )
+        return history
 
     def save(self, path: str | Path) -> None:
         """Write the history to a file, which :meth:`load` reads on any machine."""
-        torch.save(self.state_dict(), path)
+        save_tensors(path, self.state_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> History:
         """Read a history from a file; nothing in the file is executed."""
-        return cls.from_state_dict(_read_file(path, "measured", cls.__name__))
+        return read_state(path, cls.from_state_dict, "measured", cls.__name__)

@@ -5,36 +5,193 @@ metrics.jsonl     one line per epoch, from epoch 0, the start
 summaries.pt      summaries with their learning rates, by epoch
 checkpoint.pt     everything the run needs to resume
 environment.json  versions, machine and times of each session
+manifest.json     checksums of the files above; written last, so that they become visible together
+
+Files that were replaced keep ``.previous`` at the end of their names. They are read where a file is
+damaged, or where a write was interrupted: what belongs together has the checksums of one manifest.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+import os
 import statistics
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, BinaryIO, TypeVar
 
 from newton_summary.display.names import dotted_names
 from newton_summary.errors import UserError
 from newton_summary.history import History, Measured
+from newton_summary.storage.reading import (
+    MOST_JSON,
+    Damaged,
+    digest,
+    load_json,
+    load_tensors,
+    opened,
+    parse_json,
+    size_of,
+)
+from newton_summary.storage.writing import PREVIOUS
 
-CONFIG, METRICS, SUMMARIES, CHECKPOINT, ENVIRONMENT = (
+CONFIG, METRICS, SUMMARIES, CHECKPOINT, ENVIRONMENT, MANIFEST = (
     "config.json",
     "metrics.jsonl",
     "summaries.pt",
     "checkpoint.pt",
     "environment.json",
+    "manifest.json",
 )
+EDITABLE = (CONFIG, ENVIRONMENT)  # a change is warned of, and does no harm to a training
 
 # Metrics that are drawn as curves.
 CURVES = (
     *("train_loss", "validation_loss", "test_loss", "validation_accuracy", "test_accuracy"),
     "lr",
 )
+TIMES = ("seconds", "evaluation_seconds", "measure_seconds")
 
 Row = dict[str, Any]
+Manifest = Mapping[str, Sequence[Any]]  # size and sha256 by name
+T = TypeVar("T")
+D = TypeVar("D")
+
+
+class RunFiles:
+    """The files of a run directory that belong together.
+
+    Args:
+        path: The directory.
+        needed: Files that must be whole; without them an older state is taken.
+
+    Attributes:
+        places: Where each file is, the manifest last; one that was being replaced is at its
+            earlier name.
+        manifest: Their checksums; None for a directory that has no manifest.
+
+    Raises:
+        UserError: If no state is whole; the message names the file.
+    """
+
+    def __init__(self, path: Path, needed: Sequence[str] = (METRICS, SUMMARIES)):
+        self.path, self.needed = path, needed
+        self.manifest: Manifest | None = None
+        self.places: dict[str, Path] = {}
+        self._checked: dict[str, tuple[int, int]] = {}  # which files had their checksums
+        for _ in range(10):  # another process may be writing it
+            before = self._stamp()
+            try:
+                return self._choose()
+            except UserError:
+                if self._stamp() == before:
+                    raise
+        self._choose()
+
+    def _stamp(self) -> Any:
+        try:
+            return (self.path / MANIFEST).stat().st_mtime_ns
+        except OSError:
+            return None
+
+    def _choose(self) -> None:
+        problems: list[str] = []
+        for name in (MANIFEST, MANIFEST + PREVIOUS):
+            try:
+                with opened(self.path / name) as stream:
+                    manifest = _manifest(load_json(stream))
+                self.places = {
+                    n: self._find(n, entry, is_newest=not problems) for n, entry in manifest.items()
+                }
+            except FileNotFoundError:
+                continue
+            except UserError as error:
+                problems.append(str(error))
+                continue
+            self.manifest = manifest
+            self.places[MANIFEST] = self.path / name
+            if problems:
+                warnings.warn(
+                    f"{problems[0]} The state before the last write is used.", stacklevel=4
+                )
+            return
+        if problems:
+            raise UserError(problems[0])
+        self.places = {
+            name: file
+            for name in (CONFIG, METRICS, SUMMARIES, CHECKPOINT, ENVIRONMENT)
+            if (file := self.path / name).exists()
+        }
+
+    def _find(self, name: str, entry: Sequence[Any], is_newest: bool) -> Path:
+        """Return the file with the size and the checksum of a manifest."""
+        file = self.path / name
+        editable = name in EDITABLE
+        if not editable and name not in self.needed:
+            return file
+        for place in (file, file.with_name(name + PREVIOUS)) if is_newest or not editable else ():
+            try:
+                with opened(place) as stream:
+                    if size_of(stream) == entry[0] and digest(stream) == entry[1]:
+                        self._checked[name] = _identity(stream)
+                        return place
+            except FileNotFoundError:
+                pass
+        if editable:
+            if is_newest and file.exists():
+                warnings.warn(f"{file} was changed after the run wrote it.", stacklevel=6)
+            return file
+        problem = "is damaged: its checksum differs" if file.exists() else "is missing"
+        raise UserError(f"{file} {problem}. Restore it from a copy, or delete {self.path}.")
+
+    def read(self, name: str, load: Callable[[BinaryIO], T], missing: D) -> T | D:
+        """Return the content of a file, or ``missing`` if the run has not written it yet."""
+        if name not in self.places:
+            return missing
+        try:
+            for place in (self.places[name], self.path / f"{name}{PREVIOUS}"):
+                with opened(place) as stream:
+                    if self._checked.get(name, checked := _identity(stream)) == checked:
+                        return load(stream)  # and not what another process has put there since
+            return RunFiles(self.path, self.needed).read(name, load, missing)
+        except FileNotFoundError:
+            if self.manifest is None:
+                return missing
+            problem = f"{self.path / name} is missing."
+        except UserError as error:
+            problem = str(error)
+        raise UserError(f"{problem} Restore it from a copy, or delete {self.path}.")
+
+
+def _identity(stream: BinaryIO) -> tuple[int, int]:
+    """Tell a file from those that replace it under the same name."""
+    found = os.fstat(stream.fileno())
+    return found.st_ino, found.st_mtime_ns
+
+
+def make_manifest(files: Manifest) -> dict[str, Any]:
+    """Return a manifest, with a checksum of its own."""
+    return {"files": files, "sha256": _own_digest(files)}
+
+
+def _manifest(value: Any) -> Manifest:
+    files = value.get("files") if isinstance(value, dict) else None
+    if not isinstance(files, dict) or value.get("sha256") != _own_digest(files):
+        raise Damaged("its checksum differs")
+    for name, entry in files.items():
+        if Path(name).name != name or not isinstance(entry, list) or len(entry) != 2:
+            raise Damaged("it is not a manifest")
+    return files
+
+
+def _own_digest(files: Any) -> str:
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+# --- contents ------------------------------------------------------------------------------------
 
 
 def read_history(path: Path) -> History:
@@ -43,8 +200,8 @@ def read_history(path: Path) -> History:
     Raises:
         UserError: If the directory is not a run directory, or a file in it cannot be read.
     """
-    config, rows = read_config(path), read_rows(path / METRICS)
-    every = read_summaries(path)
+    files = RunFiles(path)
+    config, rows, every = read_config(files), read_rows(files), read_summaries(files)
     curves = {
         metric: [(row["epoch"], row[metric]) for row in rows if row.get(metric) is not None]
         for last in rows[-1:]
@@ -53,7 +210,7 @@ def read_history(path: Path) -> History:
     }
     if len({value for _, value in curves.get("lr", [])}) == 1:
         del curves["lr"]  # constant: the facts have it
-    session = (read_environment(path).get("sessions") or [{}])[-1]
+    session = (read_environment(files)["sessions"] or [{}])[-1]
     facts = {key: str(value) for key, value in dotted_names(config)}
     facts |= {key: str(value) for key, value in session.items() if value is not None}
     seconds = [row["seconds"] for row in rows if row["epoch"] > 0]
@@ -63,54 +220,85 @@ def read_history(path: Path) -> History:
     return History(str(path), [m for m in every if m.kind == "full"] or every, curves, facts)
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(files: RunFiles) -> dict[str, Any]:
     """Return the configuration of a run as plain values."""
-    file = path / CONFIG
-    try:
-        config = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path} is not a run directory: it has no {CONFIG}.") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read: {error!r}.") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{file} is not a configuration: it has no fields.")
+
+    def load(stream: BinaryIO) -> dict[str, Any]:
+        config = load_json(stream)
+        if not isinstance(config, dict):
+            raise Damaged("it is not a configuration")
+        return config
+
+    config = files.read(CONFIG, load, None)
+    if config is None:
+        raise UserError(f"{files.path} is not a run directory: it has no {CONFIG}.")
     return config
 
 
-def read_rows(file: Path) -> list[Row]:
-    """Return the complete lines of a metrics file; a kill may have cut the last one."""
-    rows: list[Row] = []
-    if not file.is_file():
+def read_rows(files: RunFiles) -> list[Row]:
+    """Return the metrics, one row for each epoch from 0."""
+
+    def load(stream: BinaryIO) -> list[Row]:
+        if size_of(stream) > MOST_JSON:
+            raise Damaged(f"it has {size_of(stream):,} bytes")
+        rows = [parse_json(line) for line in stream]
+        for number, row in enumerate(rows):
+            _check_row(row, number, number == len(rows) - 1)
         return rows
-    for line in file.read_text().splitlines(keepends=True):
-        try:
-            row = json.loads(line) if line.endswith("\n") else None
-        except ValueError:
-            row = None
-        if row is None:
-            break
-        rows.append(row)
-    return rows
+
+    return files.read(METRICS, load, [])
 
 
-def read_summaries(path: Path) -> list[Measured]:
+def _check_row(row: Any, number: int, is_last: bool) -> None:
+    where = f"in line {number + 1}"
+    if not isinstance(row, dict) or row.get("epoch") != number or type(row["epoch"]) is not int:
+        raise Damaged(f"{where}, epoch {number} was expected")
+    if row.get("status") != "ok" and not (row.get("status") == "diverged" and is_last):
+        raise Damaged(f"{where}, status is {row.get('status')!r}")
+    for name in (*CURVES, *TIMES, "memory_gib"):
+        least = 0 if name in TIMES else -math.inf
+        value = row.get(name)
+        if (value is not None or name == "seconds") and not _is_number(value, least):
+            raise Damaged(f"{where}, {name} is {value!r}")
+    rates = row.get("eta", {})
+    if not isinstance(rates, dict) or not all(r is None or _is_number(r) for r in rates.values()):
+        raise Damaged(f"{where}, eta is not a table of rates")
+
+
+def _is_number(value: Any, least: float = -math.inf) -> bool:
+    if type(value) not in (int, float):
+        return False
+    return bool(abs(value) < 1e308 and value >= least)
+
+
+def read_summaries(files: RunFiles) -> list[Measured]:
     """Return the summaries of a run."""
-    file = path / SUMMARIES
-    return [Measured.from_state_dict(s) for s in read_tensors(file)] if file.is_file() else []
+
+    def load(stream: BinaryIO) -> list[Measured]:
+        states = load_tensors(stream)
+        if not isinstance(states, list):
+            raise Damaged("it is not a list of summaries")
+        found = [Measured.from_state_dict(state) for state in states]
+        if any(m.summary.names != found[0].summary.names for m in found if m.kind == found[0].kind):
+            raise Damaged("its summaries have different groups")
+        return found
+
+    return files.read(SUMMARIES, load, [])
 
 
-def read_environment(path: Path) -> dict[str, Any]:
-    """Return the sessions of a run."""
-    try:
-        content: dict[str, Any] = json.loads((path / ENVIRONMENT).read_text())
-    except (OSError, ValueError):
-        return {"sessions": []}
-    return content
+def read_environment(files: RunFiles) -> dict[str, Any]:
+    """Return the sessions of a run, and what is known of all of it."""
 
+    def load(stream: BinaryIO) -> dict[str, Any]:
+        found: dict[str, Any] = load_json(stream)
+        sessions = found.get("sessions") if isinstance(found, dict) else None
+        if not isinstance(sessions, list) or not all(isinstance(s, dict) for s in sessions):
+            raise Damaged("it is not a list of sessions")
+        if not all(isinstance(word, str) for s in sessions for word in s.get("command", [])):
+            raise Damaged("a command in it is not a list of words")
+        speed = found.get("adam_seconds")
+        if speed is not None and not _is_number(speed, 0):
+            raise Damaged(f"adam_seconds is {speed!r}")
+        return found
 
-def read_tensors(file: Path) -> Any:
-    """Return what ``torch.save`` has written; nothing in the file is executed."""
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # pickle and zip raise many kinds
-        raise UserError(f"{file} cannot be read ({type(error).__name__}). Delete it.") from None
+    return files.read(ENVIRONMENT, load, {"sessions": []})

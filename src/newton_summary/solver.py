@@ -51,17 +51,18 @@ STATUS = {
     "to zero where Hbar is not positive definite. The rates are nan. Use a larger lambda_int.",
     "not-finite": "The summary has entries that are not finite, so the rates are nan. Look at the "
     "loss, and at the direction along which it was measured.",
-    # The optimizer alone gives these three, since it does not use negative rates:
-    "shortened": "Negative rates were set to zero. Without them the others are so large that the "
-    "model rises, so these were shortened by one factor, to where the model is lowest.",
-    "common-rate": "Separate rates have no minimum. All groups have one rate, the best along the "
-    "direction as a whole with the absolute value of its curvature.",
+    # Only trials give these two:
+    "cut": "The step of the model raised the loss when it was tried, so all rates were shortened "
+    "by one factor to where the loss is lowest.",
+    "absolute": "The model has no minimum, so these are the rates with the absolute values of "
+    "Hbar's eigenvalues, shortened by one factor to where the loss is lowest.",
+    # The optimizer alone gives this one, since it does not use negative rates:
     "no-positive-rate": "Every rate is negative or zero: by this measurement the loss rises along "
     "the direction. Measure on larger batches, or average over more of them.",
 }
 """What each ``LearningRates.status`` means; :func:`explain` adds what to do about it."""
 
-USABLE = ("minimum", "newton", "flat", "hard-case", "shortened", "common-rate")
+USABLE = ("minimum", "newton", "flat", "hard-case", "cut", "absolute")
 
 _EPS = float(np.finfo(np.float64).eps)
 
@@ -93,6 +94,7 @@ class LearningRates(ShownAsTable):
     loss: float = math.nan  # where the step starts, if known
     no_cubic: bool = False  # D3 is 0 in all groups, so lambda_int has no effect
     no_effect: tuple[int, ...] = ()  # groups on which the model does not depend; their rate is 0
+    real_change: float = math.nan  # of the loss of the data by this step; nan if it was not tried
 
     @property
     def ok(self) -> bool:
@@ -111,9 +113,16 @@ class LearningRates(ShownAsTable):
         return ", ".join(f"group {s}" for s in groups)
 
     @property
+    def refuted(self) -> bool:
+        """Whether the step was tried and raised the loss."""
+        return self.real_change > 0
+
+    @property
     def doubt(self) -> str:
-        """What to do about a step that promises more than the whole loss; else empty."""
-        return doubt_of(self.model_change, self.loss)
+        """What speaks against this step: that it was refuted, or promises too much; else empty."""
+        if self.refuted:
+            return refutation(self.model_change, self.real_change)
+        return "" if self.real_change < 0 else doubt_of(self.model_change, self.loss)
 
     def _rows(self) -> list[list[str]]:
         rates = self.eta.detach().double().cpu().tolist()
@@ -128,45 +137,21 @@ class LearningRates(ShownAsTable):
         how = f"lambda_int = {self.lambda_int:g}" + (", diagonal of Hbar" if self.diagonal else "")
         said = (
             f"{how}, radius {self.radius:.4g}, predicted change of the loss, to second order, "
-            f"{self.model_change:+.4g}\n{self.status}: {self.detail}"
+            f"{self.model_change:+.4g}"
         )
+        if not math.isnan(self.real_change):
+            said += f"; tried: {self.real_change:+.4g}"
+        said += f"\n{self.status}: {self.detail}"
         return f"{said}\n{self.doubt}" if self.doubt else said
 
 
 def learning_rates(
     summary: Summary, lambda_int: float = 1.0, *, diagonal: bool = False
 ) -> LearningRates:
-    """Minimise the cubic model of the loss over the learning rates (paper, Section 5 and App. D).
+    """Minimise the cubic model: ``newton_summary.learning_rates`` without trials.
 
-    The model is ``-eta.gbar + 1/2 eta.Hbar eta + lambda_int/6 ||D eta||^3`` with
-    ``D = Diag(|D3|^(1/3))`` (Method 1). Takes O(S^3) operations, in float64 on the CPU. A model
-    without a minimum is not an error: see ``status``. If ``u`` of a group is multiplied by a, its
-    rate is divided by a (App. E), to the last bit if a is a power of two.
-
-    Args:
-        summary: gbar (S,), Hbar (S, S), of which the symmetric part counts, and D3 (S,).
-        lambda_int: Strength of the cubic term. 0 gives Newton's step, and needs no D3.
-        diagonal: Set the off-diagonal of Hbar to zero first (App. K).
-
-    Returns:
-        The rates, with ``eta_stderr`` if the summary was measured with ``stderr=True``: the
-        jackknife over its batches, one more solution for each.
-
-    Raises:
-        ValueError: If Hbar is missing, or D3 where it is needed, if shapes do not match, or if
-            ``lambda_int`` is negative or not finite.
-
-    >>> from newton_summary import Summary
-    >>> g, H = torch.tensor([3.0, 1.0]), torch.tensor([[2.0, 1.0], [1.0, 1.0]])
-    >>> summary = Summary(gbar=g, Hbar=H, D3=torch.tensor([1.0, 8.0]))
-    >>> learning_rates(summary, lambda_int=0).eta  # Newton's step
-    tensor([ 2., -1.])
-    >>> print(learning_rates(summary))
-    group  learning rate
-    0        +1.1781e+00
-    1        -5.2913e-02
-    lambda_int = 1, radius 1.183, predicted change of the loss, to second order, -2.154
-    minimum: The minimum of the cubic model.
+    Takes O(S^3) operations, in float64 on the CPU. Multiplying ``u`` of a group by a divides its
+    rate by a, to the last bit if a is a power of two.
     """
     if not hasattr(summary, "gbar"):
         raise TypeError(
@@ -213,11 +198,8 @@ def learning_rates(
 def explain(status: str, lambda_int: float, no_cubic: bool = False, no_effect: str = "") -> str:
     """Return what a status means and what to do about it.
 
-    Args:
-        status: A key of ``STATUS``.
-        lambda_int: The strength of the cubic term.
-        no_cubic: Whether D3 is 0 in all groups.
-        no_effect: Names of groups on which the loss does not depend.
+    ``no_cubic`` says that D3 is 0 in all groups, ``no_effect`` names groups on which the loss does
+    not depend.
     """
     text = STATUS[status]
     if status == "flat" and no_effect:
@@ -229,13 +211,23 @@ def explain(status: str, lambda_int: float, no_cubic: bool = False, no_effect: s
     if no_cubic:
         return (
             f"{text} D3 is 0 in all groups, as with ReLU and squared error, so lambda_int has no "
-            f"effect. Use a coarser partition, such as 'trivial'."
+            f"effect. Use a coarser partition, such as 'trivial', or rates that are tried on the "
+            f"data: learning_rates(summary, model=model, loss_fn=loss_fn, data=data)."
         )
     if lambda_int == 0:
         return f"{text} Use lambda_int > 0."
     return (
-        f"{text} Merge the groups with D3 = 0 with others, or freeze those on which the loss does "
-        f"not depend."
+        f"{text} Merge the groups with D3 = 0 with others, freeze those on which the loss does not "
+        f"depend, or use rates that are tried on the data: learning_rates(summary, model=model, "
+        f"loss_fn=loss_fn, data=data)."
+    )
+
+
+def refutation(predicted: float, real: float) -> str:
+    """Return what to say about a step that was tried and raised the loss."""
+    return (
+        f"Refuted: a step with these rates should change the loss by {predicted:+.3g}, and changed "
+        f"it by {real:+.3g}."
     )
 
 
@@ -245,8 +237,8 @@ def doubt_of(change: float, loss: float) -> str:
         return ""
     return (
         f"The step promises more than the whole loss of {loss:.4g}: the model does not hold that "
-        f"far. A larger lambda_int gives shorter steps; find one with "
-        f"suggest_lambda_int(model, loss_fn, data, summary)."
+        f"far. Rates that are tried: learning_rates(summary, model=model, loss_fn=loss_fn, "
+        f"data=data)."
     )
 
 
@@ -436,12 +428,7 @@ def _definite_shift(H: Array, D: Array) -> float:
 
 
 def _secular(
-    c: Array,
-    w: Array,
-    sigma0: float,
-    lambda_int: float,
-    unsure: NDArray[np.bool_],
-    side: float,
+    c: Array, w: Array, sigma0: float, lambda_int: float, unsure: NDArray[np.bool_], side: float
 ) -> tuple[float, Array, str]:
     """Solve sigma = lambda_int/2 ||w y|| with y = c / (1 + (sigma - sigma0) w^2) beyond the pole.
 

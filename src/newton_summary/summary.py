@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,8 +14,12 @@ from torch import Tensor
 from newton_summary.display.html import html_heatmap, html_table, paragraph, side_by_side
 from newton_summary.display.names import first_names
 from newton_summary.display.table import text_table, without_middle
+from newton_summary.errors import UserError
 from newton_summary.partition import Partition
+from newton_summary.storage.reading import Damaged, load_tensors, opened
+from newton_summary.storage.writing import save_tensors
 
+T = TypeVar("T")
 Role = Literal["weight", "bias", "mixed"]
 
 
@@ -347,37 +351,58 @@ class Summary:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Summary:
-        """Rebuild a summary from :meth:`state_dict`."""
-        state = dict(state)
+        """Rebuild a summary from :meth:`state_dict`; fields that are not known are passed over."""
+        known = {f.name for f in fields(cls)}
+        state = {name: value for name, value in state.items() if name in known}
         if state.get("partition") is not None:
             state["partition"] = Partition.from_state_dict(state["partition"])
         parts = (cls.from_state_dict(part) for part in state.get("parts", ()))
         state["parts"] = tuple(replace(p, partition=state.get("partition")) for p in parts)
-        return cls(**state)
+        made = cls(**state)
+        made._check_facts()
+        return made
+
+    def _check_facts(self) -> None:
+        """Check what a file may have and a measurement cannot."""
+        S = len(self)
+        loss, given = self.loss, (self.gbar_stderr, self.Hbar_stderr)
+        if loss.numel() != 1 or not loss.is_floating_point():
+            raise ValueError("The loss is not a number.")
+        for error, shape in zip(given, ((S,), (S, S))):
+            if error is not None and (error.shape != shape or not error.is_floating_point()):
+                raise ValueError(f"A standard error does not have the shape {shape}.")
+        kinds = {"num_samples": int, "backend": str, "reason": str | None, "approximate": bool}
+        for name, kind in kinds.items():
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name} is {getattr(self, name)!r}.")
+        if S == 0 or self.num_samples < 0:
+            raise ValueError("There are no groups or no samples.")
 
     def save(self, path: str | Path) -> None:
         """Write the summary to a file, which :meth:`load` reads on any machine."""
-        state = self.to("cpu").state_dict()
-        torch.save(state, path)
+        save_tensors(path, self.to("cpu").state_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> Summary:
         """Read a summary from a file; nothing in the file is executed."""
-        return cls.from_state_dict(_read_file(path, "gbar", cls.__name__))
+        return read_state(path, cls.from_state_dict, "gbar", cls.__name__)
 
 
-def _read_file(path: str | Path, key: str, kind: str) -> dict[str, Any]:
-    """Return the state in a file; every state of this kind has ``key``."""
-    wrong = ValueError(f"{path} holds no {kind.lower()}: use a file written by {kind}.save.")
+def read_state(
+    path: str | Path, rebuild: Callable[[Mapping[str, Any]], T], key: str, kind: str
+) -> T:
+    """Return what a file holds; every state of this kind has ``key``."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # many kinds, for other files
-        raise wrong from error
-    if not isinstance(state, dict) or key not in state:
-        raise wrong
-    return state
+        with opened(Path(path)) as stream:
+            state = load_tensors(stream)
+            if not isinstance(state, dict) or key not in state:
+                raise Damaged("it is another file")
+            return rebuild(state)
+    except UserError as error:
+        reason = str(error).rpartition(" cannot be read: ")[2].rstrip(".")
+        raise ValueError(
+            f"{path} holds no {kind.lower()}: use a file written by {kind}.save ({reason})."
+        ) from None
 
 
 def _equilibrate(H: Tensor) -> Tensor:

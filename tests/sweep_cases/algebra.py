@@ -136,7 +136,7 @@ for upper in (True, False):
         case(
             f"solve_triangular {upper} {unit}",
             lambda x, y, u=upper, one=unit: torch.linalg.solve_triangular(
-                regular(x), y, upper=u, unitriangular=one
+                regular(x), y, upper=u, left=True, unitriangular=one
             ),
             SOME,
             SIDES,

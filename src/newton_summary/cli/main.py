@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import json
 import os
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from newton_summary.cli.arguments import grid, leading, named_recipe, parse, parse_fields
-from newton_summary.display.names import nearest
+from newton_summary.display.names import file_name, nearest, printable
 from newton_summary.errors import UserError
 from newton_summary.experiments import torchrun
 from newton_summary.experiments.config import flatten
@@ -139,14 +140,18 @@ class DemoOptions(Output):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # letters that the terminal does not have
+            stream.reconfigure(errors="backslashreplace")
     try:
-        with _short_warnings():
+        with _short_warnings(), _one_line():
             return _dispatch(args)
     except UserError as error:
         # Of several processes the first one reports, and those with an error of their own.
         if torchrun.rank() == 0 or error.rank is not None:
             where = f" (rank {error.rank})" if error.rank else ""
-            print(f"newton-summary{where}: {' '.join(str(error).split())}", file=sys.stderr)
+            text = printable(" ".join(str(error).split()))
+            print(f"newton-summary{where}: {text}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("newton-summary: interrupted; run the same command to resume.", file=sys.stderr)
@@ -156,6 +161,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # of a reader such as head, which has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+@contextlib.contextmanager
+def _one_line() -> Iterator[None]:
+    """Turn errors of the file system into those of the user, such as a name that is too long."""
+    try:
+        yield
+    except (UserError, BrokenPipeError):
+        raise
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise UserError(f"{where}{error.strerror or error}.") from error
+    except ValueError as error:
+        if "null" not in str(error):  # a NUL in a path
+            raise
+        raise UserError(f"A file name is not possible: {error}.") from None
+    except MemoryError:
+        raise UserError(
+            "There is not enough memory. Try smaller batches or fewer groups."
+        ) from None
 
 
 def _dispatch(args: list[str]) -> int:
@@ -200,7 +225,7 @@ def run(args: list[str]) -> int:
     """Train a recipe."""
     recipe, args = named_recipe(args, RunOptions(), "run")
     config, options = parse_fields(recipe, RunOptions(), args, f"run {recipe.recipe}")
-    path = options.run_dir or Path("runs") / config.recipe / run_name(config)
+    path = options.run_dir or Path("runs") / file_name(config.recipe) / run_name(config)
     from newton_summary.experiments.progress import watching
     from newton_summary.experiments.results import as_dict, outcome
     from newton_summary.experiments.rundir import Run
@@ -248,7 +273,7 @@ def train_grid(args: list[str]) -> int:
     def tell(result: Result) -> None:
         how = result.error or ("already done" if result.skipped else "done")
         console.print(
-            f"{next(count)}/{len(configs)}  {result.path.name}: {how}",
+            printable(f"{next(count)}/{len(configs)}  {result.path.name}: {how}"),
             highlight=False,
             markup=False,
         )
@@ -372,14 +397,16 @@ def _tell_files(files: Sequence[Path], options: Output) -> None:
     elif not options.quiet:
         for file in files:
             if file.name == "report.md" or file.suffix in (".html", ".png"):
-                print(file)
+                print(printable(str(file)))
 
 
 @contextlib.contextmanager
 def _short_warnings() -> Iterator[None]:
     """Print warnings without the line of code that they come from."""
     before = warnings.formatwarning
-    warnings.formatwarning = lambda message, *_, **__: f"newton-summary: {message}\n"
+    warnings.formatwarning = lambda message, *_, **__: (
+        f"newton-summary: {printable(' '.join(str(message).split()))}\n"
+    )
     try:
         with warnings.catch_warnings():
             # What torch says when a thread of its own uses a GPU for the first time.

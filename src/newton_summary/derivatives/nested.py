@@ -137,11 +137,23 @@ def attention(
     **kwargs: Any,
 ) -> Tensor:
     """``F.scaled_dot_product_attention`` from products and a softmax."""
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # which knows the whole and not the parts of it
+        dtype = torch.get_autocast_dtype(device)
+        inputs = (query, key, value, attn_mask)
+        query, key, value, attn_mask = (_narrowed(x, dtype) for x in inputs)  # type: ignore[assignment]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         zeros = torch.zeros(attn_mask.shape, dtype=query.dtype, device=query.device)
         attn_mask = zeros.masked_fill(~attn_mask, -torch.inf)
     math = torch._scaled_dot_product_attention_math
-    return math(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)[0]
+    with torch.autocast(device, enabled=False):
+        return math(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)[0]
+
+
+def _narrowed(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return a tensor as autocast passes it on."""
+    is_wide = tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64
+    return tensor if is_wide else tensor.to(dtype)  # type: ignore[union-attr]
 
 
 def evaluate(closure: Closure, params: Params) -> Tensor:
@@ -162,15 +174,7 @@ def summarize_nested(
 ) -> Summary:
     """Compute a summary with 2S + 1 backward passes (paper, App. A).
 
-    Args:
-        closure: Evaluates the loss at the live parameters, batch already bound.
-        params: The parameters theta, by name; leaves of the graph.
-        u: Direction, one tensor per parameter.
-        partition: Assignment of the parameters to S groups.
-        order: Highest derivative to compute, 1 to 3.
-
-    Returns:
-        The detached summary.
+    The arguments are those of :func:`~newton_summary.derivatives.sweep.engine.summarize_sweep`.
     """
     loss = evaluate(closure, params)
     contract = Contraction(params, u, partition)

@@ -107,12 +107,9 @@ def instance_norm(
     cudnn_enabled: bool = True,
 ) -> Tensor:
     """Elementary form of ``F.instance_norm``."""
-    if not use_input_stats:
-        return _fixed_norm(input, running_mean, running_var, weight, bias, eps)
-    dims = list(range(2, input.dim()))
-    _update_statistics(input, dims, running_mean, running_var, momentum)
-    x = input.to(accumulation_dtype(input))
-    return _channel_affine(standardize(x, dims, eps), weight, bias).to(input.dtype)
+    dims = list(range(2, input.dim())) if use_input_stats else None
+    x = _standardized(input, dims, running_mean, running_var, momentum, eps)
+    return _channel_affine(x, weight, bias).to(input.dtype)
 
 
 def batch_norm(
@@ -127,25 +124,25 @@ def batch_norm(
     cudnn_enabled: bool = True,
 ) -> Tensor:
     """Elementary form of ``F.batch_norm``."""
-    if not training:
-        return _fixed_norm(input, running_mean, running_var, weight, bias, eps)
-    dims = [0, *range(2, input.dim())]
-    _update_statistics(input, dims, running_mean, running_var, momentum)
-    x = input.to(accumulation_dtype(input))
-    return _channel_affine(standardize(x, dims, eps), weight, bias).to(input.dtype)
+    dims = [0, *range(2, input.dim())] if training else None
+    x = _standardized(input, dims, running_mean, running_var, momentum, eps)
+    return _channel_affine(x, weight, bias).to(input.dtype)
 
 
-def _fixed_norm(
+def _standardized(
     input: Tensor,
+    dims: list[int] | None,
     mean: Tensor | None,
     var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    momentum: float,
     eps: float,
 ) -> Tensor:
+    """Standardize over ``dims`` and move the running statistics; without dims, by the latter."""
+    if dims is not None:
+        _update_statistics(input, dims, mean, var, momentum)
+        return standardize(input.to(accumulation_dtype(input)), dims, eps)
     assert mean is not None and var is not None, "evaluation uses the running statistics"
-    x = (input - per_channel(mean, input)) * (per_channel(var, input) + eps).rsqrt()
-    return _channel_affine(x, weight, bias).to(input.dtype)
+    return (input - per_channel(mean, input)) * (per_channel(var, input) + eps).rsqrt()
 
 
 def _update_statistics(
@@ -165,35 +162,21 @@ def _update_statistics(
             running.data.lerp_(new.to(running), momentum)  # counts no new version, like torch's
 
 
-def _torch_batch_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
-    """``torch.batch_norm`` takes the arguments of ``F.batch_norm`` in another order."""
-    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+def _reordered(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a norm that takes its arguments in the order of ``torch.batch_norm``."""
 
+    def run(
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        *settings: Any,
+        **named: Any,
+    ) -> Tensor:
+        return norm(input, running_mean, running_var, weight, bias, *settings, **named)
 
-def _torch_instance_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
-    return instance_norm(
-        input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
-    )
+    return run
 
 
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
@@ -210,9 +193,9 @@ ELEMENTARY: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.group_norm: group_norm,
     torch.group_norm: group_norm,
     F.instance_norm: instance_norm,
-    torch.instance_norm: _torch_instance_norm,
+    torch.instance_norm: _reordered(instance_norm),
     F.batch_norm: batch_norm,
-    torch.batch_norm: _torch_batch_norm,
+    torch.batch_norm: _reordered(batch_norm),
     torch._weight_norm: weight_norm,
 }
 

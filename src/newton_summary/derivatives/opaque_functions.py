@@ -134,10 +134,7 @@ def _has_this_slope(
 def _errors(a: Summary, b: Summary, units: Tensor) -> tuple[float, float]:
     """Return how far Hbar and D3 are apart, in their largest entries for each group.
 
-    Args:
-        a: A summary.
-        b: Another one.
-        units: Steps of the groups in which the derivatives are comparable, (S,).
+    ``units`` are steps of the groups in which the derivatives are comparable, (S,).
     """
     (H, D3), (H_b, D3_b) = (_in_units(s, units) for s in (a, b))
     rows = H_b.abs().amax(1)

@@ -1,8 +1,9 @@
-"""Names as users read them: the nearest to a wrong one, the first of many, dotted ones."""
+"""Names as users read them: the nearest to a wrong one, the first of many, dotted ones, texts."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,3 +39,36 @@ def dotted_names(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
             yield from dotted_names(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
+
+
+def printable(text: str) -> str:
+    r"""Return text that a terminal shows and does not obey: what is not a letter is escaped.
+
+    >>> printable("conv\x1b[31m\n")
+    'conv\\x1b[31m\\n'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def markdown_text(text: str) -> str:
+    r"""Return text that Markdown shows as it is: no markup, no cells, no links.
+
+    >>> print(markdown_text("a|b <img> [x](http://x)"))
+    a\|b &lt;img&gt; \[x\](http:&#47;&#47;x)
+    """
+    text = re.sub(r"([\\`*_\[\]|~$#!])", r"\\\1", printable(text).replace("&", "&amp;"))
+    for part, code in (("<", "&lt;"), (">", "&gt;"), ("://", ":&#47;&#47;"), ("@", "&#64;")):
+        text = text.replace(part, code)
+    return re.sub(r"(?i)(www)\.", r"\1&#46;", text)
+
+
+def file_name(text: str, most: int = 100) -> str:
+    """Return a name that every file system takes.
+
+    >>> file_name("lr=0.1, <img src=x>/..")
+    'lr=0.1,_img_src=x_..'
+    """
+    safe = re.sub(r"[^\w=,.+-]+", "_", text, flags=re.ASCII)
+    return safe.lstrip(".-")[:most] or "_"

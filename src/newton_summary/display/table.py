@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from newton_summary.display.html import html_table, paragraph
+from newton_summary.display.names import printable
 
 MAX_ROWS = 60  # of a printed table; longer ones lose their middle
 
@@ -47,6 +48,7 @@ def text_table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
     group  size
     a        10
     """
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
     to_right = set(right)
     lines = []

@@ -10,10 +10,12 @@ import types
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from newton_summary.display.names import dotted_names, nearest
 from newton_summary.errors import UserError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -219,27 +221,31 @@ def to_dict(config: ExperimentConfig) -> dict[str, Any]:
 
 
 def from_dict(values: Mapping[str, Any]) -> ExperimentConfig:
-    """Return the configuration that :func:`to_dict` wrote."""
-    parts = dict(values)
-    optimizer = dict(parts["optimizer"])
-    name = optimizer.pop("name")
-    if name not in OPTIMIZERS:
-        raise UserError(f"Unknown optimizer {name!r}.{nearest(name, OPTIMIZERS)}")
-    data = dict(parts["data"])
-    data["root"] = None if data["root"] is None else Path(data["root"])
-    try:
-        return ExperimentConfig(
-            **{
-                **parts,
-                "model": ModelConfig(**parts["model"]),
-                "data": DataConfig(**data),
-                "optimizer": OPTIMIZERS[name](**optimizer),
-                "schedule": ScheduleConfig(**parts["schedule"]),
-                "measure": MeasureConfig(**parts["measure"]),
-            }
-        )
-    except TypeError as error:
-        raise UserError(f"The configuration is from another version: {error}.") from None
+    """Return what :func:`to_dict` wrote; fields of a newer version are passed over."""
+    sections: dict[str, dict[str, Any]] = {}
+    for name in ("model", "data", "optimizer", "schedule", "measure"):
+        if not isinstance(values.get(name), Mapping):
+            raise UserError(f"The configuration has no section {name!r}.")
+        sections[name] = dict(values[name])
+    optimizer = sections["optimizer"].get("name")
+    if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
+        raise UserError(f"Unknown optimizer {optimizer!r}.{nearest(str(optimizer), OPTIMIZERS)}")
+    root = sections["data"].get("root")
+    sections["data"]["root"] = Path(root) if isinstance(root, str) else root
+    parts = {
+        "model": _known(ModelConfig, sections["model"]),
+        "data": _known(DataConfig, sections["data"]),
+        "optimizer": _known(OPTIMIZERS[optimizer], sections["optimizer"]),
+        "schedule": _known(ScheduleConfig, sections["schedule"]),
+        "measure": _known(MeasureConfig, sections["measure"]),
+    }
+    return _known(ExperimentConfig, {**values, **parts})
+
+
+def _known(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Return a configuration from the fields that this version knows."""
+    names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in values.items() if name in names})
 
 
 def flatten(config: ExperimentConfig) -> dict[str, Any]:
@@ -250,30 +256,16 @@ def flatten(config: ExperimentConfig) -> dict[str, Any]:
 # --- checks --------------------------------------------------------------------------------------
 
 # The least value of numbers for which a wrong one would only show later.
-LEAST = {
-    "epochs": 0,
-    "batch_size": 1,
-    "seed": 0,
-    "data.validation": 1,
-    "data.samples": 1,
-    "model.width": 1,
-    "model.depth": 1,
-    "optimizer.lr": 0,
-    "optimizer.damping": 0,
-    "optimizer.lambda_int": 0,
-    "optimizer.summary_period": 1,
-    "optimizer.summary_window": 1,
-    "optimizer.curvature_batch_size": 1,
-    "optimizer.covariance_period": 1,
-    "optimizer.inverse_period": 1,
-    "optimizer.kl_clip": 0,
-    "optimizer.weight_decay": 0,
-    "schedule.patience": 0,
-    "measure.every": 0,
-    "measure.lambda_int": 0,
-    "measure.batch_size": 1,
-    "measure.samples": 1,
-}
+_ZERO = """
+    epochs seed optimizer.lr optimizer.damping optimizer.lambda_int optimizer.kl_clip
+    optimizer.weight_decay schedule.patience measure.every measure.lambda_int
+"""
+_ONE = """
+    batch_size data.validation data.samples model.width model.depth optimizer.summary_period
+    optimizer.summary_window optimizer.curvature_batch_size optimizer.covariance_period
+    optimizer.inverse_period measure.batch_size measure.samples
+"""
+LEAST = dict.fromkeys(_ZERO.split(), 0) | dict.fromkeys(_ONE.split(), 1)
 
 
 def check(config: ExperimentConfig) -> None:

@@ -117,9 +117,7 @@ class Source:
 
 
 def load_dataset(
-    config: DataConfig,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
+    config: DataConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Dataset:
     """Load a data set, normalised, onto a device.
 

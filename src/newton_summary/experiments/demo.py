@@ -23,6 +23,7 @@ RECIPES_SHOWN = ("lenet_embedded", "lenet_embedded_adam")
 NEXT = """
 What next:
   open {page} in a browser: the same, to explore
+  ns.suggest_lrs(model, loss_fn, data, adam)    in Python: is your own learning rate right?
   newton-summary inspect my_model.py:build      measure your own model
   newton-summary list                           the paper's experiments, and others"""
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from newton_summary.errors import UserError
-from newton_summary.experiments.rundir import replacing
+from newton_summary.storage.writing import replacing
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from newton_summary.display.names import file_name
 from newton_summary.errors import UserError
 from newton_summary.experiments.config import ExperimentConfig, flatten
 from newton_summary.experiments.recipes import RECIPES
+
+Task = tuple[ExperimentConfig, Path]
 
 LONGEST_NAME = 120
 CONNECTING = 10  # seconds to wait for a cluster
@@ -31,10 +40,11 @@ def run_name(config: ExperimentConfig) -> str:
     default = {} if recipe is None else flatten(recipe())
     changes = [n for n in now if n not in NOT_IN_NAME and now[n] != default.get(n)]
     name = ",".join(f"{n}={now[n]}".replace("/", "_") for n in [*changes, "seed"])
-    if len(name) > LONGEST_NAME:
-        digest = hashlib.md5(name.encode(), usedforsecurity=False).hexdigest()[:8]
-        name = f"{name[: LONGEST_NAME - 9]}-{digest}"
-    return name
+    safe = file_name(name, LONGEST_NAME)
+    if safe != name:  # and those that differ in what was left out
+        digest = hashlib.md5(name.encode(errors="replace"), usedforsecurity=False).hexdigest()[:8]
+        safe = f"{safe[: LONGEST_NAME - 9]}-{digest}"
+    return safe
 
 
 @dataclass(frozen=True)
@@ -87,45 +97,107 @@ def run_all(
         scheduler: Address of a dask scheduler whose workers train instead of this machine.
 
     Raises:
-        UserError: If the cluster cannot be used, or a process dies. Finished runs are kept.
+        UserError: If the cluster cannot be used. Finished runs are kept.
     """
-    try:
-        from joblib import Parallel, delayed, parallel_config
-    except ImportError:
-        raise UserError(
-            "A grid needs joblib: run pip install -e '.[experiments]' in your clone."
-        ) from None
     names = [run_name(config) for config in configs]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise UserError(f"The grid contains {twice} twice.")
     root = root.absolute()  # workers have other working directories
-    beside = 0 if scheduler else jobs  # 0: not known
-    work = [delayed(run_one)(c, root / n, beside) for c, n in zip(configs, names, strict=True)]
+    tasks = [(config, root / name) for config, name in zip(configs, names, strict=True)]
+    if scheduler is not None:
+        ended = on_cluster(tasks, scheduler)
+    elif jobs > 1:
+        ended = in_processes(tasks, jobs)
+    else:
+        ended = (run_one(*task) for task in tasks)
     results: dict[Path, Result] = {}
-    with ExitStack() as cluster:
-        if scheduler is not None:
-            cluster.enter_context(connected(scheduler))
-            # One task per run: joblib would batch short ones, which would then fail together.
-            cluster.enter_context(parallel_config(backend="dask"))
-        try:
-            options = {"n_jobs": -1 if scheduler else jobs, "return_as": "generator_unordered"}
-            for result in Parallel(batch_size=1, **options)(work):
-                results[result.path] = result
-                done(result)
-        except Exception as error:  # not from a run, whose errors are results
-            raise UserError(
-                f"A process exited before its run was finished, with {len(results)} of "
-                f"{len(work)} runs done ({type(error).__name__}: "
-                f"{str(error).splitlines()[0] if str(error) else 'no message'}). Run the same "
-                f"command to resume."
-            ) from None
+    for result in ended:
+        results[result.path] = result
+        done(result)
     return [results[root / name] for name in names]
 
 
+# --- processes -----------------------------------------------------------------------------------
+
+
+def in_processes(tasks: Sequence[Task], jobs: int) -> Iterator[Result]:
+    """Train in processes of this machine; one that dies costs the run that it was at."""
+    context = multiprocessing.get_context("spawn")  # a fork would share torch's threads
+    waiting = deque(tasks)
+    idle: list[tuple[Any, Any]] = []  # pipes and processes
+    busy: dict[Any, tuple[Any, Task]] = {}  # processes and what they train, by pipe
+    pipe: Any
+    try:
+        while waiting or busy:
+            while waiting and len(busy) < jobs:
+                if not idle:
+                    pipe, other = context.Pipe()
+                    process = context.Process(target=_work, args=(other, jobs), daemon=True)
+                    process.start()
+                    other.close()  # so that the pipe ends with the process
+                    idle.append((pipe, process))
+                pipe, process = idle.pop()
+                busy[pipe] = process, waiting.popleft()
+                pipe.send(busy[pipe][1])
+            for pipe in connection.wait(list(busy)):
+                process, (config, path) = busy.pop(pipe)
+                try:
+                    result = pipe.recv()
+                    idle.append((pipe, process))
+                except EOFError:
+                    process.join()
+                    result = Result(config, path, None, _death(process.exitcode))
+                yield result
+    finally:
+        for process in (*(p for _, p in idle), *(p for p, _ in busy.values())):
+            process.terminate()
+            process.join()
+
+
+def _work(pipe: Any, jobs: int) -> None:
+    """Train what comes through a pipe, for as long as the other process lives."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process ends us
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    while True:
+        try:
+            config, path = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(run_one(config, path, jobs))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _death(code: int | None) -> str:
+    reason = f"was killed by signal {-code}" if code and code < 0 else f"exited with {code}"
+    return f"its process {reason}, perhaps for lack of memory; run the same command to resume"
+
+
+# --- dask ----------------------------------------------------------------------------------------
+
+
+def on_cluster(tasks: Sequence[Task], scheduler: str) -> Iterator[Result]:
+    """Train on the workers of a dask cluster, which replaces those that die."""
+    with connected(scheduler) as (client, as_completed):
+        futures = {client.submit(run_one, *task, 0, pure=False): task for task in tasks}
+        for future in as_completed(list(futures)):
+            config, path = futures[future]
+            try:
+                yield future.result()
+            except Exception as error:  # a worker that died again and again
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                yield Result(config, path, None, reason)
+
+
 @contextmanager
-def connected(scheduler: str) -> Iterator[None]:
-    """Connect to a dask cluster."""
+def connected(scheduler: str) -> Iterator[tuple[Any, Any]]:
+    """Connect to a dask cluster; yield the client, and what waits for its results."""
     try:
         distributed: Any = importlib.import_module("distributed")
     except ImportError:
@@ -147,7 +219,7 @@ def connected(scheduler: str) -> Iterator[None]:
                 f"Workers of {scheduler} have several threads, so that runs would share torch's "
                 f"random numbers. Start them with dask worker --nthreads 1."
             )
-        yield
+        yield client, distributed.as_completed
 
 
 # --- the table at the end ------------------------------------------------------------------------

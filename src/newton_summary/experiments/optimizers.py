@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -112,11 +113,7 @@ def make_stepper(
 ) -> Stepper:
     """Make the optimizer of a configuration, for a model that is on its device.
 
-    Args:
-        config: Which optimizer, with its settings.
-        task: The model and its loss.
-        train: The training samples, of which NewtonSummary draws batches of its own.
-        ranks: The processes that share each batch; this one alone if not given.
+    NewtonSummary draws batches of its own from ``train``. Several ``ranks`` share each batch.
 
     Raises:
         UserError: For settings that the optimizer rejects.
@@ -146,19 +143,8 @@ def _kfac(config: KFACConfig, task: Task) -> KFAC:
     if task.criterion not in (negative_log_likelihood, reconstruction_error):
         raise UserError("K-FAC supports classification and squared error only.")
     gaussian = task.criterion is reconstruction_error
-    optimizer = KFAC(
-        task.model,
-        lr=config.lr,
-        damping=config.damping,
-        kl_clip=config.kl_clip,
-        weight_decay=config.weight_decay,
-        momentum=config.momentum,
-        covariance_period=config.covariance_period,
-        inverse_period=config.inverse_period,
-        decay=config.decay,
-        factored=config.factored,
-        likelihood="gaussian" if gaussian else "categorical",
-    )
+    likelihood: Literal["gaussian", "categorical"] = "gaussian" if gaussian else "categorical"
+    optimizer = KFAC(task.model, **asdict(config), likelihood=likelihood)
     if not optimizer.layers:
         raise UserError("K-FAC finds no layer: it does not support the NTK parameterisation.")
     return optimizer

@@ -20,7 +20,7 @@ from newton_summary.experiments.results import (
 )
 from newton_summary.experiments.rundir import Run
 from newton_summary.figures.charts import rates
-from newton_summary.figures.drawing import COLOURS, PANEL, draw_matrix
+from newton_summary.figures.drawing import COLOURS, PANEL, draw_matrix, figure_text
 from newton_summary.history import History, Measured
 from newton_summary.summary import Block
 
@@ -29,7 +29,7 @@ STYLES = ("-", "--", "-.")  # after all colours are used up
 
 
 def training_curves(runs: Sequence[Run]) -> Figure:
-    """Training loss by epoch, one panel a setup: seeds thin, their mean thick (Section 6.2)."""
+    """Training loss by epoch, one panel a setup: seeds thin, their median thick (Section 6.2)."""
     return _curves(_without_studies(runs), [("train_loss", "training loss", True)])
 
 
@@ -91,13 +91,13 @@ def _curves(runs: Sequence[Run], metrics: Sequence[tuple[str, str, bool]]) -> Fi
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(1.3 * PANEL[0] * columns, PANEL[1] * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).flat
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis, (setup, group, (metric, title, logarithmic)) in zip(axes, panels):
         methods = group_by(group, lambda run: label_of[run.path])
         looks = _looks(list(methods))
         for label, same in methods.items():
             _curve(axis, same, metric, label, *looks[label], positive=logarithmic)
-        axis.set_title(setup, loc="left")
+        axis.set_title(figure_text(setup), loc="left")
         axis.set_xlabel("epoch")
         axis.set_ylabel(title)
         axis.set_xlim(0, max(1, *(run.epoch for run in group)))
@@ -108,7 +108,7 @@ def _curves(runs: Sequence[Run], metrics: Sequence[tuple[str, str, bool]]) -> Fi
         if metric == metrics[-1][0] and axis.lines:
             place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
             axis.legend(fontsize="small", frameon=False, **place)
-    for axis in list(axes)[len(panels) :]:
+    for axis in axes[len(panels) :]:
         axis.set_axis_off()
     return figure
 
@@ -133,7 +133,7 @@ def _curve(
     style: str,
     positive: bool,
 ) -> None:
-    """Draw the seeds, and their mean over the epochs that all of them have.
+    """Draw the seeds, and their median over the epochs that all of them have.
 
     With ``positive`` other values are left out: a logarithmic axis has no place for them.
     """
@@ -147,9 +147,10 @@ def _curve(
         for x, y in zip(epochs, series):
             axis.plot(x, y, color=colour, linestyle=style, linewidth=0.6, alpha=0.5)
     shortest = min(map(len, series))
-    mean = np.mean([values[:shortest] for values in series], axis=0)
+    middle = np.median([values[:shortest] for values in series], axis=0)
     marker = "." if shortest <= 3 else None
-    axis.plot(epochs[0][:shortest], mean, color=colour, linestyle=style, label=label, marker=marker)
+    x = epochs[0][:shortest]
+    axis.plot(x, middle, color=colour, linestyle=style, label=figure_text(label), marker=marker)
 
 
 # --- Hbar ----------------------------------------------------------------------------------------
@@ -208,7 +209,8 @@ def hessian_figure(run: Run, epoch: int | None = None) -> Figure | None:
             )
             few = max(block.values.shape) <= 24
             draw_matrix(axis, block, "symlog", font_size=5 if few else 0, numbers=False)
-    figure.suptitle(f"{setup_label(run.config)}, {optimizer_label(run.config)}", x=0.01, ha="left")
+    title = figure_text(f"{setup_label(run.config)}, {optimizer_label(run.config)}")
+    figure.suptitle(title, x=0.01, ha="left")
     return figure
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import warnings
 from collections.abc import Sequence
@@ -10,10 +11,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from newton_summary.display.names import file_name, markdown_text
 from newton_summary.errors import UserError
 from newton_summary.experiments.results import group_by, method_labels, setup_label
-from newton_summary.experiments.rundir import Run, replacing
+from newton_summary.experiments.rundir import Run
 from newton_summary.experiments.tables import all_tables
+from newton_summary.storage.writing import replacing, write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,12 +51,13 @@ def make_report(
     page = [f"# Report of {len(runs)} run{'s' if len(runs) > 1 else ''}", "", f"Made {now}.", ""]
     for table in all_tables(runs):
         page += [table.markdown()]
-        files.append(_write(out / f"{table.name}.md", table.markdown()))
-        files.append(_write(out / f"{table.name}.csv", table.csv()))
+        files.append(write_text(out / f"{table.name}.md", table.markdown()))
+        files.append(write_text(out / f"{table.name}.csv", table.csv()))
     for name, title, figure in _figures(runs, epoch, window):
-        page += [f"### {title}", "", f"![{title}]({name}.png)", ""]
+        shown = markdown_text(title)
+        page += [f"### {shown}", "", f"![{shown}]({name}.png)", ""]
         files += _save(figure, out / name)
-    written = [*_interactive(runs, out), _write(out / "report.md", "\n".join(page)), *files]
+    written = [*_interactive(runs, out), write_text(out / "report.md", "\n".join(page)), *files]
     _remove_stale(out, written)
     return written
 
@@ -80,7 +84,7 @@ def _remove_stale(out: Path, written: Sequence[Path]) -> None:
     for name in earlier:
         if isinstance(name, str) and name not in names and Path(name).name == name:
             (out / name).unlink(missing_ok=True)
-    _write(out / FILES, json.dumps(names, indent=1))
+    write_text(out / FILES, json.dumps(names, indent=1))
 
 
 def _figures(
@@ -106,7 +110,7 @@ def _figures(
     methods = group_by(runs, lambda run: (setup_label(run.config), labels[run.path]))
     for number, ((setup, label), seeds) in enumerate(methods.items()):
         run = seeds[0]  # the others look alike
-        name = f"{number:02}_{run.config.recipe}"
+        name = f"{number:02}_{file_name(run.config.recipe)}"
         what = f"{setup}, {label}, seed {run.config.seed}"
         matrices = paper_figures.hessian_figure(run, epoch)
         rates = paper_figures.eta_figure(run, window)
@@ -115,18 +119,14 @@ def _figures(
     return [(name, title, figure) for name, title, figure in found if figure is not None]
 
 
-def _write(path: Path, text: str) -> Path:
-    with replacing(path) as stream:
-        stream.write(text.encode())
-    return path
-
-
 def _save(figure: Figure, path: Path) -> list[Path]:
     files = []
     for kind in ("png", "pdf"):
         file = path.with_name(f"{path.name}.{kind}")
+        picture = io.BytesIO()
+        figure.savefig(picture, format=kind, dpi=150)
         with replacing(file) as stream:
-            figure.savefig(stream, format=kind, dpi=150)
+            stream.write(picture.getvalue())
         figure.set_layout_engine("none")  # the first one stays
         files.append(file)
     return files

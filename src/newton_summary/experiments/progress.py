@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from newton_summary.display.names import printable
 from newton_summary.experiments.config import ExperimentConfig
 from newton_summary.experiments.training import Reporter
 from newton_summary.run_directory import Row
@@ -25,7 +26,7 @@ class RichReporter(Reporter):
 
     def start(self, config: ExperimentConfig, steps: int, epoch: int) -> None:
         """Show the title and the bar."""
-        self.console.print(self.title, style="bold", highlight=False, markup=False)
+        self.console.print(printable(self.title), style="bold", highlight=False, markup=False)
         self.epochs, self.steps = config.epochs, steps
         if epoch:
             self.console.print(f"resuming after epoch {epoch}")

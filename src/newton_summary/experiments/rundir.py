@@ -1,26 +1,26 @@
 """Write a run directory, and compare one with its configuration.
 
-Files are replaced atomically, the checkpoint last: whatever lies beyond it belongs to an incomplete
-epoch, and is dropped when the run resumes.
+Every write replaces some files and then the manifest, with which they become visible together. What
+lies beyond the checkpoint belongs to epochs that are trained again when the run resumes.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+import time
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import torch
-
+from newton_summary.display.names import dotted_names, first_names
 from newton_summary.errors import UserError
 from newton_summary.experiments.config import (
     ExperimentConfig,
+    check,
     flatten,
     from_dict,
     to_dict,
@@ -30,15 +30,30 @@ from newton_summary.run_directory import (
     CHECKPOINT,
     CONFIG,
     ENVIRONMENT,
+    MANIFEST,
     METRICS,
     SUMMARIES,
     Row,
+    RunFiles,
+    make_manifest,
     read_config,
     read_environment,
     read_rows,
     read_summaries,
-    read_tensors,
 )
+from newton_summary.storage.reading import Damaged, load_tensors
+from newton_summary.storage.writing import (
+    PREVIOUS,
+    Digested,
+    cannot_write,
+    is_part,
+    json_bytes,
+    replacing,
+    sync_folder,
+    write_tensors,
+)
+
+LOCK_SECONDS = 3  # to wait for another process to release the directory
 
 # Fields that may differ when a run resumes: where files are, how long to train, and how fast.
 FREE = {"data.root", "data.download", "epochs", "recipe", "graph_steps"}
@@ -59,12 +74,25 @@ class Run:
         Raises:
             UserError: If the directory is not one of a run.
         """
-        values = read_config(path)
+        files = RunFiles(path)
+        values = read_config(files)
         try:
             config = from_dict(values)
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path / CONFIG} cannot be read: {error!r}.") from None
-        return cls(path, config, read_rows(path / METRICS))
+            check(config)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{path / CONFIG} is not the configuration of a run ({error!r})."
+            ) from None
+        except UserError as error:
+            raise UserError(f"{path / CONFIG} is not the configuration of a run: {error}") from None
+        unknown = sorted(dict(dotted_names(values)).keys() - flatten(config).keys())
+        if unknown:
+            warnings.warn(
+                f"{path / CONFIG} has fields of another version, which are passed over: "
+                f"{first_names(unknown)}",
+                stacklevel=2,
+            )
+        return cls(path, config, read_rows(files))
 
     @property
     def epoch(self) -> int:
@@ -99,11 +127,11 @@ class Run:
 
     def summaries(self) -> list[Measured]:
         """Read the summaries."""
-        return read_summaries(self.path)
+        return read_summaries(RunFiles(self.path))
 
     def environment(self) -> dict[str, Any]:
         """Read the sessions of the run."""
-        return read_environment(self.path)
+        return read_environment(RunFiles(self.path))
 
     def column(self, name: str) -> list[float]:
         """Return a metric by epoch, nan where it is missing."""
@@ -113,15 +141,29 @@ class Run:
 # --- reading -------------------------------------------------------------------------------------
 
 
-def read_checkpoint(path: Path) -> dict[str, Any] | None:
+def read_checkpoint(files: RunFiles) -> dict[str, Any] | None:
     """Return the last checkpoint, if there is one."""
-    file = path / CHECKPOINT
-    return read_tensors(file) if file.is_file() else None
+
+    def load(stream: Any) -> dict[str, Any]:
+        state: dict[str, Any] = load_tensors(stream)
+        epoch = state.get("epoch") if isinstance(state, dict) else None
+        if type(epoch) is not int or epoch < 0:
+            raise Damaged("it is not a checkpoint")
+        return state
+
+    return files.read(CHECKPOINT, load, None)
 
 
 def find_runs(paths: list[Path]) -> list[Run]:
-    """Return the runs in directories and below them, by path."""
+    """Return the runs in directories and below them, by path.
+
+    A directory that cannot be read is skipped with a warning that names it.
+
+    Raises:
+        UserError: If no run is left.
+    """
     runs: dict[Path, Run] = {}
+    problems: list[str] = []
     for path in paths:
         if not path.is_dir():
             raise UserError(f"{path} is not a directory.")
@@ -129,46 +171,23 @@ def find_runs(paths: list[Path]) -> list[Run]:
         if not found:
             raise UserError(f"There is no run in {path}: no {CONFIG} in it or below it.")
         for folder in found:
-            runs.setdefault(folder.resolve(), Run.load(folder))
+            if folder.resolve() in runs:
+                continue
+            try:
+                run = Run.load(folder)
+                run.summaries(), run.environment()
+            except UserError as error:
+                problems.append(str(error))
+            else:
+                runs[folder.resolve()] = run
+    if not runs:
+        raise UserError(problems[0] + (f" So it is in {len(problems)}." if problems[1:] else ""))
+    for problem in problems:
+        warnings.warn(f"skipped: {problem}", stacklevel=2)
     return list(runs.values())
 
 
 # --- writing -------------------------------------------------------------------------------------
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file that replaces the old one once it is complete."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as stream:
-            yield stream
-        part.replace(path)
-    except OSError as error:
-        raise cannot_write(path, error) from None
-    except RuntimeError as error:  # torch.save, on a full disk
-        if "write" not in str(error):
-            raise
-        raise UserError(f"{path} cannot be written: is the disk full?") from None
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-
-
-def cannot_write(path: Path, error: OSError) -> UserError:
-    """Return the error for a failed write."""
-    hint = " Free some space, then run the same command to resume." if _is_full(error) else ""
-    return UserError(f"{path} cannot be written: {error.strerror or error}.{hint}")
-
-
-def _is_full(error: OSError) -> bool:
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file."""
-    with replacing(path) as stream:
-        stream.write((json.dumps(value, indent=2) + "\n").encode())
 
 
 def finite(value: Any) -> Any:
@@ -176,6 +195,9 @@ def finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Contents = dict[str, Callable[[Digested], object]]  # what writes each file
 
 
 class RunWriter:
@@ -190,6 +212,8 @@ class RunWriter:
         self.path, self.config = path, config
         self.rows: list[Row] = []
         self.summaries: list[Measured] = []
+        self.environment: dict[str, Any] = {"sessions": []}
+        self._manifest: dict[str, Any] = {}
         self._lock: int | None = None  # a descriptor of the directory
         self.known = self._check()
 
@@ -197,9 +221,9 @@ class RunWriter:
         """Return the run in the directory, or raise if this one may not be written there."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{self.path} is a file, not a directory.")
-        if not self.path.is_dir() or all(_is_part(file) for file in self.path.iterdir()):
+        if not self.path.is_dir() or all(is_part(file) for file in self.path.iterdir()):
             return None
-        if not (self.path / CONFIG).is_file():
+        if not any((self.path / f"{CONFIG}{end}").is_file() for end in ("", PREVIOUS)):
             raise UserError(
                 f"{self.path} is not a run directory: it is not empty and has no {CONFIG}."
             )
@@ -220,21 +244,40 @@ class RunWriter:
             raise cannot_write(self.path, error) from None
         self._acquire()
         self.known = self._check()  # again, now that no other process can write
-        for file in filter(_is_part, self.path.iterdir()):
+        for file in filter(is_part, self.path.iterdir()):
             file.unlink()  # left by a kill
-        checkpoint = read_checkpoint(self.path)
+        files = RunFiles(self.path, (METRICS, SUMMARIES, CHECKPOINT))
+        checkpoint = read_checkpoint(files)
+        rows, summaries = read_rows(files), read_summaries(files)
+        self.environment = read_environment(files)
+        if files.manifest is None and (rows or checkpoint):
+            raise UserError(
+                f"{self.path} has no {MANIFEST}: it is of an older version, or an incomplete copy. "
+                f"Choose another --run-dir."
+            )
         last = -1 if checkpoint is None else int(checkpoint["epoch"])
-        self.rows = [row for row in read_rows(self.path / METRICS) if row["epoch"] <= last]
-        if last >= 0:
-            self.summaries = [m for m in read_summaries(self.path) if m.epoch <= last]
-        write_json(self.path / CONFIG, to_dict(self.config))
-        with replacing(self.path / METRICS) as stream:
-            stream.writelines(_line(row) for row in self.rows)
-        self._write_summaries()
-        environment = read_environment(self.path)
-        sessions = [*environment.get("sessions", []), {**session, "from_epoch": max(last, 0)}]
-        write_json(self.path / ENVIRONMENT, {**environment, "sessions": sessions})
+        if last >= len(rows):
+            raise UserError(f"{self.path / METRICS} ends before epoch {last} of {CHECKPOINT}.")
+        self._settle(files)
+        self.rows = rows[: last + 1]
+        self.summaries = [m for m in summaries if m.epoch <= last]
+        self.environment["sessions"].append({**session, "from_epoch": max(last, 0)})
+        config = json_bytes(to_dict(self.config))
+        contents: Contents = {CONFIG: lambda stream: stream.write(config)}
+        if self.rows != rows or len(self.summaries) < len(summaries):
+            contents |= {SUMMARIES: self._write_summaries, METRICS: self._write_rows}
+        self._replace({**contents, ENVIRONMENT: self._write_environment})
         return checkpoint
+
+    def _settle(self, files: RunFiles) -> None:
+        """Give the files of the state that was read their names back, the manifest last."""
+        self._manifest = dict(files.manifest or {})
+        try:
+            for name, place in files.places.items():
+                if place.name != name:
+                    os.replace(place, self.path / name)
+        except OSError as error:
+            raise cannot_write(self.path, error) from None
 
     def _acquire(self) -> None:
         """Lock the directory for as long as this process lives."""
@@ -243,11 +286,15 @@ class RunWriter:
         except ImportError:  # not on Windows
             return
         self._lock = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.close()
-            raise UserError(f"{self.path} is being written by another process.") from None
+        until = time.monotonic() + LOCK_SECONDS  # a process that was killed may still be ending
+        while True:
+            try:
+                return fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                if time.monotonic() > until:
+                    self.close()
+                    raise UserError(f"{self.path} is being written by another process.") from None
+            time.sleep(0.05)
 
     def add_summary(self, measured: Measured) -> None:
         """Keep a summary; it is written with its epoch."""
@@ -255,25 +302,43 @@ class RunWriter:
 
     def add_row(self, row: Row, checkpoint: Mapping[str, Any] | None) -> None:
         """Write an epoch: the summaries, its metrics, and the state to resume from."""
-        if self.summaries and self.summaries[-1].epoch == row["epoch"]:
-            self._write_summaries()
-        try:
-            with (self.path / METRICS).open("ab") as stream:
-                stream.write(_line(row))
-        except OSError as error:
-            raise cannot_write(self.path / METRICS, error) from None
         self.rows.append(row)
+        contents: Contents = {METRICS: self._write_rows}
+        if self.summaries and self.summaries[-1].epoch == row["epoch"]:
+            contents[SUMMARIES] = self._write_summaries
         if checkpoint is not None:
-            with replacing(self.path / CHECKPOINT) as stream:
-                torch.save(checkpoint, stream)
+            contents[CHECKPOINT] = lambda stream: write_tensors(stream, checkpoint)
+        self._replace(contents)
 
     def add_environment(self, **values: Any) -> None:
         """Add facts on the whole run."""
-        write_json(self.path / ENVIRONMENT, {**read_environment(self.path), **values})
+        self.environment |= values
+        self._replace({ENVIRONMENT: self._write_environment})
 
-    def _write_summaries(self) -> None:
-        with replacing(self.path / SUMMARIES) as stream:
-            torch.save([m.state_dict() for m in self.summaries], stream)
+    def _write_rows(self, stream: Digested) -> None:
+        for row in self.rows:
+            stream.write((json.dumps(finite(row)) + "\n").encode())
+
+    def _write_summaries(self, stream: Digested) -> None:
+        write_tensors(stream, [m.state_dict() for m in self.summaries])
+
+    def _write_environment(self, stream: Digested) -> None:
+        stream.write(json_bytes(self.environment))
+
+    def _replace(self, contents: Contents) -> None:
+        """Replace files, and then the manifest, with which they count.
+
+        The manifest before it is kept if it was that of other epochs: what is lost with a damaged
+        file is found there.
+        """
+        for name, write in contents.items():
+            with replacing(self.path / name, keep=True) as stream:
+                write(stream)
+            self._manifest[name] = [stream.size, stream.digest]
+        sync_folder(self.path)
+        with replacing(self.path / MANIFEST, keep=METRICS in contents) as stream:
+            stream.write(json_bytes(make_manifest(self._manifest)))
+        sync_folder(self.path)
 
     def close(self) -> Run:
         """Unlock the directory; return the run as it is now."""
@@ -281,12 +346,3 @@ class RunWriter:
             os.close(self._lock)
             self._lock = None
         return Run(self.path, self.config, list(self.rows))
-
-
-def _is_part(file: Path) -> bool:
-    """Whether a file is an incomplete one of :func:`replacing`."""
-    return file.name.startswith(".") and file.name.endswith(".part")
-
-
-def _line(row: Row) -> bytes:
-    return (json.dumps(finite(row)) + "\n").encode()

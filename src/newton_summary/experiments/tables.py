@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from newton_summary.display.names import markdown_text, printable
 from newton_summary.experiments.config import NewtonSummaryConfig
 from newton_summary.experiments.recipes import PARTITIONS
 from newton_summary.experiments.results import (
@@ -56,14 +58,15 @@ class Table:
         """Return the table in Markdown."""
         lines = [f"### {self.title}", ""]
         for cells in (self.header, ("---",) * len(self.header), *self.rows):
-            lines.append("| " + " | ".join(cells) + " |")
+            shown = cells if cells[0] == "---" else map(markdown_text, cells)
+            lines.append("| " + " | ".join(shown) + " |")
         return "\n".join([*lines, "", *([self.note, ""] if self.note else [])])
 
     def csv(self) -> str:
         """Return the table as comma-separated values."""
         stream = io.StringIO()
         writer = csv.writer(stream, lineterminator="\n")
-        writer.writerows([self.header, *self.rows])
+        writer.writerows([map(_csv_cell, row) for row in (self.header, *self.rows)])
         return stream.getvalue()
 
 
@@ -244,6 +247,13 @@ def all_tables(runs: Sequence[Run]) -> list[Table]:
         runs_table(runs),
     ]
     return [table for table in tables if table is not None]
+
+
+def _csv_cell(text: str) -> str:
+    """Return a cell that no spreadsheet computes: one that begins like a formula is quoted."""
+    text = printable(text)
+    is_number = re.fullmatch(r"[-+\d.e ±%]*", text) is not None
+    return f"'{text}" if text[:1] in ("=", "+", "-", "@") and not is_number else text
 
 
 # --- cells ---------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ from newton_summary.experiments.tasks import Task, make_task
 from newton_summary.history import Measured
 from newton_summary.measuring.measurement import summarize
 from newton_summary.optimizer import NewtonSummary
-from newton_summary.run_directory import Row
+from newton_summary.run_directory import CHECKPOINT, Row
 from newton_summary.solver import learning_rates
 
 EVALUATION_BATCH = 1000
@@ -128,7 +128,7 @@ def _train(
         session = ranks.agreed(make_session)
         try:
             state, writer.rows = ranks.from_first(lambda: _start(writer, facts))
-            session.restore(state)
+            ranks.agreed(lambda: session.restore(state, path / CHECKPOINT))
             session.run(writer, reporter)
             if compare_speed and not isinstance(config.optimizer, AdamConfig):
                 writer.add_environment(adam_seconds=session.adam_seconds())
@@ -197,7 +197,7 @@ class Session:
                 loss = self.train_epoch(reporter)
             except (NotFiniteError, LinAlgError):
                 loss = math.nan
-            seconds = time.perf_counter() - start
+            seconds = max(time.perf_counter() - start, 0.0)  # clocks of virtual machines step back
             self.epoch += 1
             row = {"epoch": self.epoch, "train_loss": loss, "lr": self.lr, "seconds": seconds}
             if math.isfinite(loss) and self.config.schedule.factor < 1:
@@ -233,12 +233,12 @@ class Session:
         start = time.perf_counter()
         for name, split in (("validation", self.data.validation), ("test", self.data.test)):
             row |= {f"{name}_{key}": value for key, value in self.evaluate(split).items()}
-        row["evaluation_seconds"] = time.perf_counter() - start
+        row["evaluation_seconds"] = max(time.perf_counter() - start, 0.0)
         row |= self._optimizer_facts(writer)
         if fine and self._measurement_due():
             start = time.perf_counter()
             row |= self._measure(writer, reporter)
-            row["measure_seconds"] = time.perf_counter() - start
+            row["measure_seconds"] = max(time.perf_counter() - start, 0.0)
         row["memory_gib"] = peak_memory(self.device)
         state = self.state_dict() if fine and self._checkpoint_due() else None
         self.ranks.agreed(lambda: writer.add_row(row, state))
@@ -326,7 +326,7 @@ class Session:
                 start = time.perf_counter()
             stepper.step(batch)
         _wait(self.device)
-        return (time.perf_counter() - start) / SPEED_STEPS * len(self.batches)
+        return max(time.perf_counter() - start, 0.0) / SPEED_STEPS * len(self.batches)
 
     # --- resuming ---------------------------------------------------------------------------------
 
@@ -341,17 +341,44 @@ class Session:
             "random": {"cpu": torch.get_rng_state(), "cuda": cuda},
         }
 
-    def restore(self, state: dict[str, Any] | None) -> None:
+    def restore(self, state: dict[str, Any] | None, file: Path) -> None:
         """Return to the end of an epoch."""
         if state is None:
             return
-        self.epoch = int(state["epoch"])
-        self.task.model.load_state_dict(state["model"])
-        self.stepper.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        torch.set_rng_state(state["random"]["cpu"])
-        if self.device.type == "cuda" and state["random"]["cuda"] is not None:
-            torch.cuda.set_rng_state(state["random"]["cuda"], self.device)
+        try:
+            self.epoch = int(state["epoch"])
+            self.task.model.load_state_dict(state["model"])
+            optimizer = self.stepper.optimizer
+            optimizer.load_state_dict(state["optimizer"])
+            for group in optimizer.param_groups:
+                if not 0 <= float(group["lr"]) < math.inf:
+                    raise ValueError(f"lr is {group['lr']}")
+                for p in group["params"]:
+                    _check_moments(optimizer.state.get(p, {}), p)
+            if state["scheduler"].keys() != self.scheduler.state_dict().keys():
+                raise ValueError("the schedule is of another version")
+            self.scheduler.load_state_dict(state["scheduler"])
+            torch.set_rng_state(state["random"]["cpu"])
+            if self.device.type == "cuda" and state["random"]["cuda"] is not None:
+                torch.cuda.set_rng_state(state["random"]["cuda"], self.device)
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise UserError(
+                f"{file} does not fit the run ({reason}). Restore it from a copy, or choose "
+                f"another --run-dir."
+            ) from None
+
+
+def _check_moments(moments: Any, p: Tensor) -> None:
+    """Check what torch's optimizers keep for a parameter; they do not when they load it."""
+    for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+        value = moments.get(name)
+        if name not in moments or (value is None and name == "momentum_buffer"):
+            continue
+        if value.shape != p.shape or not value.is_floating_point():
+            raise ValueError(f"{name} has the shape {tuple(value.shape)}, not {tuple(p.shape)}")
+    if "step" in moments and not 0 <= float(moments["step"]) < math.inf:
+        raise ValueError(f"step is {float(moments['step'])}")
 
 
 # --- the machine ---------------------------------------------------------------------------------
@@ -496,7 +523,7 @@ def speed(run: Run) -> Speed | None:
     times = sorted(row["seconds"] for row in run.rows[1:])
     if len(times) > 1:
         times = sorted(row["seconds"] for row in run.rows[2:])
-    if not times:
+    if not times or not times[len(times) // 2] > 0:
         return None
     adam = run.environment().get("adam_seconds")
     return Speed(times[len(times) // 2], adam)

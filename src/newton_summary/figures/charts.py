@@ -33,6 +33,7 @@ from newton_summary.figures.drawing import (
     Scale,
     draw_matrix,
     draw_rates,
+    figure_text,
     message_figure,
     short_name,
 )
@@ -178,7 +179,7 @@ def rates(history: History, window: int | None = None) -> Figure:
         raise ValueError(f"The history {history.name!r} has no measurements.")
     figure = Picture(figsize=(1.9 * PANEL[0], 1.3 * PANEL[1]), layout="constrained")
     axis = figure.subplots()
-    axis.set_title(f"Learning rates, {history.name}", loc="left", fontsize=10)
+    axis.set_title(f"Learning rates, {figure_text(history.name)}", loc="left", fontsize=10)
     draw_rates(axis, history, window)
     return figure
 
@@ -273,7 +274,7 @@ def curves(histories: History | Sequence[History], metrics: Sequence[str] | None
             style = ("-", "--", "-.")[number // len(COLOURS) % 3]
             axis.plot(
                 x, np.where(np.isfinite(y), y, np.nan), style, color=COLOURS[number % len(COLOURS)],
-                label=history.name + note, marker="." if len(x) <= 3 else None,
+                label=figure_text(history.name) + note, marker="." if len(x) <= 3 else None,
             )  # fmt: skip
             drawn += y[np.isfinite(y)].tolist()
         if "loss" in metric and drawn and min(drawn) > 0:
@@ -328,7 +329,9 @@ def predicted_change(history: History) -> Figure:
     axis.set_xlabel("predicted change of the loss")
     axis.set_ylabel("real change")
     axis.grid(alpha=0.3)
-    axis.set_title(f"Predicted and real change, {history.name}", loc="left", fontsize=10)
+    axis.set_title(
+        f"Predicted and real change, {figure_text(history.name)}", loc="left", fontsize=10
+    )
     axis.legend(fontsize=7, frameon=False)
     return figure
 

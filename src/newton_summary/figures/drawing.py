@@ -29,6 +29,7 @@ from matplotlib.ticker import MaxNLocator as MaxNLocator
 
 from newton_summary.analysis.interactions import layer_numbers, smooth
 from newton_summary.display.html import DIVERGING
+from newton_summary.display.names import printable
 from newton_summary.history import History
 from newton_summary.summary import Block
 
@@ -59,12 +60,8 @@ def draw_matrix(
 ) -> None:
     """Draw a matrix into axes, with a colour bar; entries that are not finite are hatched.
 
-    Args:
-        axis: The axes.
-        block: The values and the names of rows and columns.
-        scale: ``"raw"`` or ``"symlog"``.
-        font_size: Of the names, in points; 0 for no names.
-        numbers: Whether to write the entries of a small matrix into its cells.
+    ``font_size`` is that of the names, in points, 0 for no names; ``numbers`` writes the entries of
+    a small matrix into its cells.
     """
     if scale not in ("raw", "symlog"):
         raise ValueError(f"scale={scale!r}: write 'raw' or 'symlog'.")
@@ -175,7 +172,8 @@ def draw_rates(axis: Axes, history: History, window: int | None = None) -> None:
         axis.set_xlim(epochs[0] - 1, epochs[0] + 1)
     axis.set_xlabel("epoch")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.set_ylabel("learning rate")
+    factors = "measured along" in history.facts  # the step of an optimizer
+    axis.set_ylabel("factor on the learning rate" if factors else "learning rate")
     axis.grid(alpha=0.3)
     _rates_legend(axis, roles, bool((values < 0).any()), bool(len(lost)), colours)
 
@@ -203,17 +201,22 @@ def _rates_legend(
     if len(roles) > MOST_NAMES:
         place = {"bbox_to_anchor": (0.0, -0.12), "ncols": 4}
     axis.legend(
-        handles=handles, loc="upper left", borderaxespad=0, fontsize=6, frameon=False, **place
+        handles=handles, loc="upper left", borderaxespad=0, fontsize=8, frameon=False, **place
     )
 
 
 def short_name(name: str, most: int = 32) -> str:
     """Return the name of a group for a label, without empty words; long ones lose their middle."""
     name = name.replace("parametrizations.", "").replace(".original", "")
-    if len(name) <= most:
-        return name
-    end = most * 2 // 3
-    return f"{name[: most - end - 1]}…{name[-end:]}"
+    if len(name) > most:
+        end = most * 2 // 3
+        name = f"{name[: most - end - 1]}…{name[-end:]}"
+    return figure_text(name)
+
+
+def figure_text(text: str) -> str:
+    """Return text that matplotlib draws as it is: dollar signs would begin a formula."""
+    return printable(text).replace("$", r"\$")
 
 
 def _layer_colours(count: int) -> list[Any]:

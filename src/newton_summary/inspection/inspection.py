@@ -23,13 +23,13 @@ from newton_summary.errors import UserError
 from newton_summary.history import History
 from newton_summary.inspection.settings import Settings
 from newton_summary.inspection.user_file import Built, kind_of, telling
-from newton_summary.measuring.lambda_int import Strengths, suggest_lambda_int
 from newton_summary.measuring.measurement import summarize
 from newton_summary.measuring.trial_steps import step_trials
+from newton_summary.measuring.tried_rates import learning_rates
 from newton_summary.partition import make_partition
 from newton_summary.probe.cutting import map_batch
 from newton_summary.probe.inputs import as_batches
-from newton_summary.solver import LearningRates, learning_rates
+from newton_summary.solver import LearningRates
 from newton_summary.summary import Summary
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Inspection:
     summary: Summary
     rates: LearningRates
     pairs: tuple[Pair, ...]  # the strongest first
-    strengths: Strengths | None  # what other lambda_int do, if none was asked for
+    found: bool  # whether lambda_int was found by trials
 
     def __str__(self) -> str:
         """Return what was measured, the slowest and fastest groups, and the strongest pairs."""
@@ -55,12 +55,16 @@ class Inspection:
             f"(backend {self.summary.backend})",
             "",
         ]
-        if self.rates.ok:
+        if self.rates.ok and not self.rates.refuted:
             lines += self._rates_in_words()
+        elif self.rates.ok:
+            lines += [f"No learning rates with {self._strength()}", f"  {self.rates.doubt}"]
+            if not self.found:
+                lines.append("  Leave out --lambda-int: it is then found by trials.")
         else:
             lines.append(f"No learning rates, {self.rates.status}: {self.rates.detail}")
-            if self.summary.order == 2:
-                lines.append("--order 3 measures the cubic term, and --lambda-int is its strength.")
+            if not self.found:
+                lines.append("Leave out --lambda-int: steps are then tried until one lowers it.")
         if self.pairs:
             rows = [["Strongest pairs", "", "interaction"]]
             titles = dict(zip(self.summary.names, self.summary.titles, strict=True))
@@ -89,26 +93,21 @@ class Inspection:
             lines.append(
                 f"  {backwards} of {len(eta)} {verb} negative: their partners move too far"
             )
-        for trial in self.history.measured[0].trials[-1:]:
-            lines.append(
-                f"  with these the loss of {float(self.summary.loss):.4g} should change by "
-                f"{trial.predicted:+.3g}; it changed by {trial.real:+.3g}"
-            )
-            if trial.predicted < 0 < trial.real:
-                lines.append(
-                    "  that far the model does not hold: a larger --lambda-int gives shorter steps"
-                )
+        lines.append(
+            f"  with these the loss of {float(self.summary.loss):.4g} should change by "
+            f"{self.rates.model_change:+.3g}; it changed by {self.rates.real_change:+.3g}"
+        )
+        if self.rates.status in ("cut", "absolute"):
+            lines.append(f"  {self.rates.detail}")
         return lines
 
     def _strength(self) -> str:
         said = f"lambda_int {self.rates.lambda_int:g}"
-        if self.strengths is None:
-            return said
-        values = [one.rates.lambda_int for one in self.strengths.tried]
-        tried = f"{min(values):g} to {max(values):g}"
-        if self.strengths.best.real < 0:
-            return f"{said}, the best of {tried}"
-        return f"{said}; no step of {tried} lowers the loss"
+        if self.rates.no_cubic:
+            said = "no cubic term: D3 is 0 in all groups, as with ReLU and squared error"
+        elif self.found:
+            said += ", found by trials"
+        return said if self.rates.real_change < 0 else f"{said}; no such step lowers the loss"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the rates and pairs as plain values; None stands for what is not finite."""
@@ -127,6 +126,8 @@ class Inspection:
             "backend": self.summary.backend,
             "status": self.rates.status,
             "lambda_int": self.rates.lambda_int,
+            "predicted_change": finite(self.rates.model_change),
+            "real_change": finite(self.rates.real_change),
             "learning_rates": by_name(self.rates.eta),
             "stderr": by_name(self.rates.eta_stderr),
             "strongest_pairs": [pair._asdict() for pair in self.pairs],
@@ -147,12 +148,8 @@ def inspect_model(
 ) -> Inspection:
     """Measure a model and try steps along its learning rates.
 
-    Args:
-        built: Model, loss and data.
-        settings: How to measure.
-        name: Of the report.
-        file: Where the user's code is, for messages.
-        progress: As :func:`summarize` takes it.
+    ``name`` is that of the report, ``file`` has the user's code, for messages, and ``progress`` is
+    as for :func:`summarize`.
     """
     model, loss_fn, data = built
     lambda_int = _strength(settings)
@@ -174,24 +171,26 @@ def inspect_model(
             progress=progress,
         )
         seconds = time.perf_counter() - start
-        strengths = None
-        if lambda_int is None:
-            strengths = suggest_lambda_int(model, loss_fn, iter(batches), summary)
-            rates = strengths.rates
-        else:
-            rates = learning_rates(summary, lambda_int)
+        rates = learning_rates(
+            summary,
+            lambda_int,
+            model=model,
+            loss_fn=loss_fn,
+            data=dict(enumerate(batches)).values(),
+        )
         trials = step_trials(model, loss_fn, iter(batches), summary, rates) if rates.ok else ()
     history = History(name)
     history.add(0, summary, rates, trials=trials)
     history.facts = _facts(built, settings, summary, len(batches), seconds, rates.lambda_int)
-    return Inspection(history, summary, rates, tuple(strongest_pairs(summary, 5)), strengths)
+    pairs = tuple(strongest_pairs(summary, 5))
+    return Inspection(history, summary, rates, pairs, found=lambda_int is None)
 
 
 def _strength(settings: Settings) -> float | None:
     """Return lambda_int, None if it has to be found; raise a UserError for a wrong one."""
     has_D3 = settings.order == 3
     if settings.lambda_int is None:
-        return None if has_D3 else 0.0
+        return None
     if not 0 <= settings.lambda_int < math.inf:
         raise UserError(f"--lambda-int {settings.lambda_int:g}: write a finite number, 0 or more.")
     if settings.lambda_int > 0 and not has_D3:

@@ -51,11 +51,9 @@ def split_target(target: str) -> tuple[Path, str]:
 
 
 def load_build(target: str, seed: int = 0) -> Built:
-    """Run the file, call the function, and check what it returns.
+    """Run the file of ``FILE.py:build``, call the function, and check what it returns.
 
-    Args:
-        target: ``FILE.py:build``.
-        seed: Of torch, before anything runs.
+    torch is seeded before anything runs.
     """
     file, function = split_target(target)
     if not file.is_file():

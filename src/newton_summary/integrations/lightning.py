@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from newton_summary.integrations.lightning_loss import quiet, to_device, training_loss
+from newton_summary.integrations.lightning_loss import quiet, step_loss, to_device, training_loss
 from newton_summary.integrations.loggers import PREFIX, Logger
 from newton_summary.integrations.monitor import Monitor
 from newton_summary.integrations.sampling import sample_batches
@@ -31,7 +31,7 @@ __all__ = ["SummaryCallback", "training_loss"]
 
 
 class SummaryCallback(Monitor, Callback):
-    """Measures a LightningModule every N epochs, logs the rates, writes the report at the end.
+    """Says every N epochs whether the trainer's learning rates are right, and can steer them.
 
     >>> from newton_summary.integrations.lightning import SummaryCallback
     >>> callback = SummaryCallback(every_n_epochs=5)  # Trainer(callbacks=[callback])
@@ -39,31 +39,67 @@ class SummaryCallback(Monitor, Callback):
     It takes the arguments of :class:`~newton_summary.integrations.monitor.Monitor`. By default the
     loss is that of ``training_step``, the data are samples of the training data, and the report is
     in the directory of the trainer's logger. What ``training_step`` logs, or keeps in attributes of
-    the module, is hidden from the training, which is bit for bit the same as without the callback.
+    the module, is hidden from the training, which is bit for bit the same as without the callback,
+    unless it has ``adjust=True``: then a :class:`newton_summary.RateController` steers the rate.
 
-    The trainer's loggers get ``newton_summary/loss``, ``newton_summary/predicted_change`` and
-    ``newton_summary/eta/<group>``, as do ``callback_metrics``; TensorBoard and W&B also get heat
-    maps of Hbar. ``callback.history`` is saved in checkpoints and restored from them.
+    The trainer's loggers get ``newton_summary/loss``, ``newton_summary/predicted_change``,
+    ``newton_summary/real_change`` and ``newton_summary/factor/<group>``, as do
+    ``callback_metrics``; with ``adjust``, ``newton_summary/steered_lr``; with a ``partition``,
+    ``newton_summary_groups/<group>`` and, in TensorBoard and W&B, heat maps of Hbar. The history
+    and the controller are saved in checkpoints and restored from them.
     """
 
     _sum: Any = 0.0  # of the losses of this epoch, and their number
-    _batches = 0
+    _count = 0
     _taken: Mapping[str, Any] = {}  # the metrics of the epoch before
+    _waiting: list[Any]  # batches of the gradient so far
+    _found: list[Logger] | None = None  # the trainer's logs
 
     def batch_loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss of a batch, by ``training_step`` or by ``loss_fn``."""
         if self.loss_fn is None:
             return training_loss(model, batch)
+        return self._own_loss(model, to_device(model, batch))
+
+    def _own_loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the mean loss of a batch that is on its device."""
+        if self.loss_fn is None:
+            return step_loss(model, batch)
         with quiet(model):
-            return self.loss_fn(model, to_device(model, batch))
+            return self.loss_fn(model, batch)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check that the report can be written."""
+        """Check that the report can be written; begin to steer."""
         self.check_report()
+        self.console.enabled &= trainer.is_global_zero
+        steps = trainer.estimated_stepping_batches
+        self.plan(pl_module, steps * trainer.accumulate_grad_batches)
+        self._waiting, self._found = [], None
+        if self.adjust:
+            if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:
+                raise ValueError(
+                    f"adjust=True steers one optimizer with automatic optimization, and "
+                    f"{type(pl_module).__name__} has {len(trainer.optimizers)}, automatic: "
+                    f"{pl_module.automatic_optimization}. Use RateController in training_step."
+                )
+            self.steer(trainer.optimizers[0], pl_module, self._own_loss)
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Measure the last step, before the closure that computes the gradient of the next."""
+        if self.controller is None:
+            return
+        self._waiting.append(batch)
+        whole = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if whole or trainer.is_last_batch:
+            epoch = trainer.current_epoch + batch_idx / trainer.num_training_batches
+            self.before_step(self._waiting, epoch, trainer.global_step, self._logs(trainer))
+            self._waiting = []
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Measure the model before the epoch, if it is due."""
-        self._sum, self._batches = 0.0, 0
+        self._sum, self._count = 0.0, 0
         if self.is_due(trainer.current_epoch):
             self._measure(trainer, pl_module)
 
@@ -74,25 +110,25 @@ class SummaryCallback(Monitor, Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):  # Lightning has divided it, to accumulate gradients
             self._sum = self._sum + loss.detach() * trainer.accumulate_grad_batches
-            self._batches += 1
+            self._count += 1
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Add points to the curves: the mean loss, and what the module and callbacks log."""
         epoch = trainer.current_epoch + 1
-        values = {} if not self._batches else {"train_loss": self._sum / self._batches}
+        values = {} if not self._count else {"train_loss": self._sum / self._count}
         values.update(trainer.callback_metrics)
         for name, value in values.items():
             # With on_step and on_epoch Lightning has a metric three times: x, x_step, x_epoch.
             again = name.endswith(("_step", "_epoch")) and name.rpartition("_")[0] in values
             # It also keeps old values, such as the result of an earlier validation.
             old = self._taken.get(name) is value
-            if not again and not old and not name.startswith(f"{PREFIX}/"):
+            if not again and not old and not name.startswith(PREFIX):
                 self.history.add_value(name, epoch, float(value))
         self._taken = values
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Measure the trained model, and write the report."""
-        if trainer.current_epoch not in self.history.epochs:
+        if self.has_time(trainer.current_epoch):
             self._measure(trainer, pl_module)
         self._write(trainer)
 
@@ -106,13 +142,20 @@ class SummaryCallback(Monitor, Callback):
             self.data = sample_batches(
                 trainer.train_dataloader, self.num_batches, trainer.global_rank, trainer.world_size
             )
-        loggers: list[Logger] = [_CallbackMetrics(trainer)]
-        if trainer.is_global_zero:
-            loggers += [_adapted(logger) for logger in trainer.loggers]
-        optimizer = next(iter(trainer.optimizers), None)
         self.measure(
-            module, trainer.current_epoch, trainer.global_step, loggers=loggers, optimizer=optimizer
+            module,
+            trainer.current_epoch,
+            trainer.global_step,
+            loggers=self._logs(trainer),
+            optimizer=next(iter(trainer.optimizers), None),
         )
+
+    def _logs(self, trainer: Any) -> list[Logger]:
+        if self._found is None:
+            self._found = [_CallbackMetrics(trainer)]
+            if trainer.is_global_zero:
+                self._found += [_adapted(logger) for logger in trainer.loggers]
+        return self._found
 
     def _write(self, trainer: Any) -> None:
         directory = trainer.log_dir or trainer.default_root_dir  # a collective call

@@ -24,13 +24,17 @@ def training_loss(module: Any, batch: Any) -> Tensor:
         module: A LightningModule with automatic optimization, attached to a trainer.
         batch: A batch of the data loader.
     """
+    return step_loss(module, to_device(module, batch))
+
+
+def step_loss(module: Any, batch: Any) -> Tensor:
+    """Return the same for a batch that Lightning has moved already."""
     if not module.automatic_optimization:
         raise ValueError(
             f"{type(module).__name__} uses manual optimization, so its training_step does not "
             f"return a loss. Pass loss_fn=..., with loss_fn(module, batch) -> mean loss."
         )
     with quiet(module):
-        batch = to_device(module, batch)
         takes_index = len(inspect.signature(module.training_step).parameters) > 1
         output = module.training_step(batch, 0) if takes_index else module.training_step(batch)
     loss = output.get("loss") if isinstance(output, Mapping) else output

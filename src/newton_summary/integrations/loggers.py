@@ -6,12 +6,15 @@ import importlib.util
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from newton_summary.history import Measured
+from newton_summary.history import History, Measured
+from newton_summary.measuring.advice import Advice
+from newton_summary.optimizer.controller import RateRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PREFIX = "newton_summary"
+GROUPS = f"{PREFIX}_groups"  # a section of its own in TensorBoard: there may be many
 
 
 class Logger(Protocol):
@@ -24,36 +27,55 @@ class Logger(Protocol):
         """Write a picture."""
 
 
-def scalars_of(measured: Measured) -> dict[str, float]:
-    """Return the numbers to log: loss, predicted change, and the rate of each group.
+def advice_scalars(advice: Advice) -> dict[str, float]:
+    """Return the best factor on each learning rate of an optimizer, and its standard error."""
+    values = {}
+    for group in advice.groups:
+        values[f"{PREFIX}/factor/{group.name}"] = group.factor
+        if group.stderr is not None:
+            values[f"{PREFIX}/factor_error/{group.name}"] = group.stderr
+    return values
 
-    The predicted change is that of the step ``theta - eta_s u`` in every group s, to second order;
-    it is negative if the loss should fall.
+
+def record_scalars(record: RateRecord) -> dict[str, float]:
+    """Return what to log of a measurement by which a rate is steered."""
+    values = {"steered_lr": record.rate * record.change, "steered_factor": record.factor}
+    return {f"{PREFIX}/{name}": value for name, value in values.items()}
+
+
+def scalars_of(measured: Measured) -> dict[str, float]:
+    """Return the loss, and how a step changes it: predicted to second order, and really.
+
+    The step is the last one that was tried, or ``theta - eta_s u`` in every group s.
     """
     place = PREFIX if measured.kind == "full" else f"{PREFIX}/{measured.kind}"
-    summary = measured.summary
-    rates = zip(summary.names, measured.eta.tolist(), strict=True)
-    return {
-        f"{place}/loss": float(summary.loss),
-        f"{place}/predicted_change": float(summary.predicted_change(measured.eta)),
-        **{f"{place}/eta/{name}": rate for name, rate in rates},
-    }
+    values = {f"{place}/loss": float(measured.summary.loss)}
+    if not measured.trials:
+        predicted = float(measured.summary.predicted_change(measured.eta))
+        return {**values, f"{place}/predicted_change": predicted}
+    _, predicted, real = measured.trials[-1]
+    return {**values, f"{place}/predicted_change": predicted, f"{place}/real_change": real}
 
 
-def log_measured(logger: Logger, measured: Measured, step: int, figures: bool = True) -> None:
-    """Write a measurement to a log.
+def rate_scalars(measured: Measured) -> dict[str, float]:
+    """Return the rate of each group."""
+    place = GROUPS if measured.kind == "full" else f"{GROUPS}/{measured.kind}"
+    rates = zip(measured.summary.names, measured.eta.tolist(), strict=True)
+    return {f"{place}/{name}": rate for name, rate in rates}
 
-    Args:
-        logger: The log.
-        measured: The measurement.
-        step: Step of the training.
-        figures: Whether to write heat maps too, if matplotlib is installed: of Hbar on a
-            logarithmic scale, and of the interactions, Hbar scaled to a unit diagonal.
+
+def log_figures(logger: Logger, history: History, step: int) -> None:
+    """Write pictures of the last measurement to a log, if matplotlib is installed.
+
+    Heat maps of Hbar on a logarithmic scale and of the interactions (Hbar scaled to a unit
+    diagonal), and one chart with the rates of all groups. One group has no such pictures.
     """
-    logger.scalars(scalars_of(measured), step)
-    if figures and measured.kind == "full" and importlib.util.find_spec("matplotlib"):
-        from newton_summary.figures import heatmap
+    full = [measured for measured in history.measured if measured.kind == "full"]
+    if not full or len(history.names) < 2 or not importlib.util.find_spec("matplotlib"):
+        return
+    from newton_summary.figures import heatmap, rates
 
-        summary = measured.summary
-        logger.figure(f"{PREFIX}/Hbar", heatmap(summary, "Hbar", scale="symlog"), step)
-        logger.figure(f"{PREFIX}/interactions", heatmap(summary, "normalized"), step)
+    summary = full[-1].summary
+    logger.figure(f"{PREFIX}/Hbar", heatmap(summary, "Hbar", scale="symlog"), step)
+    logger.figure(f"{PREFIX}/interactions", heatmap(summary, "normalized"), step)
+    logger.figure(f"{PREFIX}/rates", rates(history), step)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import platform
-import sys
-from collections.abc import Mapping, Sequence
+from collections import UserList
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +20,22 @@ import newton_summary
 from newton_summary.display.warn import warn_user
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.history import History, Measured, Trial
-from newton_summary.integrations.loggers import Logger, log_measured
+from newton_summary.integrations.budget import Budget
+from newton_summary.integrations.console import Console, sentence
+from newton_summary.integrations.loggers import (
+    Logger,
+    advice_scalars,
+    log_figures,
+    rate_scalars,
+    record_scalars,
+    scalars_of,
+)
+from newton_summary.measuring.advice import Advice, suggest_lrs
 from newton_summary.measuring.lambda_int import suggest_lambda_int
 from newton_summary.measuring.measurement import summarize
 from newton_summary.measuring.trial_steps import step_trials
 from newton_summary.optimizer import NewtonSummary
+from newton_summary.optimizer.controller import RateController
 from newton_summary.page import report
 from newton_summary.partition import Partition, Spec, unwrap
 from newton_summary.probe.probe import LossFn
@@ -35,25 +49,29 @@ UNNAMED = "run"
 class Monitor:
     """Measures a model during its training, keeps a history, logs, and writes the report.
 
-    In a training loop of your own:
+    Given the optimizer, it measures along its next step, and says by which factor each of its
+    learning rates should change (:func:`newton_summary.suggest_lrs`); without one, it measures
+    along the gradient. In a training loop of your own:
 
     >>> from newton_summary.integrations.monitor import Monitor
     >>> _ = torch.manual_seed(0)
     >>> model, x, y = nn.Linear(3, 1), torch.randn(64, 3), torch.randn(64, 1)
     >>> def loss_fn(model, batch):
     ...     return (model(batch[0]) - batch[1]).square().mean()
-    >>> monitor = Monitor(loss_fn=loss_fn, data=(x, y), lambda_int=0.0)
+    >>> monitor = Monitor(loss_fn=loss_fn, data=(x, y), console=False)
     >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> for epoch in range(3):
-    ...     _ = monitor.measure(model, epoch)
+    ...     _ = monitor.measure(model, epoch, optimizer=sgd)
     ...     loss_fn(model, (x, y)).backward()
     ...     sgd.step()
     ...     sgd.zero_grad()
     >>> monitor.history.epochs
     [0.0, 1.0, 2.0]
+    >>> monitor.advice["group0"].verdict
+    'raise'
 
     and at the end ``monitor.write_report("report.html")``. The callbacks are monitors that know
-    where to find model, loss, data and logs.
+    where to find model, optimizer, loss, data and logs.
 
     The first measurement raises an error if its arguments are wrong. Later ones only warn, once, so
     that a training continues although it has diverged or memory is short.
@@ -66,23 +84,31 @@ class Monitor:
         num_batches: The number of batches of samples to draw.
         loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a batch. Callbacks have a
             default.
-        partition: The groups, as for :func:`newton_summary.summarize`.
-        lambda_int: Strength of the cubic term, as for :func:`newton_summary.learning_rates`. By
-            default the first measurement finds it with :func:`newton_summary.suggest_lambda_int`
-            (11 more passes over its data), and the others use it; 0 with ``order=2``.
+        partition: Groups to measure besides those of the optimizer, such as ``"layers"``. Without
+            an optimizer, by default one for each tensor.
+        lambda_int: Strength of the cubic term; by default found by trials, and found again when a
+            trial fails.
+        adjust: Whether callbacks steer the learning rate while they train, with a
+            :class:`newton_summary.RateController`.
+        budget: The most time that measuring may take, as a share of the time of training: callbacks
+            then measure in fewer epochs and on fewer batches, with fewer groups.
         report: Where callbacks write the report at the end; None for no report. A relative path
             starts in the directory that the framework writes to.
         loggers: Logs to write to, besides those that a callback finds.
-        figures: Whether to log heat maps of Hbar too.
-        trials: Whether to try the steps on the same data, so that the report can show predicted
-            against real changes of the loss. Takes five more passes over the data.
+        figures: Whether to log heat maps and a chart of the rates too.
+        console: Whether to write a line about each measurement to standard error.
         name: Name of the history, the title of the report; by default the type of the model.
-        **options: More arguments for :func:`newton_summary.summarize`, such as ``microbatch``,
-            ``backend`` or ``stderr``.
+        **options: More arguments for :func:`newton_summary.summarize`, such as ``microbatch`` or
+            ``backend``.
 
     Attributes:
         history: The measurements, with the curves of the training.
+        advice: What was last said about the learning rates of the optimizer.
+        controller: What steers them, with ``adjust=True``.
     """
+
+    advice: Advice | None = None
+    controller: RateController | None = None
 
     def __init__(
         self,
@@ -91,12 +117,14 @@ class Monitor:
         data: Any = None,
         num_batches: int = 8,
         loss_fn: LossFn | None = None,
-        partition: Partition | Spec = "canonical",
+        partition: Partition | Spec | None = None,
         lambda_int: float | None = None,
+        adjust: bool = False,
+        budget: float | None = None,
         report: str | Path | None = REPORT,
         loggers: Sequence[Logger] = (),
         figures: bool = True,
-        trials: bool = True,
+        console: bool = True,
         name: str | None = None,
         **options: Any,
     ):
@@ -107,15 +135,16 @@ class Monitor:
         self.every_n_epochs, self.num_batches = every_n_epochs, num_batches
         self.data, self.loss_fn = data, loss_fn
         self.partition, self.lambda_int = partition, lambda_int
-        self.report, self.figures, self.trials = report, figures, trials
-        self.loggers = list(loggers)
-        self.options = {"order": 2 if lambda_int == 0 else 3, **options}
-        if lambda_int is None and self.options["order"] < 3:
-            self.lambda_int = 0.0
+        self.adjust, self.budget = adjust, Budget(budget)
+        self.report, self.figures = report, figures
+        self.loggers, self.console = list(loggers), Console(console)
+        self.options = options
         self.history = History(name or UNNAMED)
         self._loss = self.batch_loss  # one object: how to split batches is remembered by loss
         self._warned = False
         self._last_used: Summary | None = None  # the optimizer's, as it was last added
+        self._batches = 0  # measured on last
+        self._steered: Mapping[str, Any] | None = None  # state of a controller not yet made
 
     def batch_loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss of a batch."""
@@ -125,7 +154,23 @@ class Monitor:
 
     def is_due(self, epoch: float) -> bool:
         """Return whether to measure after this many epochs."""
-        return epoch % self.every_n_epochs == 0 and epoch not in self.history.epochs
+        return epoch % self.every_n_epochs == 0 and self.has_time(epoch)
+
+    def has_time(self, epoch: float) -> bool:
+        """Return whether nothing was measured yet after this many epochs, and the budget allows."""
+        return epoch not in self.history.epochs and self.budget.allows(self._batches)
+
+    def plan(self, model: nn.Module, batches: float) -> None:
+        """Begin a training of so many batches: choose groups that the budget allows."""
+        self.budget.start()
+        if self.partition is not None:
+            given = self.partition
+            self.partition = self.budget.affordable(model, given, batches)
+            if self.partition is not given:
+                groups = "the optimizer's groups" if self.partition is None else self.partition
+                self.console.say(f"the budget allows {groups} instead of {given}")
+
+    # --- measurements -----------------------------------------------------------------------------
 
     def measure(
         self,
@@ -145,20 +190,19 @@ class Monitor:
             step: Steps done, for the logs.
             data: Data to use instead of the monitor's.
             loggers: Logs besides the monitor's own.
-            optimizer: The optimizer of the model. If it is :class:`newton_summary.NewtonSummary`
-                with the same groups, the last summary that it used is added as well, once.
+            optimizer: The optimizer of the model, along whose next step to measure. Along the
+                gradient with :class:`newton_summary.NewtonSummary`, whose last summary is added as
+                well, once, if it has the same groups.
 
         Returns:
             The measurement; None if it failed and was not the first.
         """
-        data = self.data if data is None else data
+        data = self._data(epoch) if data is None else data
         if data is None:
             raise ValueError("There is nothing to measure on: pass data=... to the monitor.")
         try:
-            summary = summarize(model, self._loss, data, partition=self.partition, **self.options)
-            rates = self._rates(model, data, summary)
-            tried = self._try(model, data, summary, rates) if self.trials else ()
-            self.history.add(float(epoch), summary, rates, trials=tried)
+            with self.budget.measuring(), self.console.patience(f"after epoch {epoch:g}"):
+                rates = self._measure_at(float(epoch), model, data, optimizer)
         except (ValueError, RuntimeError, CannotDifferentiate) as error:
             if not self.history.measured:
                 raise
@@ -174,14 +218,151 @@ class Monitor:
         if isinstance(optimizer, NewtonSummary):
             last, used = optimizer.last_summary, optimizer.last_rates
             same = last is self._last_used  # nothing was measured in between
-            if last is not None and used is not None and not same and last.names == summary.names:
+            names = measured.summary.names
+            if last is not None and used is not None and not same and last.names == names:
                 self.history.add(float(epoch), last, used, kind="optimizer")
                 new.append(self.history.measured[-1])
             self._last_used = last
+        values = {} if self.advice is None else advice_scalars(self.advice)
+        for entry in new:
+            values |= scalars_of(entry)
+            if self.advice is None or self.partition is not None:
+                values |= rate_scalars(entry)
         for logger in (*self.loggers, *loggers):
-            for entry in new:
-                log_measured(logger, entry, step, self.figures)
+            logger.scalars(values, step)
+            if self.figures:
+                log_figures(logger, self.history, step)
         return measured
+
+    def _measure_at(
+        self, epoch: float, model: nn.Module, data: Any, optimizer: Optimizer | None
+    ) -> LearningRates:
+        """Measure, and add to the history."""
+        if optimizer is None or isinstance(optimizer, NewtonSummary):
+            summary = summarize(
+                model, self._loss, data, partition=self.partition or "canonical", **self.options
+            )
+            rates = self._rates(model, data, summary)
+            trials = step_trials(model, self._loss, data, summary, rates, **self._shared())
+            self.history.add(epoch, summary, rates, trials=trials)
+            return rates
+        with self._present_rates(optimizer):
+            self.advice = groups = self._advise(model, data, optimizer, None)
+            if self.partition is not None:
+                groups = self._advise(model, data, optimizer, self.partition)
+        factors = groups.rates.eta.new_tensor([group.factor for group in groups.groups])
+        errors = [group.stderr for group in groups.groups]
+        stderr = None if None in errors else factors.new_tensor(errors)
+        rates = replace(groups.rates, eta=factors, eta_stderr=stderr, status="minimum")
+        trial = Trial(1.0, *groups.then)
+        self.history.add(epoch, groups.summary, rates, trials=[trial])
+        said = sentence(self.advice, steered=self.controller is not None)
+        self.console.say(f"epoch {epoch:g}: {said}")
+        for group in self.advice.groups:
+            self.history.add_value(f"factor of lr, {group.name}", epoch, group.factor)
+        return rates
+
+    def _advise(self, model: nn.Module, data: Any, optimizer: Optimizer, partition: Any) -> Advice:
+        given = {} if self.lambda_int is None else {"lambda_int": self.lambda_int}
+        shared = {**self._shared(), **given}
+        if "backend" in self.options:
+            shared["backend"] = self.options["backend"]
+        return suggest_lrs(model, self._loss, data, optimizer, partition, **shared)
+
+    def _rates(self, model: nn.Module, data: Any, summary: Summary) -> LearningRates:
+        """Return the rates along the gradient; the strength is looked for until a trial holds."""
+        if summary.order == 2 or self.lambda_int is not None:
+            return learning_rates(summary, self.lambda_int or 0.0)
+        return suggest_lambda_int(model, self._loss, data, summary, **self._shared()).rates
+
+    def _shared(self) -> dict[str, Any]:
+        """Return the options that trials take too."""
+        same = ("direction", "microbatch", "num_samples", "distributed")
+        return {name: self.options[name] for name in same if name in self.options}
+
+    def _data(self, epoch: float) -> Any:
+        """Return the data to measure on; of drawn samples, as many batches as the budget allows."""
+        if not isinstance(self.data, UserList):
+            return self.data
+        period = self.budget.training * self.every_n_epochs / max(epoch, 1)
+        self._batches = self.budget.batches(self._batches, len(self.data), period)
+        return self.data[: self._batches]
+
+    def _note_facts(
+        self, model: nn.Module, measured: Measured, optimizer: Optimizer | None
+    ) -> None:
+        """Note in the history how it was measured."""
+        model = unwrap(model)
+        if self.history.name == UNNAMED:
+            self.history.name = type(model).__name__
+        params = [p for p in model.parameters() if p.requires_grad]
+        summary = measured.summary
+        self.history.facts |= {
+            "model": f"{type(model).__name__}, {sum(p.numel() for p in params):,} parameters",
+            "backend": summary.backend,
+            "device": str(params[0].device),
+            "newton_summary": newton_summary.__version__,
+            "torch": str(torch.__version__),  # a subclass of str, which checkpoints refuse
+            "python": platform.python_version(),
+        }
+        if optimizer is not None:
+            self.history.facts["trained with"] = type(optimizer).__name__
+        if self.advice is not None:
+            self.history.facts["measured along"] = (
+                f"the next step of {type(optimizer).__name__}: a rate of 1 is its present one"
+            )
+
+    def _warn(self, message: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warn_user(f"{message} (Shown once.)")
+
+    # --- steering ---------------------------------------------------------------------------------
+
+    def steer(self, optimizer: Optimizer, model: nn.Module, loss_fn: LossFn) -> None:
+        """Steer the learning rates of an optimizer from now on, if ``adjust`` says so."""
+        if not self.adjust:
+            return
+        # Two gradients a measurement.
+        share = self.budget.share
+        period = 10 if share is None else max(10, math.ceil(2 / share))
+        self.controller = RateController(optimizer, model, loss_fn, period=period)
+        if self._steered is not None:
+            self.controller.load_state_dict(self._steered)
+        self._recorded = len(self.controller.history)
+
+    def before_step(
+        self, batches: Sequence[Any], epoch: float, step: int, loggers: Sequence[Logger] = ()
+    ) -> None:
+        """Let the controller measure before a step of the optimizer, and log what it did."""
+        assert self.controller is not None
+        self.controller.before_step(UserList(batches))
+        for record in self.controller.history[self._recorded :]:
+            values = record_scalars(record)
+            for name, value in values.items():
+                self.history.add_value(name.rpartition("/")[2].replace("_", " "), epoch, value)
+            for logger in (*self.loggers, *loggers):
+                logger.scalars(values, step)
+        self._recorded = len(self.controller.history)
+
+    @contextmanager
+    def _present_rates(self, optimizer: Optimizer) -> Iterator[None]:
+        """Show the learning rates as the controller multiplies them.
+
+        At the end of a schedule, where they are zero and nothing can be seen, those of its peak.
+        """
+        own = [group["lr"] for group in optimizer.param_groups]
+        factor = 1.0 if self.controller is None else self.controller.multiplier
+        ended = not any(float(lr) for lr in own)
+        try:
+            for group, lr in zip(optimizer.param_groups, own, strict=True):
+                group["lr"] = (group.get("initial_lr", lr) if ended else lr) * factor
+            yield
+        finally:
+            for group, lr in zip(optimizer.param_groups, own, strict=True):
+                group["lr"] = lr
+
+    # --- the report -------------------------------------------------------------------------------
 
     def write_report(self, path: str | Path | None = None) -> Path | None:
         """Write the report.
@@ -204,7 +385,7 @@ class Monitor:
         """Write the report at the end of a training, and print its path to standard error."""
         path = None if self.report is None else self.write_report(Path(directory) / self.report)
         if path is not None:
-            print(f"\nnewton_summary: wrote {path}", file=sys.stderr)
+            self.console.say(f"wrote {path}")
 
     def check_report(self) -> None:
         """Raise at the start of a training if the report at its end cannot be written."""
@@ -214,58 +395,14 @@ class Monitor:
                 "run pip install -e '.[report]' in your clone, or pass report=None."
             )
 
-    def _rates(self, model: nn.Module, data: Any, summary: Summary) -> LearningRates:
-        if self.lambda_int is None and "lambda_int" in self.history.facts:  # of a resumed run
-            self.lambda_int = float(self.history.facts["lambda_int"])
-        if self.lambda_int is not None:
-            return learning_rates(summary, self.lambda_int)
-        found = suggest_lambda_int(model, self._loss, data, summary, **self._for_trials())
-        if found.best.real < 0:  # else try again next time
-            self.lambda_int = found.lambda_int  # one for all, so that rates can be compared
-        return found.rates
-
-    def _try(
-        self, model: nn.Module, data: Any, summary: Summary, rates: LearningRates
-    ) -> tuple[Trial, ...]:
-        return step_trials(model, self._loss, data, summary, rates, **self._for_trials())
-
-    def _for_trials(self) -> dict[str, Any]:
-        same = ("direction", "microbatch", "distributed")
-        return {name: self.options[name] for name in same if name in self.options}
-
-    def _warn(self, message: str) -> None:
-        if not self._warned:
-            self._warned = True
-            warn_user(f"{message} (Shown once.)")
-
-    def _note_facts(
-        self, model: nn.Module, measured: Measured, optimizer: Optimizer | None
-    ) -> None:
-        """Note in the history how it was measured."""
-        model = unwrap(model)
-        if self.history.name == UNNAMED:
-            self.history.name = type(model).__name__
-        params = [p for p in model.parameters() if p.requires_grad]
-        summary = measured.summary
-        self.history.facts |= {
-            "model": f"{type(model).__name__}, {sum(p.numel() for p in params):,} parameters",
-            "backend": summary.backend,
-            "device": str(params[0].device),
-            "newton_summary": newton_summary.__version__,
-            "torch": str(torch.__version__),  # a subclass of str, which checkpoints refuse
-            "python": platform.python_version(),
-        }
-        if self.lambda_int is not None:
-            self.history.facts["lambda_int"] = f"{self.lambda_int:g}"
-        if optimizer is not None:
-            self.history.facts["trained with"] = type(optimizer).__name__
-
     # --- checkpoints ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the history as plain values and tensors."""
-        return {"history": self.history.state_dict()}
+        """Return the history, and the state of the controller, as plain values and tensors."""
+        steered = self._steered if self.controller is None else self.controller.state_dict()
+        return {"history": self.history.state_dict(), "controller": steered}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the history by a saved one."""
+        """Replace the history by a saved one; a controller goes on from its state."""
         self.history = History.from_state_dict(state["history"])
+        self._steered = state.get("controller")

@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from newton_summary.history import History
-from newton_summary.integrations.loggers import log_measured
+from newton_summary.integrations.loggers import (
+    GROUPS,
+    PREFIX,
+    log_figures,
+    rate_scalars,
+    scalars_of,
+)
 from newton_summary.solver import LearningRates
 from newton_summary.summary import Summary
 
@@ -19,11 +25,17 @@ class TensorBoard:
     """A :class:`~newton_summary.integrations.loggers.Logger` that writes with a SummaryWriter.
 
     Args:
-        writer: ``torch.utils.tensorboard.SummaryWriter``, or an object with the same methods.
+        writer: ``torch.utils.tensorboard.SummaryWriter``, or an object with the same methods. Its
+            tab Custom Scalars gets one chart for all groups.
     """
 
     def __init__(self, writer: SummaryWriter):
         self.writer = writer
+        charts = {
+            "factor of the learning rate": ["Multiline", [f"{PREFIX}/factor/.*"]],
+            "rates of groups": ["Multiline", [f"{GROUPS}/.*"]],
+        }
+        writer.add_custom_scalars({PREFIX: charts})
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Write numbers by name."""
@@ -46,9 +58,9 @@ def log_summary(
     """Write a measurement to TensorBoard.
 
     The numbers are ``newton_summary/loss``, ``newton_summary/predicted_change`` (of a step along
-    the rates, to second order) and ``newton_summary/eta/<group>``; the pictures are
-    ``newton_summary/Hbar`` and ``newton_summary/interactions`` (scaled to a unit diagonal), if
-    matplotlib is installed.
+    the rates, to second order) and ``newton_summary_groups/<group>``; the pictures, if matplotlib
+    is installed, are ``newton_summary/Hbar``, ``newton_summary/interactions`` (scaled to a unit
+    diagonal) and ``newton_summary/rates``.
 
     Args:
         writer: ``torch.utils.tensorboard.SummaryWriter``.
@@ -59,4 +71,7 @@ def log_summary(
     """
     history = History()
     history.add(0, summary, rates)
-    log_measured(TensorBoard(writer), history.measured[0], step, figures)
+    board = TensorBoard(writer)
+    board.scalars(scalars_of(history.measured[0]) | rate_scalars(history.measured[0]), step)
+    if figures:
+        log_figures(board, history, step)

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from newton_summary.history import History
 from newton_summary.integrations.loggers import PREFIX, Logger
 from newton_summary.integrations.monitor import Monitor
 from newton_summary.integrations.sampling import sample_batches
@@ -60,7 +60,7 @@ def to_device(model: nn.Module, batch: Any) -> Any:
 
 
 class SummaryCallback(Monitor, TrainerCallback):
-    """Measures the model of a Trainer every N epochs, logs the rates, writes the report.
+    """Says every N epochs whether the Trainer's learning rates are right, and can steer them.
 
     >>> from newton_summary.integrations.transformers import SummaryCallback
     >>> callback = SummaryCallback(every_n_epochs=5)  # Trainer(..., callbacks=[callback])
@@ -68,14 +68,19 @@ class SummaryCallback(Monitor, TrainerCallback):
     It takes the arguments of :class:`~newton_summary.integrations.monitor.Monitor`. By default the
     loss is ``model(**batch).loss``, measured in training mode, the data are samples of the training
     data, and the report is in ``args.output_dir``. The training is bit for bit the same as without
-    it.
+    it, unless it has ``adjust=True``: then a :class:`newton_summary.RateController` steers the
+    rate, and the Trainer's schedule multiplies what it finds.
 
-    ``trainer.state.log_history`` gets ``newton_summary/loss``, ``newton_summary/predicted_change``
-    and ``newton_summary/eta/<group>``. With ``report_to="tensorboard"`` they are also written to
-    the folder ``runs/newton_summary`` of the output directory (a separate run next to the
-    Trainer's; or to ``TENSORBOARD_LOGGING_DIR``), with ``report_to="wandb"`` to the current run,
-    both with heat maps of Hbar. ``callback.history`` is saved in checkpoints.
+    ``trainer.state.log_history`` gets ``newton_summary/loss``, ``newton_summary/predicted_change``,
+    ``newton_summary/real_change`` and ``newton_summary/factor/<group>``; with ``adjust``,
+    ``newton_summary/steered_lr``; with a ``partition``, ``newton_summary_groups/<group>``. With
+    ``report_to="tensorboard"`` they are also written to the folder ``runs/newton_summary`` of the
+    output directory (a separate run next to the Trainer's; or to ``TENSORBOARD_LOGGING_DIR``), with
+    ``report_to="wandb"`` to the current run, both with heat maps of Hbar. The history and the
+    controller are saved in checkpoints.
     """
+
+    _measuring = False
 
     def batch_loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss of a batch, by the model or by ``loss_fn``."""
@@ -86,12 +91,43 @@ class SummaryCallback(Monitor, TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find the logs, and the history of a resumed run; measure before the start."""
         self.check_report()
+        self.console.enabled &= state.is_world_process_zero
         self._found = _loggers(args) if state.is_world_process_zero else []
         saved = _checkpoint(args, state) / HISTORY
         if state.global_step and saved.is_file():
-            self.history = History.load(saved)
+            self.load_state_dict(torch.load(saved, weights_only=True))
+        self.plan(unwrap(kwargs["model"]), state.max_steps * args.gradient_accumulation_steps)
         if self.is_due(state.epoch or 0):
             self._measure(args, state, **kwargs)
+        if self.adjust:
+            model = unwrap(kwargs["model"])
+            self._waiting: list[Any] = []
+            self._hook = model.register_forward_pre_hook(self._note_batch, with_kwargs=True)
+            self.steer(_plain(kwargs["optimizer"]), model, self.batch_loss)
+
+    def _note_batch(self, model: nn.Module, args: Any, batch: dict[str, Any]) -> None:
+        """Keep a batch of the training: the Trainer does not pass it to callbacks."""
+        if model.training and not self._measuring:
+            # Without it the loss is the mean over this batch.
+            kept = {name: x for name, x in batch.items() if name != "num_items_in_batch"}
+            self._waiting.append(kept)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Measure the last step, on the batches of the next."""
+        if self.controller is not None and self._waiting:
+            with self._own_passes():
+                loggers = [_LogHistory(state), *self._found]
+                epoch = state.epoch or 0
+                self.before_step(self._waiting, epoch, state.global_step, loggers)
+            self._waiting = []
+
+    @contextmanager
+    def _own_passes(self) -> Iterator[None]:
+        self._measuring = True
+        try:
+            yield
+        finally:
+            self._measuring = False
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the model after the epoch, if it is due."""
@@ -109,12 +145,14 @@ class SummaryCallback(Monitor, TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the history with the checkpoint."""
         if state.is_world_process_zero:
-            self.history.save(_checkpoint(args, state) / HISTORY)
+            torch.save(self.state_dict(), _checkpoint(args, state) / HISTORY)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the trained model, and write the report."""
-        if round(state.epoch, 6) not in self.history.epochs:
+        if self.has_time(round(state.epoch, 6)):
             self._measure(args, state, **kwargs)
+        if self.controller is not None:
+            self._hook.remove()
         if state.is_world_process_zero:
             self.finish(args.output_dir)
 
@@ -124,16 +162,19 @@ class SummaryCallback(Monitor, TrainerCallback):
             self.data = sample_batches(
                 kwargs["train_dataloader"], self.num_batches, args.process_index, args.world_size
             )
-        loggers = [_LogHistory(state), *self._found]
-        optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
-        with _training_mode(model):
+        with _training_mode(model), self._own_passes():
             self.measure(
                 model,
                 round(state.epoch or 0, 6),
                 state.global_step,
-                loggers=loggers,
-                optimizer=optimizer,
+                loggers=[_LogHistory(state), *self._found],
+                optimizer=_plain(kwargs["optimizer"]),
             )
+
+
+def _plain(optimizer: Any) -> Any:
+    """Return the torch optimizer that accelerate has wrapped."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 class _LogHistory:

@@ -4,37 +4,61 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from newton_summary.derivatives import Backend
+from newton_summary.display.names import first_names
 from newton_summary.display.table import ShownAsTable
+from newton_summary.measuring.box import Array
+from newton_summary.measuring.factors import Estimate, FactorModel, Factors, Verdict, has_effect
+from newton_summary.measuring.lambda_int import STRENGTHS
 from newton_summary.measuring.measurement import agree, find_partition, open_probe, summarize
+from newton_summary.measuring.param_groups import (
+    leave_out_others,
+    multiply_rates,
+    own_groups,
+    rates_of,
+)
+from newton_summary.measuring.trial_steps import try_steps
 from newton_summary.parallel.processes import Distributed, find_processes
-from newton_summary.partition import Params, Partition, Spec, unwrap
-from newton_summary.probe.directions import find_direction
+from newton_summary.partition import Params, Partition, Spec
+from newton_summary.probe.directions import optimizer_step
 from newton_summary.probe.inputs import NumSamples
-from newton_summary.probe.probe import LossFn
-from newton_summary.probe.undo import Journal
+from newton_summary.probe.probe import LossFn, Probe
+from newton_summary.probe.state import Journal, unmoved
 from newton_summary.solver import LearningRates, check_strength, learning_rates
 from newton_summary.summary import Summary
 
-VERDICTS = {
+VERDICTS: dict[Verdict, str] = {
     "raise": "the loss would fall more with a larger rate",
     "lower": "the loss would fall more with a smaller rate",
     "keep": "the present rate is within the error, or within a quarter, of the best one",
-    "noise": "the error is so large that even the sign is uncertain: measure on more data",
-    "unknown": "the model of the loss has no minimum, see below",
-    "no effect": "the loss does not depend on this group, such as a bias before a batch norm",
+    "noise": "the batches do not agree on whether to raise or lower it: measure on more data",
+    "refuted": "a step with another rate was tried, and lowered the loss less than the present one",
+    "not yet": "parts of it have no gradient yet, such as a LoRA factor whose partner is zero: ask "
+    "again after some steps",
+    "no effect": "the loss hardly depends on this group, such as a bias before a batch norm",
     "no step": "the optimizer does not move this group (its lr or its gradient is zero)",
 }
 """What each verdict means."""
+
+
+class Change(NamedTuple):
+    """The change of the loss by one step, as predicted by the model and as tried on the data.
+
+    >>> Change(predicted=-0.12, real=-0.11).real
+    -0.11
+    """
+
+    predicted: float  # by the cubic model
+    real: float  # of the loss of the same data; may be nan or infinite
 
 
 @dataclass(frozen=True)
@@ -47,10 +71,10 @@ class GroupAdvice:
 
     name: str
     lrs: tuple[float, ...]  # present learning rates of its parameters
-    factor: float  # the best step, as a multiple of the present one
+    factor: float  # the best step inside the limits, as a multiple of the present one
     stderr: float | None  # standard error of the factor over batches; None with one batch
     change: float  # the factor that apply() takes
-    verdict: str  # a key of VERDICTS
+    verdict: Verdict  # a key of VERDICTS
 
     @property
     def suggested(self) -> tuple[float, ...]:
@@ -74,8 +98,11 @@ class Advice(ShownAsTable):
 
     Attributes:
         groups: One :class:`GroupAdvice` for each group.
+        now: The change of the loss by a step with the present rates.
+        then: The change by a step with the suggested rates: never above ``now``.
+        together: The factor, with its error, of the groups that are too noisy one by one; or None.
         summary: The measurement, with its errors.
-        rates: The solution; its ``eta`` are the factors.
+        rates: The solution without limits, and with the strength of the cubic term that was used.
     """
 
     _right = range(1, 5)
@@ -83,14 +110,19 @@ class Advice(ShownAsTable):
     def __init__(
         self,
         groups: Sequence[GroupAdvice],
+        now: Change,
+        then: Change,
+        together: Estimate | None,
         summary: Summary,
         rates: LearningRates,
         optimizer: Optimizer,
         partition: Partition,
+        limits: tuple[float, float],
     ):
         self.groups, self.summary, self.rates = tuple(groups), summary, rates
+        self.now, self.then, self.together = now, then, together
         self._optimizer, self._partition = optimizer, partition
-        self._applied = False
+        self._limits, self._applied = limits, False
 
     def __getitem__(self, name: str) -> GroupAdvice:
         """Return the advice for the group called ``name``."""
@@ -105,37 +137,46 @@ class Advice(ShownAsTable):
     def _rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [("group", "lr", "factor", "±", "suggested", "verdict")]
         for group in self.groups:
-            error = "" if group.stderr is None else f"{group.stderr:.2g}"
+            judged = group.verdict not in ("no effect", "no step")
+            factor, error = self._factor(group.factor, group.stderr) if judged else ("", "")
             lrs, suggested = (_listed(values) for values in (group.lrs, group.suggested))
-            rows.append((group.name, lrs, f"{group.factor:.3g}", error, suggested, group.verdict))
+            rows.append((group.name, lrs, factor, error, suggested, group.verdict))
         return rows
 
     def _said(self) -> str:
-        ones = torch.ones_like(self.summary.gbar)
-        changes = ones.new_tensor([group.change for group in self.groups])
-        now, then = (float(self.summary.predicted_change(x)) for x in (ones, changes))
         lines = [
-            f"predicted change of the loss ({float(self.summary.loss):.4g}) by one step: "
-            f"{now:+.3g} now, {then:+.3g} as suggested",
-            *(f"{v}: {VERDICTS[v]}" for v in VERDICTS if any(g.verdict == v for g in self.groups)),
+            f"change of the loss ({float(self.summary.loss):.4g}) by one step: "
+            f"{self.now.real:+.3g} now, {self.then.real:+.3g} as suggested "
+            f"(predicted: {self.now.predicted:+.3g} and {self.then.predicted:+.3g})"
         ]
-        if not self.rates.ok:
-            lines.append(f"{self.rates.status}: {self.rates.detail}")
-        if self.rates.doubt:
+        if self.together is not None:
+            noisy = [group.name for group in self.groups if group.verdict == "noise"]
+            factor, error = self._factor(self.together.factor, self.together.stderr)
             lines.append(
-                f"A step with all of the factors promises {self.rates.model_change:+.3g}, more "
-                f"than the whole loss: the model does not hold that far. A larger lambda_int gives "
-                f"smaller factors; find one with suggest_lambda_int(model, loss_fn, data, "
-                f"advice.summary, direction=optimizer)."
+                f"too noisy one by one: {first_names(noisy)}; together: x{factor}"
+                f"{error and ' ± '}{error}"
             )
+        lines += [
+            f"{v}: {means}"
+            for v, means in VERDICTS.items()
+            if any(g.verdict == v for g in self.groups)
+        ]
+        if self.rates.no_cubic:
+            lines.append("D3 is 0 in all groups, as with ReLU and squared error.")
         return "\n".join(lines)
+
+    def _factor(self, factor: float, stderr: float | None) -> tuple[str, str]:
+        """Return a factor and its error as text; one at the limits may be beyond."""
+        at = [math.isclose(factor, limit) for limit in self._limits]
+        error = f"{stderr:.2g}" if stderr and stderr > 1e-6 * factor else ""
+        return f"{'≤' if at[0] else '≥' if at[1] else ''}{factor:.3g}", error
 
     def apply(self) -> None:
         """Set the optimizer's learning rates to the suggested ones.
 
         A parameter group that lies in several groups of the partition is split; the parts keep its
-        options and the state of the parameters. Schedulers remember the learning rates and the
-        number of groups, so create them after this.
+        options and the state of the parameters. Make schedulers after this: they remember the
+        number of groups, and many of them the learning rates. A warning names those that do.
 
         Raises:
             ValueError: If tensors are divided among groups, which torch's optimizers cannot do.
@@ -143,34 +184,9 @@ class Advice(ShownAsTable):
         """
         if self._applied:
             raise RuntimeError("This advice has been applied already. Measure again for more.")
-        labels = _whole_labels(self._partition)
-        groups: list[dict[str, Any]] = []
-        for group in self._optimizer.param_groups:
-            found = {labels[id(p)]: None for p in group["params"] if id(p) in labels}
-            if len(found) <= 1:
-                groups.append(group)
-                _multiply(group, self.groups[next(iter(found))].change if found else 1.0)
-                continue
-            groups += [self._part(group, s, labels) for s in found]
-            if any(id(p) not in labels for p in group["params"]):
-                groups.append(self._part(group, None, labels))
-        self._optimizer.param_groups[:] = groups
+        changes = [group.change for group in self.groups]
+        multiply_rates(self._optimizer, self._partition, changes)
         self._applied = True
-
-    def _part(self, group: dict[str, Any], s: int | None, labels: dict[int, int]) -> dict[str, Any]:
-        """Return the part of a parameter group in group ``s``; None for the rest."""
-        kept = [i for i, p in enumerate(group["params"]) if labels.get(id(p)) == s]
-        part = dict(group)
-        for key in ("params", "param_names"):  # names, if torch was given some
-            if key in group:
-                part[key] = [group[key][i] for i in kept]
-        for key in ("lr", "initial_lr"):
-            if isinstance(part.get(key), Tensor):
-                part[key] = part[key].clone()
-        own = "rest" if s is None else self.groups[s].name
-        part["name"] = f"{group['name']}.{own}" if "name" in group else own
-        _multiply(part, 1.0 if s is None else self.groups[s].change)
-        return part
 
 
 def suggest_lrs(
@@ -179,7 +195,7 @@ def suggest_lrs(
     data: Any,
     optimizer: Optimizer,
     partition: Partition | Spec | None = None,
-    lambda_int: float = 1.0,
+    lambda_int: float | Literal["auto"] = "auto",
     *,
     direction_data: Any = None,
     fraction: float = 1.0,
@@ -195,8 +211,11 @@ def suggest_lrs(
 
     The direction is the optimizer's next step, so a factor of 1 means that the present learning
     rate is the best one for that step, given the curvature of the loss and the interactions between
-    groups. Model and optimizer do not change until ``apply()``. Takes one step of the optimizer on
-    a copy of its state, and one summary for each batch.
+    groups. The factors minimise the measured model inside the limits ``1 / max_change`` and
+    ``max_change``, and the step is tried on the data: nothing is suggested that is predicted, or
+    turns out, to be worse than the present rates. Model and optimizer do not change until
+    ``apply()``. Takes one step of the optimizer on a copy of its state, one summary for each batch,
+    and about fifteen forward passes.
 
     The best step is too long for many small noisy ones: with gradients of small batches, use a
     ``fraction`` such as 0.3.
@@ -209,12 +228,13 @@ def suggest_lrs(
             not hold are left out.
         partition: The groups; by default those of the optimizer. With ``"canonical"`` or
             ``"layers"``, ``apply()`` gives each tensor or layer its own learning rate.
-        lambda_int: Strength of the cubic term.
+        lambda_int: Strength of the cubic term; "auto" takes the one of 0, 1, 10, ... 1e8 whose
+            step lowers the loss most.
         direction_data: The data whose gradient the optimizer follows; by default ``data``. A
             separate batch makes the factors those of real training steps: along the gradient of
             the data itself the loss seems to fall faster than it will.
         fraction: The part of the best change to suggest.
-        max_change: The largest factor to suggest, up or down.
+        max_change: The limit of the factors, up or down.
         diagonal: Leave out the interactions between groups.
         backend: As for :func:`summarize`.
         microbatch: As for :func:`summarize`.
@@ -232,7 +252,7 @@ def suggest_lrs(
     ...     return (model(batch[0]) - batch[1]).square().mean()
     >>> adam = torch.optim.Adam(model.parameters(), lr=1e-6)
     >>> batches = [(x[:32], y[:32]), (x[32:], y[32:])]
-    >>> advice = suggest_lrs(model, loss_fn, batches, adam, lambda_int=0.0)
+    >>> advice = suggest_lrs(model, loss_fn, batches, adam)
     >>> advice["group0"].verdict
     'raise'
     >>> advice.apply()
@@ -245,17 +265,21 @@ def suggest_lrs(
     ):
         if not isinstance(value, int | float) or not low < value <= high:
             raise ValueError(f"{name}={value!r}: fraction is in (0, 1], max_change above 1.")
-    lambda_int = check_strength(lambda_int)
+    if lambda_int != "auto":
+        lambda_int = check_strength(lambda_int)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"The optimizer is of type {type(optimizer).__name__}: pass the torch optimizer that "
             f"trains the model, suggest_lrs(model, loss_fn, data, optimizer)."
         )
-    data = list(data) if isinstance(data, Iterable) and iter(data) is data else data
+    if isinstance(data, Iterator):  # is read several times; a list of tensors would be one batch
+        data = dict(enumerate(data)).values()
+    same: dict[str, Any] = {"microbatch": microbatch, "num_samples": num_samples}
+    same["distributed"] = distributed
     with Journal() as thaw:
-        _leave_out_others(model, optimizer, partition, thaw)
+        leave_out_others(model, optimizer, partition, thaw)
         part = (
-            _own_groups(model, optimizer) if partition is None else find_partition(model, partition)
+            own_groups(model, optimizer) if partition is None else find_partition(model, partition)
         )
         source = data if direction_data is None else direction_data
         processes = find_processes(distributed, part.params)
@@ -263,124 +287,116 @@ def suggest_lrs(
             probe = open_probe(model, loss_fn, source, part, microbatch, processes, num_samples)
         agree(processes, part, optimizer)
         with probe:
-            u = find_direction(optimizer, probe)
+            u, waiting = _next_step(optimizer, probe)
         summary = summarize(
             model,
             loss_fn,
             data,
             partition=part,
             direction=u,
-            order=3 if lambda_int > 0 else 2,
+            order=3 if lambda_int else 2,
             backend=backend,
-            microbatch=microbatch,
-            num_samples=num_samples,
             progress=progress,
             stderr=True,
-            distributed=distributed,
+            **same,
         )
-    rates = learning_rates(summary, lambda_int, diagonal=diagonal)
-    return Advice(
-        _judge(rates, summary, part, u, optimizer, fraction, max_change),
-        summary,
-        rates,
-        optimizer,
-        part,
-    )
+        moved = part.inner(u, u).detach().cpu().numpy() > 0
+        live = moved & has_effect(summary, max_change)
 
+        def try_factors(factors: Sequence[Array]) -> list[float]:
+            """Return the real change of the loss by each of several steps."""
+            etas = [torch.from_numpy(c) for c in factors]
+            tried = try_steps(model, loss_fn, data, summary, etas, part, direction=u, **same)
+            return [math.inf if math.isnan(real) else real for _, real in tried]
 
-def _leave_out_others(
-    model: nn.Module, optimizer: Optimizer, partition: Any, thaw: Journal
-) -> None:
-    """Freeze the parameters that the optimizer does not hold, until the end of ``thaw``."""
-    kept = partition.params.values() if isinstance(partition, Partition) else ()
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    params = dict(unwrap(model).named_parameters())
-    strange = held - {id(p) for p in params.values()}
-    if strange:
-        raise ValueError(
-            f"The optimizer holds {len(strange)} tensors that are not parameters of the model: it "
-            f"belongs to another model."
-        )
-    for p in params.values():
-        if p.requires_grad and id(p) not in held and not any(p is q for q in kept):
-            thaw.undo_later(partial(p.requires_grad_, True))
-            p.requires_grad_(False)
-
-
-def _own_groups(model: nn.Module, optimizer: Optimizer) -> Partition:
-    """Return the optimizer's own groups as a partition."""
-    names = {id(p): name for name, p in unwrap(model).named_parameters()}
-    groups: dict[str, list[str]] = {}
-    for i, group in enumerate(optimizer.param_groups):
-        members = [names[id(p)] for p in group["params"] if p.requires_grad]
-        if members:
-            name = str(group.get("name", f"group{i}"))
-            groups[name if name not in groups else f"{name} ({i})"] = members
-    return find_partition(model, groups)
-
-
-def _judge(
-    rates: LearningRates,
-    summary: Summary,
-    partition: Partition,
-    u: Params,
-    optimizer: Optimizer,
-    fraction: float,
-    max_change: float,
-) -> list[GroupAdvice]:
-    factors = rates.eta.double().cpu().tolist()
-    errors = None if rates.eta_stderr is None else rates.eta_stderr.double().cpu().tolist()
-    moved = (partition.inner(u, u) > 0).tolist()
-    no_effect = (summary.dead & (summary.gbar.cpu() == 0)).tolist()
+        limits = (1 / max_change, max_change)
+        factor_model = FactorModel(summary, live, 0.0, limits, diagonal)
+        strengths = (0.0, *STRENGTHS) if lambda_int == "auto" else (lambda_int,)
+        factor_model = _best_strength(factor_model, strengths, try_factors)
+        found = factor_model.factors(fraction)
+        early = np.array([any(m.name in waiting for m in members) for members in part.members])
+        early &= live & (found.changes > 1)
+        found = replace(found, changes=np.where(early, 1.0, found.changes))
+        found, now, then, refuted = _checked(found, factor_model, summary, try_factors)
+    rates = learning_rates(summary, factor_model.strength, diagonal=diagonal)
     judged = []
-    for s, name in enumerate(partition.names):
-        error = None if errors is None else errors[s]
-        verdict = _verdict(factors[s], error) if rates.ok else "unknown"
-        verdict = "no effect" if no_effect[s] else verdict
-        verdict = verdict if moved[s] else "no step"
-        change = 1.0
-        if verdict in ("raise", "lower"):
-            change = min(max(fraction * factors[s], 1 / max_change), max_change)
-        lrs = _lrs(optimizer, [partition.params[m.name] for m in partition.members[s]])
-        judged.append(GroupAdvice(name, lrs, factors[s], error, change, verdict))
-    return judged
+    for s, name in enumerate(part.names):
+        own, change = found.own[s], float(found.changes[s])
+        verdict: Verdict = "noise" if found.tied[s] else own.verdict
+        if found.within_noise or refuted:
+            verdict = "refuted" if refuted else verdict if verdict == "keep" else "noise"
+        if early[s]:
+            verdict = "not yet"
+        if not live[s]:
+            verdict = "no effect" if moved[s] else "no step"
+        lrs = rates_of(optimizer, part, s)
+        judged.append(GroupAdvice(name, lrs, own.factor, own.stderr, change, verdict))
+    limits = (limits[0] / fraction, limits[1] / fraction)  # of the factors before the fraction
+    return Advice(judged, now, then, found.together, summary, rates, optimizer, part, limits)
 
 
-def _verdict(factor: float, error: float | None) -> str:
-    """Return the verdict on a factor, with two standard errors on either side."""
-    margin = 0.0 if error is None else 2 * error
-    if not math.isfinite(factor) or not math.isfinite(margin) or abs(factor) < margin:
-        return "noise"
-    if abs(factor - 1) <= max(margin, 0.25):
-        return "keep"
-    return "raise" if factor > 1 else "lower"
+def _next_step(optimizer: Optimizer, probe: Probe) -> tuple[Params, set[str]]:
+    """Return the optimizer's next step, and the parameters whose gradient is zero only until then.
+
+    The step says nothing about the right rate of the latter.
+    """
+    g = probe.gradient()
+    with probe.processes.joint():
+        u = optimizer_step(optimizer, g, probe.params)
+    still = {name for name, x in g.items() if type(x) is Tensor and not x.any()}
+    if still:
+        with unmoved(probe.params.values()) as copies:
+            with torch.no_grad():
+                for (name, p), before in zip(probe.params.items(), copies, strict=True):
+                    p.copy_(before - 1e-3 * u[name])
+            later = probe.gradient()
+        still = {name for name in still if later[name].any()}
+    return u, still
 
 
-def _lrs(optimizer: Optimizer, params: Sequence[Tensor]) -> tuple[float, ...]:
-    """Return the learning rates of the optimizer's groups that hold these parameters."""
-    ids = {id(p) for p in params}
-    touched = [g for g in optimizer.param_groups if any(id(p) in ids for p in g["params"])]
-    return tuple(dict.fromkeys(float(group["lr"]) for group in touched))
+def _best_strength(
+    model: FactorModel, strengths: Sequence[float], try_factors: Callable[..., list[float]]
+) -> FactorModel:
+    """Return the model with the strength whose minimum lowers the loss most."""
+    models = [model.at(strength) for strength in strengths]
+    if len(models) == 1 or not model.live.any():
+        return models[0]
+    minima: dict[bytes, tuple[FactorModel, Array]] = {}
+    for one in models:
+        c = one.minimum()
+        minima.setdefault(np.float16(c).tobytes(), (one, c))  # three digits tell them apart
+    if len(minima) == 1:
+        return models[0]
+    real = try_factors([c for _, c in minima.values()])
+    return list(minima.values())[int(np.argmin(real))][0]
 
 
-def _whole_labels(partition: Partition) -> dict[int, int]:
-    labels: dict[int, int] = {}
-    for name, label in partition.labels.items():
-        if not isinstance(label, int):
-            raise ValueError(
-                f"Parameter {name!r} is divided among groups, but torch's optimizers have one "
-                f"learning rate per parameter. Use a partition into whole tensors."
-            )
-        labels[id(partition.params[name])] = label
-    return labels
+def _checked(
+    found: Factors,
+    model: FactorModel,
+    summary: Summary,
+    try_factors: Callable[..., list[float]],
+) -> tuple[Factors, Change, Change, bool]:
+    """Try the suggested step; take shorter changes if the loss falls less than now, or none.
 
+    Returns:
+        The factors, the change of the loss now and then, and whether the trials refuted a change.
+    """
+    ones, changes = np.ones_like(found.changes), found.changes
+    lowest = np.where(model.live, model.limits[0], 1.0)
+    several = [ones]
+    if (changes != 1).any():  # the last in case that even the present rates raise the loss
+        several += [changes, changes**0.5, changes**0.25, lowest]
+    real, predicted = try_factors(several), [model.change(c) for c in several]
+    rounding = 8 * torch.finfo(summary.gbar.dtype).eps * abs(float(summary.loss))
 
-def _multiply(group: dict[str, Any], factor: float) -> None:
-    for key in ("lr", "initial_lr"):  # the second is what a scheduler starts from
-        if isinstance(group.get(key), Tensor):
-            group[key].mul_(factor)
-        elif key in group:
-            group[key] *= factor
+    def is_lower(i: int) -> bool:
+        return real[i] < real[0] + rounding and predicted[i] <= predicted[0]
+
+    usable = range(1, len(several) if real[0] > rounding else len(several) - 1)
+    i = next((i for i in usable if is_lower(i)), 0)
+    now, then = (Change(predicted[k], real[k]) for k in (0, i))
+    return replace(found, changes=several[i]), now, then, i == 0 and len(usable) > 0
 
 
 def _listed(values: Sequence[float]) -> str:

@@ -59,6 +59,7 @@ class ExactLoss(TorchFunctionMode):
         self.constants: list[Any] = []  # of the first evaluation, in the order in which they came
         self.known = False  # whether that has ended
         self.position = 0
+        self.active = False  # an interrupt may leave the mode where it was
 
     def wrapped(self) -> LossFn:
         """Return the loss to be evaluated."""
@@ -68,8 +69,12 @@ class ExactLoss(TorchFunctionMode):
             self.position = 0
             if not self.known:
                 self.constants.clear()
-            with self:
-                loss = self.loss_fn(model, batch)
+            try:
+                with self:
+                    self.active = True
+                    loss = self.loss_fn(model, batch)
+            finally:
+                self.active = False
             self.known = True
             return loss
 
@@ -79,7 +84,7 @@ class ExactLoss(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         call, kwargs = look_up(func), kwargs or {}
-        if call.passes:
+        if call.passes or not self.active:
             return func(*args, **kwargs)
         constant = not call.in_place and self._is_constant(call.name, call.accesses, args, kwargs)
         if constant and self.known and self.position < len(self.constants):

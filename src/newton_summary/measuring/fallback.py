@@ -12,7 +12,7 @@ from newton_summary.errors import (
     RankError,
 )
 from newton_summary.probe.probe import Evaluation, check_depends, check_finite
-from newton_summary.probe.undo import interrupt_behind
+from newton_summary.probe.state import interrupt_behind
 from newton_summary.summary import Summary
 
 PASSED_ON = (CannotDifferentiate, CoupledSamplesError, RankError, torch.OutOfMemoryError, Warning)

@@ -17,8 +17,7 @@ from newton_summary.partition import Partition, Spec, trainable, unwrap
 from newton_summary.probe.directions import Direction, find_direction
 from newton_summary.probe.inputs import NumSamples
 from newton_summary.probe.probe import LossFn, check_finite
-from newton_summary.probe.state import unmoved
-from newton_summary.probe.undo import Journal
+from newton_summary.probe.state import Journal, unmoved
 from newton_summary.solver import LearningRates, learning_rates
 from newton_summary.summary import Summary
 
@@ -111,17 +110,8 @@ def try_steps(
 ) -> list[tuple[float, float]]:
     """Return the predicted and the real change of the loss for each of several steps.
 
-    Args:
-        model: As for :func:`step_trials`.
-        loss_fn: As for :func:`step_trials`.
-        data: As for :func:`step_trials`.
-        summary: As for :func:`step_trials`.
-        etas: Finite learning rates, each (S,), float64 on the CPU.
-        groups: Groups of the live model (:func:`find_groups`).
-        direction: As for :func:`step_trials`.
-        microbatch: As for :func:`step_trials`.
-        num_samples: As for :func:`step_trials`.
-        distributed: As for :func:`step_trials`.
+    ``etas`` are finite learning rates, each (S,), float64 on the CPU, and ``groups`` those of the
+    live model (:func:`find_groups`). Everything else is as for :func:`step_trials`.
     """
     exact = summary.to("cpu", torch.float64)
     changes = []

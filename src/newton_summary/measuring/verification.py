@@ -20,8 +20,7 @@ from newton_summary.parallel.processes import refuse_sharded
 from newton_summary.partition import Partition, Spec, make_partition, trainable, unwrap
 from newton_summary.probe.directions import Direction, find_direction
 from newton_summary.probe.probe import LossFn, Probe
-from newton_summary.probe.state import set_contents
-from newton_summary.probe.undo import Journal
+from newton_summary.probe.state import Journal, set_contents
 from newton_summary.summary import Summary
 
 # Steps of the differences: two long ones, and two that hardly ever meet a kink.
@@ -61,14 +60,9 @@ class Verification(ShownAsTable):
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
         """``agrees``, ``differs``, or ``unclear`` where the differences depend on their step."""
-        return tuple(
-            _worse(_verdict(*H), _verdict(*D))
-            for H, D in zip(
-                zip(self.Hbar_error.tolist(), self.Hbar_doubt.tolist(), strict=True),
-                zip(self.D3_error.tolist(), self.D3_doubt.tolist(), strict=True),
-                strict=True,
-            )
-        )
+        columns = (self.Hbar_error, self.Hbar_doubt, self.D3_error, self.D3_doubt)
+        rows = torch.stack(columns, 1).tolist()
+        return tuple(_worse(_verdict(*row[:2]), _verdict(*row[2:])) for row in rows)
 
     @property
     def status(self) -> Verdict:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from newton_summary.display.names import first_names
+from newton_summary.optimizer.checks import check_settings
+from newton_summary.parallel.processes import local_part
 from newton_summary.partition import Partition
 
 KEY = "newton_summary"
+BUFFERS = {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}  # shaped as parameters
 FORMAT = 2
 
 
 def find_saved(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return what NewtonSummary has written into a state, with its tensors on the CPU."""
-    saved = state_dict.get(KEY)
+    saved = state_dict.get(KEY) if isinstance(state_dict, Mapping) else None
     if not isinstance(saved, dict):
         raise ValueError("Not a state_dict of NewtonSummary, but of another optimizer.")
     if saved.get("format") != FORMAT:
@@ -82,19 +86,31 @@ def check_same(
 
 
 def check_groups(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise unless the parameters and their buffers have the shapes of a state."""
+    """Raise unless a state has settings that may be, and finite buffers of the right shapes."""
     saved = state_dict["param_groups"]
     sizes = [[len(group["params"]) for group in x] for x in (saved, groups)]
     if sizes[0] != sizes[1]:
         raise ValueError(f"Its param_groups have {sizes[0]} parameters, and these {sizes[1]}.")
     for theirs, mine in zip(saved, groups):
+        check_settings(theirs)
         for index, p in zip(theirs["params"], mine["params"]):
-            buffer = state_dict["state"].get(index, {}).get("momentum_buffer")
-            if buffer is not None and buffer.shape != p.shape:
-                raise ValueError(
-                    f"A momentum buffer of {mine['name']!r} has shape {tuple(buffer.shape)}, and "
-                    f"its parameter {tuple(p.shape)}."
-                )
+            buffers = state_dict["state"].get(index, {})
+            for name in BUFFERS & set(buffers):
+                if buffers[name].shape != p.shape:
+                    raise ValueError(
+                        f"{name} of {mine['name']!r} has shape {tuple(buffers[name].shape)}, and "
+                        f"its parameter {tuple(p.shape)}."
+                    )
+    check_finite(state_dict["state"], "The state of a parameter")
+
+
+def check_finite(tree: Any, what: str) -> None:
+    """Raise if a tensor or a number in it is not finite."""
+    for x in tree_leaves(tree):
+        if isinstance(x, Tensor) and not bool(local_part(x).isfinite().all()):
+            raise ValueError(f"{what} has entries that are not finite.")
+        if isinstance(x, float) and not math.isfinite(x):
+            raise ValueError(f"{what} has a number that is {x}.")
 
 
 def read_vector(values: Tensor | None, partition: Partition, name: str) -> Tensor | None:
@@ -109,6 +125,6 @@ def read_vector(values: Tensor | None, partition: Partition, name: str) -> Tenso
 def read_counts(saved: Mapping[str, Any], *names: str) -> list[int]:
     """Return counts of refreshes and steps; raise if they cannot be any."""
     counts = {name: saved[name] for name in names}
-    if not all(isinstance(x, int) and x >= 0 for x in counts.values()):
+    if not all(type(x) is int and x >= 0 for x in counts.values()):
         raise ValueError(f"Counts are whole and not negative, and the state has {counts}.")
     return list(counts.values())

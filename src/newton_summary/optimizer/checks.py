@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from newton_summary.optimizer.schedule import VARIANTS
-from newton_summary.partition import Partition
+from newton_summary.partition import Partition, make_partition
 from newton_summary.probe.inputs import LossFn
 
 Closure = Callable[[], Tensor]
@@ -27,41 +27,47 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         value = settings[name]
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name}={value!r}: write a whole number, {least} or more.")
-    limits = dict.fromkeys(("lr", "lambda_int", "ridge", "weight_decay"), math.inf)
+    limits = dict.fromkeys(("lr", "lambda_int", "weight_decay"), math.inf)
     for name, limit in {**limits, "momentum": 1.0, "eta_momentum": 1.0}.items():
         if not (_is_number(settings[name]) and 0 <= float(settings[name]) < limit):
             words = "finite" if limit == math.inf else "below 1"
             raise ValueError(f"{name}={settings[name]!r}: write a number, 0 or more, {words}.")
-    if not (_is_number(settings["max_step"]) and settings["max_step"] > 0):
-        raise ValueError(f"max_step={settings['max_step']!r}: write a number above 0, or inf.")
+    if not (_is_number(settings["budget"]) and 0 < settings["budget"] < 1):
+        raise ValueError(f"budget={settings['budget']!r}: write a share of the time, 0 to 1.")
+    steered = settings["variant"] == "steered"
+    others = {"eta_momentum": 0.0} if steered else {"weight_decay": 0.0}
+    for name, value in others.items():
+        if settings[name] != value:
+            whose = "the paper's algorithm" if steered else "variant='steered'"
+            raise ValueError(f"{name}={settings[name]!r} is of {whose} alone: leave it out.")
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
-def check_partition(partition: Any) -> nn.Module:
-    """Return the model of a partition, or say what is wrong with it."""
-    if not isinstance(partition, Partition):
-        given = f"is of type {type(partition).__name__}"
-        if isinstance(partition, nn.Module):
-            given = "is the model itself"
-        elif isinstance(partition, Iterable):
-            given += ", perhaps model.parameters() as for other optimizers"
+def find_partition(given: Any) -> Partition:
+    """Return a partition with its model; of a model, all parameters as one group."""
+    if isinstance(given, nn.Module):
+        return make_partition(given, "trivial")
+    if not isinstance(given, Partition):
+        words = f"is of type {type(given).__name__}"
+        if isinstance(given, Iterable):
+            words += ", perhaps model.parameters() as for other optimizers"
         raise TypeError(
-            f"The first argument {given}, where NewtonSummary takes the groups of the parameters: "
-            f"write NewtonSummary(make_partition(model), ...)."
+            f"The first argument {words}, where NewtonSummary takes the model, "
+            f"NewtonSummary(model, loss_fn), or groups of its parameters, make_partition(model)."
         )
-    if partition.model is None:
+    if given.model is None:
         raise ValueError(
             "The partition was read from a file and has no model: make one with "
             "make_partition(model, ...)."
         )
-    return partition.model
+    return given
 
 
 def check_direction(direction: Optimizer, partition: Partition) -> None:
-    """Raise unless an optimizer moves parameters of the partition only."""
+    """Raise unless an optimizer moves the parameters of the partition, and no others."""
     if not isinstance(direction, Optimizer):
         raise TypeError(f"direction={direction!r}: give a torch optimizer, or None.")
     known = {id(p) for p in partition.params.values()}
@@ -72,6 +78,11 @@ def check_direction(direction: Optimizer, partition: Partition) -> None:
                     f"The optimizer given as direction holds a parameter of shape "
                     f"{tuple(p.shape)} that is not in the partition: it belongs to another model."
                 )
+    if not holds_all(direction, partition):
+        raise ValueError(
+            "The optimizer given as direction does not hold all parameters of the partition. Give "
+            "it the others too, or leave them out of the partition."
+        )
 
 
 def as_loss_fn(closure: Closure, partition: Partition) -> LossFn:

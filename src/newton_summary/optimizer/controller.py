@@ -17,7 +17,7 @@ for a step as long as it is, also with kinks (ReLU), and any operation that has 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -30,17 +30,20 @@ from newton_summary.derivatives import Backend
 from newton_summary.display.table import ShownAsTable, without_middle
 from newton_summary.errors import NotFiniteError
 from newton_summary.measuring.measurement import summarize
+from newton_summary.optimizer.checkpoint import check_finite, read_counts, reporting_damage
 from newton_summary.optimizer.steering import Balance
 from newton_summary.parallel.processes import Distributed, is_sharded, local_part
 from newton_summary.partition import make_partition
 from newton_summary.probe.inputs import LossFn, check_loss_fn
-from newton_summary.probe.state import unmoved
+from newton_summary.probe.state import Journal, TorchState, unmoved
 
 Why = Literal["start", "raise", "lower", "keep", "not finite"]
 
 SHORTEST = 1e-3  # of the norm of the parameters: the step from which the start searches upwards
 LONGEST = 0.1  # of the same: a step of this length is not lengthened where curvature is negative
 LOWEST = 0.3  # of the highest rate so far times 1 / sqrt(steps since then): no lower than that
+REACH = 0.5  # of the peak of a schedule: below, the rate is not raised against it
+FALLING = 0.8  # of the set point, while a schedule is below its peak
 TRIALS = 12  # gradients that the start may take
 
 
@@ -138,9 +141,14 @@ class RateController(ShownAsTable):
         self._before: list[Tensor] | None = None  # parameters before the step to be measured
         self._rate = 0.0  # the largest learning rate in that step
         self._batch: Any = None  # on hand for the first step
-        self._own_lrs: list[Any] = []  # the optimizer's, while it takes a step
-        optimizer.register_step_pre_hook(self._before_hook)
-        optimizer.register_step_post_hook(self._after_hook)
+        # While the optimizer takes a step: its groups, their own rates, and those of the step.
+        self._lrs: list[tuple[dict[str, Any], Any, Any]] = []
+        self.reason = ""  # why the last measurement failed, if it did
+        self._attach()
+
+    def _attach(self) -> None:
+        self.optimizer.register_step_pre_hook(self._before_hook)
+        self.optimizer.register_step_post_hook(self._after_hook)
 
     # --- what a training loop calls ---------------------------------------------------------------
 
@@ -152,7 +160,10 @@ class RateController(ShownAsTable):
                 that :func:`summarize` takes as its data.
         """
         self.before_step(batch)
-        self.optimizer.step()
+        with Journal() as journal:
+            journal.undo_later(TorchState(()).restore)
+            journal.undo_later(self._put_back_lrs)
+            self.optimizer.step()
 
     def before_step(self, batch: Any) -> None:
         """Measure if it is time to, where something else calls ``optimizer.step()``.
@@ -171,21 +182,34 @@ class RateController(ShownAsTable):
         return [float(group["lr"]) * self.multiplier for group in self.optimizer.param_groups]
 
     def _before_hook(self, *_: Any) -> None:
-        self._own_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["lr"] * self.multiplier
-        wanted = self.steps + 1 >= self._due and self._batch is not None
+        self._put_back_lrs()  # after a step that was not finished
+        groups = self.optimizer.param_groups
+        check_rates(groups)
+        self._lrs = [(group, group["lr"], group["lr"] * self.multiplier) for group in groups]
+        for group, _, multiplied in self._lrs:
+            group["lr"] = multiplied
+        wanted = self.steps + 1 >= self._due and self._measurable
         self._before = [p.detach().clone() for p in self._held.values()] if wanted else None
         self._rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
 
+    @property
+    def _measurable(self) -> bool:
+        """Whether a batch can be expected for measuring the next step."""
+        return self._batch is not None
+
     def _after_hook(self, *_: Any) -> None:
-        for group, lr in zip(self.optimizer.param_groups, self._own_lrs, strict=True):
-            group["lr"] = lr
+        self._put_back_lrs()
         self.steps += 1
         batch, self._batch = self._batch, None
         if not self._started and self._before is not None:
             self._start(batch, self._before)
             self._before = None
+
+    def _put_back_lrs(self) -> None:
+        for group, own, multiplied in self._lrs:
+            if group["lr"] is multiplied:
+                group["lr"] = own
+        self._lrs = []
 
     # --- measurements -----------------------------------------------------------------------------
 
@@ -196,18 +220,18 @@ class RateController(ShownAsTable):
         length = _norm(u.values()) / _size(before)
         if length == 0:
             return
-        _, slope_after = self._loss_and_slope(batch, u)
-        with self._moved_to(before):
-            loss, slope = self._loss_and_slope(batch, u)
-        curvature = slope - slope_after
+        loss, slope, curvature = self._along(batch, before, u)
         if not (math.isfinite(slope) and math.isfinite(curvature)):
             self._change(loss, slope, curvature, math.nan, 0.5, "not finite")
             return
         self._balance.add(slope, curvature, self._rate, self.memory)
-        # A schedule below its peak neither makes the rate rise again, nor fall twice.
-        peak = max(self.multiplier * self._peak_lr(), self._rate)
-        high = self._balance.error(peak, self.set_point, self.memory)
-        low = self._balance.error(self._rate, self.set_point, self.memory)
+        # A schedule far below its peak neither makes the rate rise again, nor fall twice. Until
+        # then its end makes good again what longer steps do to the noise.
+        top = self.multiplier * self._peak_lr()
+        peak = max(REACH * top, self._rate)
+        set_point = self.set_point * (FALLING if self._rate < top else 1.0)
+        high = self._balance.error(peak, set_point, self.memory)
+        low = self._balance.error(self._rate, set_point, self.memory)
         why: Why
         error, why = 0.0, "keep"
         if low < 0:
@@ -222,6 +246,15 @@ class RateController(ShownAsTable):
         else:
             change = max(change, min(1.0, LOWEST * self._envelope / self.multiplier))
         self._change(loss, slope, curvature, self._balance.factor(self._rate), change, why)
+
+    def _along(
+        self, batch: Any, before: list[Tensor], u: dict[str, Tensor]
+    ) -> tuple[float, float, float]:
+        """Return loss, slope and curvature of the last step, from the gradients at both ends."""
+        _, slope_after = self._loss_and_slope(batch, u)
+        with self._moved_to(before):
+            loss, slope = self._loss_and_slope(batch, u)
+        return loss, slope, slope - slope_after
 
     def _start(self, batch: Any, before: list[Tensor]) -> None:
         """Lengthen or shorten the first step to the lowest loss on its line.
@@ -240,12 +273,17 @@ class RateController(ShownAsTable):
 
         with self._moved_to(before):
             loss, slope = self._loss_and_slope(batch, u)
+        if not math.isfinite(slope):  # begin with the next batch
+            self._place(before)
+            self._change(loss, slope, math.nan, math.nan, 1.0, "not finite")
+            return
         best, lowest, curvature = 0.0, loss, math.nan
         s = SHORTEST * size / length
         for _ in range(TRIALS if slope > 0 else 0):
             with self._moved_to(at(s)):
                 loss_there, slope_there = self._loss_and_slope(batch, u)
-            if not loss_there < lowest:
+            level = loss_there == lowest and slope_there > 0  # rounding hides that it falls
+            if not (loss_there < lowest or level):
                 if best > 0:
                     break
                 s *= 0.1
@@ -276,7 +314,8 @@ class RateController(ShownAsTable):
                 backend=self._backend,
                 distributed=self.distributed,
             )
-        except NotFiniteError:
+        except NotFiniteError as error:
+            self.reason = str(error)
             return math.inf, math.nan
         loss, slope = torch.stack([summary.loss.double(), summary.gbar[0].double()]).tolist()
         return loss, slope
@@ -348,7 +387,8 @@ class RateController(ShownAsTable):
         if not isinstance(state, Mapping) or set(state) != set(known):
             raise ValueError("Not a RateController state_dict: give what state_dict() returned.")
         before = state["before"]
-        shapes = None if before is None else [tuple(x.shape) for x in before]
+        with reporting_damage():
+            shapes = None if before is None else [tuple(x.shape) for x in before]
         if shapes is not None and shapes != [tuple(p.shape) for p in self._held.values()]:
             raise ValueError("The state is of a model with other parameters.")
         if len(state["first_lrs"]) != len(self._first_lrs):
@@ -356,15 +396,21 @@ class RateController(ShownAsTable):
                 f"The state is of an optimizer with {len(state['first_lrs'])} parameter groups, "
                 f"and this one has {len(self._first_lrs)}."
             )
-        self.multiplier, self.steps = float(state["multiplier"]), int(state["steps"])
-        self._due, self._started = int(state["due"]), bool(state["started"])
-        self._rate, self._first_lrs = float(state["rate"]), list(state["first_lrs"])
-        self._balance = Balance(**state["balance"])
-        self._envelope = float(state["envelope"])
-        self._before = None
-        if before is not None:
-            self._before = [x.to(p).clone() for x, p in zip(before, self._held.values())]
-        self.history = [RateRecord(**record) for record in state["history"]]
+        with reporting_damage():
+            steps, due = read_counts(state, "steps", "due")
+            balance = Balance(**state["balance"])
+            history = [RateRecord(**record) for record in state["history"]]
+            numbers = [float(state[name]) for name in ("multiplier", "rate", "envelope")]
+            first_lrs = [float(lr) for lr in state["first_lrs"]]
+            check_finite([numbers, first_lrs, list(asdict(balance).values())], "The state")
+            if not numbers[0] > 0:
+                raise ValueError(f"The state has the multiplier {numbers[0]}: it is above 0.")
+            held = self._held.values()
+            copies = None if before is None else [x.to(p).clone() for x, p in zip(before, held)]
+        self.multiplier, self._rate, self._envelope = numbers
+        self.steps, self._due, self._started = steps, due, bool(state["started"])
+        self._first_lrs, self._balance, self.history = first_lrs, balance, history
+        self._before = copies
 
     def __repr__(self) -> str:
         """Return the present rates, in a line."""
@@ -382,6 +428,19 @@ class RateController(ShownAsTable):
     def _said(self) -> str:
         rates = ", ".join(f"{rate:.3g}" for rate in self.rates)
         return f"after {self.steps} steps the learning rate is {rates}"
+
+
+def check_rates(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise if the lr of a group, as a scheduler may have left it, is not finite.
+
+    One that is a tensor on an accelerator is not waited for.
+    """
+    for group in groups:
+        lr = group["lr"]
+        waits = isinstance(lr, Tensor) and lr.device.type != "cpu"
+        if not waits and not math.isfinite(lr):
+            name = group.get("name", "a parameter group")
+            raise ValueError(f"lr={float(lr)} of {name!r}: write a finite number. Nothing moved.")
 
 
 def _check(optimizer: Optimizer, period: int, set_point: float, gain: float, memory: float) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypedDict
 
 import numpy as np
@@ -25,7 +26,7 @@ from newton_summary.optimizer.checks import Closure, as_loss_fn
 from newton_summary.parallel.processes import find_processes
 from newton_summary.partition import Params, Partition
 from newton_summary.probe.inputs import LossFn, as_batches, check_loss_fn
-from newton_summary.probe.state import RandomState, own_generators
+from newton_summary.probe.state import Journal, RandomState, own_generators
 from newton_summary.solver import STATUS
 from newton_summary.summary import Summary
 
@@ -43,18 +44,20 @@ class Curvature:
     """Measures summaries, each on a batch of its own.
 
     Args:
-        given: ``(loss_fn, loader)``, or None if closures bring the loss.
+        given: ``(loss_fn, loader)``, or None if there is no data of its own.
+        loss_fn: The loss of a batch that is trained on; None if closures bring the loss.
         how: Options of the measurement.
 
     Raises:
         TypeError: If there is no such option, or ``given`` is not a pair.
 
     Attributes:
-        data: The batches; None with closures.
+        loss_fn: The loss; None with closures.
+        data: The batches; None if there are none.
         count: How many summaries were measured.
     """
 
-    def __init__(self, given: Any, how: Measuring):
+    def __init__(self, given: Any, loss_fn: LossFn | None, how: Measuring):
         for name in how:
             known = Measuring.__annotations__
             if name not in known:
@@ -62,7 +65,9 @@ class Curvature:
         self.backend, self.microbatch = how.get("backend", "auto"), how.get("microbatch")
         self.distributed = how.get("distributed", "auto")
         backends_for(self.backend, self.microbatch, sharded=False)  # raises if there is none
-        self.loss_fn: LossFn | None = None
+        if loss_fn is not None:
+            check_loss_fn(loss_fn)
+        self.loss_fn = loss_fn
         self.data: CurvatureData | None = None
         self.count = 0
         self._captured: CapturedSweep | None = None
@@ -78,21 +83,21 @@ class Curvature:
         self.loss_fn, self.data = given[0], CurvatureData(given[1])
 
     def measure(
-        self, partition: Partition, u: Params, order: int, closure: Closure | None
+        self, partition: Partition, u: Params, order: int, get: Callable[[], tuple[LossFn, Any]]
     ) -> Summary:
-        """Return this process's summary along ``u``, on the next batch."""
+        """Return this process's summary along ``u``, on what :meth:`next` gives."""
         processes = find_processes(self.distributed, partition.params)
-        with processes.joint(), torch.enable_grad(), _thawed(partition):
-            loss_fn, batch = self._next(closure, partition)
-            if self._captured is not None:
-                known = (partition, loss_fn, batch, u, order)
+        with processes.joint(), torch.enable_grad(), thawed(partition):
+            loss_fn, data = get()
+            if self._captured is not None and isinstance(data, OneBatch):
+                known = (partition, loss_fn, data.batch, u, order)
                 summary = self._captured.summarize(*known, ranks=processes.count)
                 if summary is not None:
                     return summary
             model = partition.model
             assert model is not None
             backends = backends_for(self.backend, self.microbatch, processes.sharded)
-            given = (model, loss_fn, OneBatch(batch), find_partition(model, partition))
+            given = (model, loss_fn, as_batches(data), find_partition(model, partition))
             with open_probe(*given, self.microbatch, processes) as probe:
                 return measure(probe, u, order, backends)
 
@@ -115,16 +120,30 @@ class Curvature:
         self.count += 1
         return summary
 
-    def _next(self, closure: Closure | None, partition: Partition) -> tuple[LossFn, Any]:
+    def next(self, partition: Partition, closure: Closure | None, batch: Any) -> tuple[LossFn, Any]:
+        """Return the loss and the data of the next measurement.
+
+        Args:
+            partition: The groups.
+            closure: Returns the loss of a batch, if there is neither loss nor data.
+            batch: The batch that is trained on, if there is a loss without data.
+        """
         if self.data is not None and self.loss_fn is not None:
-            return self.loss_fn, self.data.next_batch()
-        if closure is None:
-            raise ValueError(
-                "A refresh is due, and there is nothing to measure it on. Give curvature=(loss_fn, "
-                "loader) to NewtonSummary, or call step(closure) with a closure that returns the "
-                "loss of a curvature batch, whenever opt.refresh_due."
+            return self.loss_fn, OneBatch(self.data.next_batch())
+        if self.loss_fn is not None and batch is not None:
+            return self.loss_fn, batch
+        if self.loss_fn is None and closure is not None:
+            return as_loss_fn(closure, partition), OneBatch(None)
+        how = "call step(batch) with the batch that is trained on"
+        if self.loss_fn is None:
+            how = (
+                "give NewtonSummary a loss, NewtonSummary(model, loss_fn), and call step(batch); "
+                "or call step(closure) with a closure that returns the loss of a batch"
             )
-        return as_loss_fn(closure, partition), None
+        raise ValueError(
+            f"A refresh is due, and there is nothing to measure it on: {how}, whenever "
+            f"opt.refresh_due."
+        )
 
     def _unfit_to_capture(self, given: Any) -> str | None:
         if given is None:
@@ -137,14 +156,15 @@ class Curvature:
         return None
 
 
-def _thawed(partition: Partition) -> ExitStack:
+@contextmanager
+def thawed(partition: Partition) -> Iterator[None]:
     """Let parameters that were frozen since, whose direction is zero, require gradients."""
-    stack = ExitStack()
-    for p in partition.params.values():
-        if not p.requires_grad:
-            stack.callback(p.requires_grad_, False)
-            p.requires_grad_(True)
-    return stack
+    with Journal() as journal:
+        for p in partition.params.values():
+            if not p.requires_grad:
+                journal.undo_later(partial(p.requires_grad_, False))
+                p.requires_grad_(True)
+        yield
 
 
 # --- batches --------------------------------------------------------------------------------------
@@ -190,13 +210,21 @@ class CurvatureData:
 
     def next_batch(self) -> Any:
         """Return the next batch, from the start again after the last one."""
-        with self._own_random_numbers():
-            if self._iterator is None:
-                self._iterator = self._open()
-            try:
-                batch = next(self._iterator)
-            except StopIteration:  # from the start again
-                batch = next(self._next_epoch(), self)
+        whole = False
+        try:
+            with self._own_random_numbers():
+                if self._iterator is None:
+                    self._iterator = self._open()
+                try:
+                    batch = next(self._iterator)
+                except StopIteration:  # from the start again
+                    batch = next(self._next_epoch(), self)
+            whole = True
+        finally:
+            if not whole and not isinstance(self.loader, Iterator):
+                self._iterator = (
+                    None  # an interrupted one may have ended; opened again where it was
+                )
         if batch is self:
             raise ValueError("The curvature loader gave no batch when it started over.")
         self._index += 1
@@ -232,12 +260,13 @@ class CurvatureData:
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
         others = RandomState(()).capture()
-        RandomState(()).restore(self._present)
-        try:
-            yield
-        finally:
-            self._present = RandomState(()).capture()
-            RandomState(()).restore(others)
+        with Journal() as journal:
+            journal.undo_later(lambda: RandomState(()).restore(others))
+            RandomState(()).restore(self._present)
+            try:
+                yield
+            finally:
+                self._present = RandomState(()).capture()
 
     # --- the position -----------------------------------------------------------------------------
 
@@ -253,8 +282,11 @@ class CurvatureData:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Return to a position; the batches before it are passed over at the next one."""
         start = None if state["start"] is None else _from_plain(state["start"])
-        self._epoch, self._index, self._start = state["epoch"], state["index"], start
-        self._present = _from_plain(state["present"])
+        present = _from_plain(state["present"])
+        epoch, index = state["epoch"], state["index"]
+        if not all(type(x) is int and x >= 0 for x in (epoch, index)):
+            raise ValueError(f"The position of the curvature data is {epoch!r}, {index!r}.")
+        self._epoch, self._index, self._start, self._present = epoch, index, start, present
         self._iterator = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from newton_summary.display.table import text_table, without_middle
@@ -20,35 +21,30 @@ from newton_summary.optimizer import checkpoint
 from newton_summary.optimizer.checks import (
     Closure,
     check_direction,
-    check_partition,
     check_settings,
     extended,
+    find_partition,
     holds_all,
     is_divided,
 )
+from newton_summary.optimizer.controller import check_rates
 from newton_summary.optimizer.curvature import Curvature
-from newton_summary.optimizer.rates import (
-    Average,
-    NormalizedAverage,
-    WindowAverage,
-    limit,
-    plain_summary,
-    restored_summary,
-    solve,
-    solve_common,
-)
+from newton_summary.optimizer.rates import WindowAverage, plain_summary, restored_summary, solve
 from newton_summary.optimizer.schedule import Schedule, Variant
+from newton_summary.optimizer.steered import Steered, period_within
 from newton_summary.optimizer.update import Update
 from newton_summary.parallel.fsdp import own_memory
 from newton_summary.parallel.processes import find_processes
 from newton_summary.partition import Params, Partition
 from newton_summary.probe.probe import LossFn
-from newton_summary.solver import LearningRates
+from newton_summary.probe.state import without_gradients
+from newton_summary.solver import LearningRates, learning_rates
 from newton_summary.summary import Summary
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from newton_summary.optimizer.controller import RateRecord
     from newton_summary.optimizer.curvature import Measuring
 
 OF_GROUPS = ("lr", "momentum", "weight_decay")  # settings that each group has for itself
@@ -60,88 +56,88 @@ COMMON = (  # settings that all groups share
     "summary_window",
     "warmup",
     "diagonal",
-    "ridge",
-    "max_step",
+    "budget",
 )
-COUNTS = ("refreshes", "failed_refreshes", "failed_in_a_row", "skipped_steps", "skipped_since")
-PATIENCE = 3  # refreshes in a row without separate rates, after which one rate serves all groups
+DEFAULTS: dict[Variant, dict[str, Any]] = {  # what depends on the variant
+    "steered": {"lr": 1.0, "lambda_int": 0.0, "summary_window": 10, "warmup": 0},
+    "as-run": {"lr": 0.3, "lambda_int": 1.0, "summary_window": 3, "warmup": 3},
+    "as-published": {"lr": 0.3, "lambda_int": 1.0, "summary_window": 3, "warmup": 0},
+}
+Data = Callable[[], tuple[LossFn, Any]]  # the loss of a measurement, and its batch
+COUNTS = ("refreshes", "failed_refreshes", "skipped_steps", "skipped_since")
 
 
 class NewtonSummary(Optimizer):
-    """Learning rates from the curvature of the loss, one for each group of parameters.
+    """Train without choosing a learning rate: it is found, and kept, from the loss's curvature.
 
-    One step reads: direction ``u``, summary of the loss along it, average with earlier summaries,
-    rates ``eta``, update ``theta - lr * U I_{P:S} eta``. Summary, average and rates are renewed
-    every ``summary_period`` steps; a step in between costs about as much as one of SGD with
-    momentum.
-
-    Curvature is measured on data of its own. Either give it here,
-
-    >>> import newton_summary as ns
+    >>> _ = torch.manual_seed(0)
     >>> net = torch.nn.Linear(3, 1)
-    >>> x, y = torch.randn(64, 3), torch.randn(64, 1)
+    >>> X = torch.randn(64, 3)
+    >>> Y = X.sum(1, keepdim=True)
     >>> def loss_fn(model, batch):
     ...     return (model(batch[0]) - batch[1]).square().mean()
-    >>> opt = ns.NewtonSummary(ns.make_partition(net), curvature=(loss_fn, [(x, y)]))
-    >>> loss_fn(net, (x, y)).backward()
-    >>> _ = opt.step()
+    >>> opt = NewtonSummary(net, loss_fn)
+    >>> for batch in zip(X.split(8), Y.split(8)):
+    ...     opt.zero_grad()
+    ...     loss_fn(net, batch).backward()
+    ...     _ = opt.step(batch)
+    >>> 0.01 < opt.param_groups[0]["eta"] < 1
+    True
 
-    or leave ``curvature`` out and call ``opt.step(lambda: loss_fn(model, curvature_batch))``: then
-    the closure is evaluated when a refresh is due (:attr:`refresh_due`), returns the loss of one
-    batch, the same at each call, and does not call ``backward()``. With ``curvature`` a closure has
-    torch's usual meaning: it is called once, at the start, and leaves gradients.
+    The direction ``u`` is Adam's step, the update ``theta - lr * eta u``. At a *refresh*, every ten
+    steps or more, the summary of the loss along the last step is measured on the next batch, which
+    had no part in that step, and ``eta`` is steered by it as :class:`RateController` steers (see
+    there): so that slope over curvature, the best multiple of a step, stays at 0.75. In between a
+    step costs what one of Adam does.
+
+    Give the batch to ``step``, a list of batches if gradients are accumulated. Or leave ``loss_fn``
+    out, and call ``opt.step(lambda: loss_fn(model, batch))``: the closure is evaluated when a
+    refresh is due (:attr:`refresh_due`), returns the loss of one batch, the same at each call, and
+    does not call ``backward()``. Or give ``curvature``, data of its own to measure on. With
+    ``loss_fn`` or ``curvature`` a closure has torch's usual meaning: it is called once, at the
+    start, and leaves gradients.
+
+    With a partition of several groups the summary shows how these interact (:attr:`last_summary`),
+    at its price; all groups have the same ``eta``, since separate ones have brought no gain
+    (docs/steer.md). :meth:`paper` is the algorithm of the paper, with an ``eta`` for each group.
 
     ``param_groups`` has one entry for each group of the partition, with its ``"name"``, its
-    ``"lr"`` (the paper's lambda_t, which schedulers change) and its ``"eta"`` as of the last
-    refresh; the learning rate of a group is their product. A partition that divides tensors cannot
-    be written in this way: then there is one entry for everything, whose ``"eta"`` is a vector.
-    ``lr``, ``momentum`` and ``weight_decay`` may differ from group to group; of the other settings
-    those of the first group count.
+    ``"lr"``, which schedulers change, and its ``"eta"``; the learning rate of a group is their
+    product. A partition that divides tensors cannot be written in this way: then there is one entry
+    for everything, whose ``"eta"`` is a vector. ``lr``, ``momentum`` and ``weight_decay`` may
+    differ from group to group; of the other settings those of the first group count.
 
-    A gradient that is not finite never reaches the parameters: the step is not made, and the
-    direction starts again from zero. This is decided on the device, without waiting; such steps are
-    counted, and reported at the next refresh. A refresh that gives no usable rates keeps the last
-    good ones, is counted in :attr:`failed_refreshes`, and warns once. Where there are none yet, and
-    after three such refreshes in a row, all groups get one rate: the best along the direction as a
-    whole, with the absolute value of the curvature. So networks train for which separate rates have
-    no minimum, such as those with ReLU and squared error, whose ``D3`` is zero.
+    A gradient that is not finite never reaches the parameters: the step is not made. On
+    accelerators this is decided on the device, without waiting; such steps are counted, and
+    reported at the next refresh.
 
     Args:
-        partition: The groups of a model's parameters, from :func:`make_partition`.
-        lr: Factor on all rates, the paper's lambda_1.
+        partition: The model, or groups of its parameters from :func:`make_partition`.
+        lr: Factor on all rates, the paper's lambda_1 and lambda_t. ``"steered"`` compensates for a
+            constant one, so that only the shape of a schedule matters. ``loss_fn`` may stand here.
         lambda_int: Strength of the cubic term; 0 leaves it out, and with it the third derivatives.
-        momentum: mu of the heavy ball, u <- mu u + gradient.
-        eta_momentum: mu_eta of Algorithm 2, eta~ <- mu_eta eta~ + (eta)_+.
-        summary_period: Steps from one refresh to the next, tau.
-        summary_window: Summaries that are averaged, upsilon. With ``variant="smoothed"`` the memory
-            of exponential averages, whose past is weighted by 1 - 1 / ``summary_window``.
-        warmup: Refreshes before the first move, each on a batch of its own. At least one is made.
-            With a closure, which brings one batch a step, the first ``warmup`` steps do not move.
-        direction: A torch optimizer whose step, with its own learning rate, is the direction of the
-            parameters that it holds. Its state advances as usual and is saved with this one's. It
-            sees a gradient of zero where the real one is not finite.
+            ``"steered"`` has 0 by default, and uses it for :attr:`last_rates` only.
+        momentum: Adam's first beta; in the paper's algorithm mu of u <- mu u + gradient.
+        eta_momentum: mu_eta of Algorithm 2, eta~ <- mu_eta eta~ + (eta)_+; 0 if steered.
+        summary_period: Steps from one refresh to the next, tau. By default 10, or as many more as
+            the budget asks for; in the first fifty steps, fewer.
+        summary_window: Summaries that are averaged, upsilon; 3 in the paper. If steered, the memory
+            of running means, whose past is weighted by 1 - 1 / ``summary_window``; 10.
+        warmup: Refreshes of the paper's algorithm before its first move.
+        direction: A torch optimizer to steer in the place of Adam. Its step, with its own learning
+            rate, is the direction. It holds all parameters; its state is saved with this one's.
         curvature: ``(loss_fn, loader)``: ``loss_fn(model, batch)`` gives the mean loss of a batch
             that the loader gives. One batch is used for each summary. The loader starts over when
             it ends, and draws from random numbers of its own.
-        variant: ``"smoothed"`` averages derivatives by step length over all refreshes, and between
-            refreshes no step of a group is longer than at the last one. Where negative rates were
-            cut to zero, and the others then raise the cubic model, these are shortened to where it
-            is lowest. ``"as-run"`` and ``"as-published"`` are the paper's algorithm, see
+        loss_fn: ``loss_fn(model, batch)`` gives the mean loss of the batches given to :meth:`step`.
+        variant: ``"steered"``; or the paper's algorithm ``"as-run"`` or ``"as-published"``, see
             :meth:`paper`.
         diagonal: Leave out the interactions between groups (App. K).
-        ridge: Add this fraction of its own absolute value to each diagonal entry of Hbar. Steps
-            become shorter, by 1 / (1 + ridge) where groups do not interact. Where all act alike, as
-            layers do, and little but noise tells which should move, it lets all of them move.
-        max_step: No step moves the weights of a group (tensors of two or more dimensions) by more
-            than this fraction of their norm: else the rate of this group is shortened. A group
-            without weights moves no further than one with weights of median norm may, and small
-            weights count as a tenth of these. Keeps layers with little curvature from growing until
-            all others have too much of it. ``inf`` for no limit. The limit compares groups, so with
-            it a training is not invariant under rescaling a group (App. E).
-        weight_decay: Decoupled, as in AdamW: each step first multiplies the parameters by
-            1 - lr * weight_decay. As there, what adapts (``eta``) does not enter, so a group whose
-            rate is zero decays too. AdamW with a rate of 1e-3 and a decay of 0.01 shrinks as much
-            as ``lr=0.7`` with 1.4e-5.
+        weight_decay: That of AdamW: each step multiplies the parameters by
+            1 - lr * eta * weight_decay. Not in the paper's algorithm.
+        budget: The share of the time that refreshes may take, from which ``summary_period`` follows
+            if it is not given. Estimated from the number of groups and not by a clock, so that a
+            training can be repeated.
         **measuring: How summaries are measured: ``backend`` and ``microbatch`` as for
             :func:`summarize`; ``distributed`` as there (gradients have to be the same on all ranks,
             as DistributedDataParallel leaves them; then so are the rates); and ``cuda_graph=True``
@@ -158,64 +154,78 @@ class NewtonSummary(Optimizer):
         skipped_steps: Steps that were not made because of a gradient that was not finite, as of the
             last refresh.
         failed_refreshes: Refreshes that gave no usable rates.
-        last_summary: The last summary as it was measured; None before the first.
-        last_rates: The last solution with its status, negative rates included; None before the
-            first.
+        last_summary: The last summary as it was measured, along ``u``; None before the first. Of
+            one group, ``Hbar`` is that of a whole step, from the gradients at both its ends.
+        last_rates: Its cubic model's minimum with its status, negative rates included, which the
+            paper's algorithm uses; None before the first.
     """
 
     def __init__(
         self,
-        partition: Partition,
-        lr: float | Tensor = 0.7,
-        lambda_int: float = 1.0,
+        partition: Partition | nn.Module,
+        lr: float | Tensor | LossFn | None = None,
+        lambda_int: float | None = None,
         momentum: float = 0.9,
         eta_momentum: float = 0.0,
-        summary_period: int = 10,
-        summary_window: int = 10,
-        warmup: int = 3,
+        summary_period: int | None = None,
+        summary_window: int | None = None,
+        warmup: int | None = None,
         direction: Optimizer | None = None,
         curvature: tuple[LossFn, Any] | None = None,
         *,
-        variant: Variant = "smoothed",
+        loss_fn: LossFn | None = None,
+        variant: Variant = "steered",
         diagonal: bool = False,
-        ridge: float = 0.2,
-        max_step: float = 0.02,
         weight_decay: float = 0.0,
+        budget: float = 0.25,
         **measuring: Unpack[Measuring],
     ):
-        self.model = check_partition(partition)
-        settings = {
-            "variant": variant,
+        partition = find_partition(partition)
+        if callable(lr):
+            lr, loss_fn = None, lr
+        given = {
             "lr": lr,
             "lambda_int": lambda_int,
-            "momentum": momentum,
-            "eta_momentum": eta_momentum,
             "summary_period": summary_period,
             "summary_window": summary_window,
             "warmup": warmup,
+        }
+        settings = {
+            "variant": variant,
+            "momentum": momentum,
+            "eta_momentum": eta_momentum,
             "diagonal": diagonal,
-            "ridge": ridge,
-            "max_step": max_step,
             "weight_decay": weight_decay,
+            "budget": budget,
+            "summary_period": 10,
+            **DEFAULTS.get(variant, DEFAULTS["steered"]),
+            **{name: value for name, value in given.items() if value is not None},
         }
         check_settings(settings)
+        steered = variant == "steered"
+        if steered and summary_period is None:
+            order = 3 if settings["lambda_int"] > 0 else 2
+            settings["summary_period"] = period_within(budget, len(partition), order)
         if direction is not None:
+            if not steered:
+                raise ValueError(f"direction={direction!r} is of variant='steered' alone.")
+            if weight_decay:
+                raise ValueError("Give weight_decay to the optimizer that is the direction.")
             check_direction(direction, partition)
-        self.partition, self.direction = partition, direction
+        assert partition.model is not None
+        self.model, self.partition, self.direction = partition.model, partition, direction
         processes = find_processes(measuring.get("distributed", "auto"), partition.params)
         with processes.joint():
-            self._curvature = Curvature(curvature, measuring)
-        processes.agree(partition.facts() | {k: settings[k] for k in settings if k != "lr"}, {})
-        at_once = self._curvature.data is not None
-        self._schedule = Schedule(variant, summary_period, warmup, at_once)
-        self._average = _make_average(settings)
+            self._curvature = Curvature(curvature, loss_fn, measuring)
+        processes.agree(partition.facts() | settings | {"lr": float(settings["lr"])}, {})
+        self._schedule = Schedule(variant, settings["summary_period"], settings["warmup"])
+        self._average = WindowAverage(settings["summary_window"], as_run=variant == "as-run")
         self._eta: Tensor | None = None  # (S,), float64 on the CPU, none of them negative
-        self._norms: Tensor | None = None  # (S,) of the direction they were found for
-        self._update: Update | None = None
+        self._update: Update | None = None  # of the paper's algorithm
+        self._steered: Steered | None = None
         self.last_summary: Summary | None = None
         self.last_rates: LearningRates | None = None
-        self.failed_refreshes = self._failed_in_a_row = 0
-        self.skipped_steps = self._skipped_since = 0
+        self.failed_refreshes = self.skipped_steps = self._skipped_since = 0
         self._warned: set[str] = set()
         self._made = False  # until then, add_param_group is called by torch
         self._divided = is_divided(partition)
@@ -226,6 +236,14 @@ class NewtonSummary(Optimizer):
             groups = partition.param_groups(eta=0.0)
         super().__init__(groups, settings)
         self._made = True
+        if steered:
+            self._steered = self._make_steered()
+
+    def _make_steered(self) -> Steered:
+        settings = self.param_groups[0]
+        memory = 1 - 1 / max(settings["summary_window"], 1.001)
+        given = (self.partition, self.param_groups, self.direction, self._curvature, self.state)
+        return Steered(*given, settings["summary_period"], memory)
 
     @classmethod
     def paper(
@@ -245,6 +263,10 @@ class NewtonSummary(Optimizer):
         **measuring: Unpack[Measuring],
     ) -> NewtonSummary:
         """Return Algorithm 2 (App. G) with nothing added, as it was run or as it was published.
+
+        One step reads: direction ``u``, summary of the loss along it, average with earlier
+        summaries, rates ``eta``, update ``theta - lr * U I_{P:S} eta``. Summary, average and rates
+        are renewed every ``summary_period`` steps.
 
         ``"as-run"`` is what the experiments of the paper did. The first ``warmup`` refreshes, at
         steps 0, tau, 2 tau, ..., do not move; until then the direction advances at the refreshes
@@ -276,19 +298,8 @@ class NewtonSummary(Optimizer):
         """
         if variant not in ("as-run", "as-published"):
             raise ValueError(f"variant={variant!r}: write 'as-run' or 'as-published'.")
-        if warmup is None:
-            warmup = 3 if variant == "as-run" else 0
-        elif variant == "as-published" and warmup > 0:
+        if variant == "as-published" and warmup:
             raise ValueError(f"warmup={warmup}: Algorithm 2 as published has no warm-up.")
-        without = {"direction": None, "ridge": 0.0, "max_step": math.inf, "weight_decay": 0.0}
-        for name in [name for name in measuring if name in without]:
-            value = measuring.pop(name)  # type: ignore[misc]
-            if value != without[name]:
-                raise ValueError(
-                    f"{name}={value!r} is an addition to the paper's algorithm, which has "
-                    f"{name}={without[name]!r}. Leave it out, or use NewtonSummary(..., "
-                    f"variant={variant!r}) with the additions that you want."
-                )
         return cls(
             partition,
             lr=lr,
@@ -301,106 +312,140 @@ class NewtonSummary(Optimizer):
             curvature=curvature,
             variant=variant,
             diagonal=diagonal,
-            ridge=0.0,
-            max_step=math.inf,
             **measuring,
         )
 
     # --- a step -----------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> Tensor | None:  # type: ignore[override]
+    @without_gradients
+    def step(  # type: ignore[override]
+        self, closure: Closure | Any = None, batch: Any = None
+    ) -> Tensor | None:
         """Make one step along the present gradients.
 
         Args:
-            closure: See the class. Not needed where ``curvature`` was given.
+            closure: See the class. What cannot be called counts as the batch: ``step(batch)``.
+            batch: The batch that the gradients are of, or a list of batches.
 
         Returns:
-            What the closure returned if it was called; else None.
+            The loss, if the closure was called; else None.
         """
+        if closure is not None and not callable(closure):
+            closure, batch = None, closure
+        check_rates(self.param_groups)
         loss = None
-        if closure is not None and self._curvature.data is not None:
+        if closure is not None and self._curvature.loss_fn is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._schedule.rests:
-            update = self._get_update()
-            update.advance(self._of_groups("momentum"))  # direction
-            if self.refresh_due and update.usable:  # else at the next step
-                with self._refreshing(update) as (u, order):
-                    for _ in range(self._schedule.begin()):
-                        own = self._curvature.measure(self.partition, u, order, closure)  # summary
-                        self.last_summary = self._curvature.mean(own, u)  # mean over the ranks
-                        self._average.push(self.last_summary, update.norms)  # average
-                        loss = self.last_summary.loss if self._curvature.data is None else loss
-                    self._renew_rates(update)  # rates
-            update.move(self._of_groups("lr"), self._of_groups("weight_decay"))  # update
-        self._schedule.advance()
+        before = self.refreshes
+        data = partial(self._curvature.next, self.partition, closure, batch)
+        if self._steered is not None:
+            self._step_steered(self._steered, data)
+        else:
+            self._step_of_paper(data)
+        if self._curvature.loss_fn is None and self.refreshes > before:
+            steered, summary = self._steered, self.last_summary
+            loss = summary.loss if summary and not steered else torch.tensor(self.history[-1].loss)
         return loss
+
+    def _step_of_paper(self, data: Data) -> None:
+        """Make a step of Algorithm 2."""
+        if self._schedule.rests:
+            self._schedule.advance()
+            return
+        update = self._get_update()
+        update.advance(self._of_groups("momentum"))  # direction
+        if self.refresh_due and update.usable:  # else at the next step
+            with self._refreshing(update) as (u, order):
+                own = self._curvature.measure(self.partition, u, order, data)  # summary
+                self.last_summary = self._curvature.mean(own, u)  # mean over the ranks
+                self._average.push(self.last_summary)  # window
+                self._renew_rates(update)  # rates
+        update.move(self._of_groups("lr"))  # update
+        self._schedule.advance()
+
+    def _step_steered(self, steered: Steered, data: Data) -> None:
+        """Measure the last step if that is due, steer by it, and make the next one."""
+        self._check_gradients()
+        seen = len(steered.history)
+        if steered.due:
+            self._report_skipped(int(steered.skipped))
+            with find_processes(self._curvature.distributed, self.partition.params).joint():
+                loss_fn, batch = data()
+            steered.measure(loss_fn, batch)
+        steered.advance()
+        if len(steered.history) > seen:
+            self._take_over(steered)
+
+    def _take_over(self, steered: Steered) -> None:
+        """Show what a refresh has found."""
+        if steered.history[-1].why == "not finite":
+            self._fail(self._not_finite(), steered.reason)
+        elif steered.summary is not None:
+            self.last_summary, settings = steered.summary, self.param_groups[0]
+            given = {name: settings[name] for name in ("lambda_int", "diagonal")}
+            self.last_rates = learning_rates(self.last_summary, **given)
+        self._eta = torch.full((len(self.partition),), steered.eta, dtype=torch.float64)
+        self._show_rates()
 
     @contextmanager
     def _refreshing(self, update: Update) -> Iterator[tuple[Params, int]]:
         """Give the direction and the order of a refresh, and see to one that fails."""
-        self._report_skipped(update)
+        self._report_skipped(update.skipped)
         before = copy.copy(self._schedule)
+        self._schedule.begin()
         try:
             yield update.direction(), 3 if self.param_groups[0]["lambda_int"] > 0 else 2
         except NotFiniteError as error:
-            nan = torch.full((len(self.partition),), math.nan)
-            rates = LearningRates(nan, math.nan, "not-finite", self.partition.names)
-            self._fail(rates, rates, str(error))
+            self._fail(self._not_finite(), str(error))
         except BaseException:
             self._schedule = before
             raise
 
+    def _not_finite(self) -> LearningRates:
+        """Return the rates of a loss that is not finite."""
+        nan = torch.full((len(self.partition),), math.nan)
+        return LearningRates(nan, math.nan, "not-finite", self.partition.names)
+
     @property
     def refresh_due(self) -> bool:
-        """Whether the next step measures a summary, and so needs a closure if it takes one."""
-        return self._schedule.due
+        """Whether the next step measures, and so needs a batch or a closure."""
+        return self._schedule.due if self._steered is None else self._steered.due
 
     def _renew_rates(self, update: Update) -> None:
         """Set the rates from the averaged summary; keep the last ones if it gives none."""
         if not self._schedule.ready:
             return
         settings = self.param_groups[0]
-        smoothed = settings["variant"] == "smoothed"
-        ridge, max_step = settings["ridge"], settings["max_step"]
-        how = {"lambda_int": settings["lambda_int"], "diagonal": settings["diagonal"]}
-        norms = update.norms.double().cpu()
-        mean = self._average.mean(norms)
-        found = rates = solve(mean, **how, ridge=ridge, shorten=smoothed)
-        if found.ok:
-            self._failed_in_a_row, self.last_rates = 0, rates
-        else:
-            if smoothed and (self._eta is None or self._failed_in_a_row + 1 >= PATIENCE):
-                rates = solve_common(found, mean, ridge)
-            self._fail(found, rates, found.detail)
-        if not (rates.ok if smoothed else rates.eta.isfinite().all()):
+        self.last_rates = solve(self._average.mean(), settings["lambda_int"], settings["diagonal"])
+        if not self.last_rates.ok:
+            self._fail(self.last_rates, self.last_rates.detail)
+        if not self.last_rates.eta.isfinite().all():
             return
-        eta = rates.eta.double().clamp_min(0)
+        eta = self.last_rates.eta.double().clamp_min(0)
         if self._eta is not None:
             eta += settings["eta_momentum"] * self._eta
-        if max_step < math.inf:
-            lrs = torch.tensor([float(lr) for lr in self._of_groups("lr")], dtype=torch.float64)
-            eta = limit(eta, lrs, norms, update.weight_norms().double().cpu(), max_step)
-        self._eta, self._norms = eta, norms if smoothed else None
-        update.hold(self._eta, self._norms)
+        self._eta = eta
+        update.hold(eta)
         self._show_rates()
 
     def _get_update(self) -> Update:
         """Return the buffers, made at the first step: a model may move to its device until then."""
         if self._update is None:
-            params = self.partition.params.values()
-            if self.refreshes == 0 and all(p.grad is None for p in params):
-                raise ValueError(
-                    "No parameter of the partition has a gradient. Call loss.backward() before "
-                    "step(). Is the partition of the model that is trained?"
-                )
+            self._check_gradients()
             skipped = self.skipped_steps + self._skipped_since
-            self._update = Update(self.partition, self.direction, self.state, skipped)
+            self._update = Update(self.partition, self.state, skipped)
             self._skipped_since = 0
             if self._eta is not None:
-                self._update.hold(self._eta, self._norms)
+                self._update.hold(self._eta)
         return self._update
+
+    def _check_gradients(self) -> None:
+        if self.refreshes == 0 and all(p.grad is None for p in self.partition.params.values()):
+            raise ValueError(
+                "No parameter of the partition has a gradient. Call loss.backward() before "
+                "step(). Is the partition of the model that is trained?"
+            )
 
     def _of_groups(self, name: str) -> list[Any]:
         return [group[name] for group in self.param_groups]
@@ -409,19 +454,20 @@ class NewtonSummary(Optimizer):
 
     @property
     def eta(self) -> Tensor:
-        """The rates in use since the last refresh, (S,); ``param_groups`` has the same numbers.
-
-        With ``variant="smoothed"`` the rate of a group falls below that while its direction is
-        longer than at the refresh, so that its step is not.
-        """
+        """The rates in use since the last refresh, (S,); ``param_groups`` has the same numbers."""
         if self._eta is None:
             return torch.zeros(len(self.partition), dtype=torch.float64)
         return self._eta
 
     @property
     def refreshes(self) -> int:
-        """How many summaries were measured."""
-        return self._curvature.count
+        """How many measurements were made."""
+        return self._curvature.count if self._steered is None else len(self._steered.history)
+
+    @property
+    def history(self) -> list[RateRecord]:
+        """What each refresh found and did, if steered: see :class:`RateController`."""
+        return [] if self._steered is None else self._steered.history
 
     def __repr__(self) -> str:
         """Return the settings, and a table of the groups."""
@@ -439,18 +485,17 @@ class NewtonSummary(Optimizer):
         for group, value in zip(self.param_groups, self.eta.tolist(), strict=True):
             group["eta"] = value
 
-    def _fail(self, found: LearningRates, used: LearningRates, reason: str) -> None:
+    def _fail(self, found: LearningRates, reason: str) -> None:
         """Count a refresh without usable rates, and warn at the first of a kind."""
         self.failed_refreshes += 1
-        self._failed_in_a_row += 1
-        self.last_rates = used
+        self.last_rates = found
         if found.status in self._warned:
             return
         self._warned.add(found.status)
-        if used is not found:
-            outcome = "all groups get one rate"
-        elif self.param_groups[0]["variant"] != "smoothed" and used.eta.isfinite().all():
+        if found.eta.isfinite().all():
             outcome = "they are taken as they are"
+        elif self._steered is not None and self._eta is not None:
+            outcome = "the last rate is halved"
         else:
             outcome = "there are none yet" if self._eta is None else "the last good ones are kept"
         warn_user(
@@ -458,8 +503,8 @@ class NewtonSummary(Optimizer):
             f"opt.failed_refreshes counts them.)"
         )
 
-    def _report_skipped(self, update: Update) -> None:
-        skipped = update.skipped - self.skipped_steps
+    def _report_skipped(self, count: int) -> None:
+        skipped = count - self.skipped_steps
         if skipped > 0:
             warn_user(
                 f"NewtonSummary: {skipped} step(s) since the last refresh were not made, because "
@@ -473,7 +518,7 @@ class NewtonSummary(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of the same model, for example of a layer that was unfrozen.
 
-        The averages start again: the next step begins with the warm-up's refreshes.
+        The paper's algorithm begins again with its warm-up; a steered rate is kept.
 
         Args:
             param_group: ``"params"``, ``"name"`` of the new group, and if wanted ``"lr"``,
@@ -494,14 +539,17 @@ class NewtonSummary(Optimizer):
         if held_all and self.direction is not None:
             self.direction.add_param_group({"params": params})
         self.partition = partition
-        none_yet = torch.zeros(1, dtype=torch.float64)
-        self._eta = None if self._eta is None else torch.cat([self._eta, none_yet])
-        self._norms = None if self._norms is None else torch.cat([self._norms, none_yet])
-        self._average = _make_average(self.param_groups[0])
+        self._average = WindowAverage(self._average.size, self._average.as_run)
         self._schedule.restart()
+        if self._steered is not None:
+            old, self._steered = self._steered, self._make_steered()
+            self._steered.go_on_from(old)
+        if self._eta is not None:
+            added = self._steered.eta if self._steered is not None else 0.0
+            self._eta = torch.cat([self._eta, torch.tensor([added], dtype=torch.float64)])
         self._show_rates()
         if self._update is not None:
-            self._report_skipped(self._update)
+            self._report_skipped(self._update.skipped)
         self._update = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -517,8 +565,9 @@ class NewtonSummary(Optimizer):
         since = self._skipped_since
         if self._update is not None:
             since = self._update.skipped - self.skipped_steps
-        failed = self.failed_refreshes, self._failed_in_a_row
-        counts = (self.refreshes, *failed, self.skipped_steps, since)
+        elif self._steered is not None:
+            since = int(self._steered.skipped) - self.skipped_steps
+        counts = (self._curvature.count, self.failed_refreshes, self.skipped_steps, since)
         state[checkpoint.KEY] = {
             "format": checkpoint.FORMAT,
             "settings": self._fixed_settings(),
@@ -526,7 +575,7 @@ class NewtonSummary(Optimizer):
             "schedule": self._schedule.state_dict(),
             "average": self._average.state_dict(),
             "eta": self._eta,
-            "norms": self._norms,
+            "steering": None if self._steered is None else self._steered.state_dict(),
             "last_rates": None if self.last_rates is None else asdict(self.last_rates),
             "last_summary": None if self.last_summary is None else plain_summary(self.last_summary),
             "counts": dict(zip(COUNTS, counts, strict=True)),
@@ -555,25 +604,32 @@ class NewtonSummary(Optimizer):
             checkpoint.check_groups(state_dict, self.param_groups)
             counts = checkpoint.read_counts(saved["counts"], *COUNTS)
             eta = checkpoint.read_vector(saved["eta"], self.partition, "eta")
-            norms = checkpoint.read_vector(saved["norms"], self.partition, "norms")
             rates, summary = saved["last_rates"], saved["last_summary"]
             rates = None if rates is None else LearningRates(**rates)
+            warned = set(saved["warned"])
             summary = None if summary is None else restored_summary(summary, self.partition)
             schedule, average = copy.copy(self._schedule), copy.copy(self._average)
             schedule.load_state_dict(saved["schedule"])
             average.load_state_dict(saved["average"], self.partition)
-            data = copy.copy(self._curvature.data)
+            steered, data = copy.copy(self._steered), copy.copy(self._curvature.data)
+            if steered is not None:
+                steered.load_state_dict(saved["steering"])
             if data is not None:
                 data.load_state_dict(saved["data"])
             if self.direction is not None:
+                checkpoint.check_finite(saved["direction"]["state"], "The state of the direction")
+                check_rates(saved["direction"]["param_groups"])
                 self.direction.load_state_dict(saved["direction"])
         super().load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
-        self._schedule, self._average, self._eta, self._norms = schedule, average, eta, norms
-        self.last_rates, self.last_summary, self._warned = rates, summary, set(saved["warned"])
+        self._schedule, self._average, self._eta = schedule, average, eta
+        self.last_rates, self.last_summary, self._warned = rates, summary, warned
         self._curvature.data, self._curvature.count = data, counts[0]
-        self.failed_refreshes, self._failed_in_a_row = counts[1:3]
-        self.skipped_steps, self._skipped_since = counts[3:]
+        self.failed_refreshes, self.skipped_steps, self._skipped_since = counts[1:]
         self._update = None  # made again from the momentum buffers
+        if steered is not None:
+            steered.groups, steered.skipped = self.param_groups, sum(counts[2:])
+            steered.share(self.state)
+            self._steered, self._skipped_since = steered, 0
 
     def _fixed_settings(self) -> dict[str, Any]:
         """Return what the optimizer was made with, but for what schedulers change."""
@@ -582,13 +638,6 @@ class NewtonSummary(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: buffers are made again, a scheduler's wrapper stays behind."""
         return {k: v for k, v in self.__dict__.items() if k != "step"} | {"_update": None}
-
-
-def _make_average(settings: dict[str, Any]) -> Average:
-    window, variant = settings["summary_window"], settings["variant"]
-    if variant == "smoothed":
-        return NormalizedAverage(window)
-    return WindowAverage(window, as_run=variant == "as-run")
 
 
 def _shown(value: Any) -> str:

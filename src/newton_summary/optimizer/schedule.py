@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-Variant = Literal["smoothed", "as-run", "as-published"]
-VARIANTS: tuple[Variant, ...] = ("smoothed", "as-run", "as-published")
+Variant = Literal["steered", "as-run", "as-published"]
+VARIANTS: tuple[Variant, ...] = ("steered", "as-run", "as-published")
 
 
 class Schedule:
-    """Counts steps and measurements.
-
-    ``"smoothed"`` measures ``warmup`` summaries at the first step, one at least, and moves at once.
-    Closures bring one batch a step: with these it measures at the first ``warmup`` steps and moves
-    at the last of them. Then there is one measurement every ``period`` steps.
+    """Counts steps and measurements of the paper's algorithm.
 
     ``"as-run"`` measures at steps 0, period, 2 period, ... The first ``warmup`` measurements do not
     move, and until then the direction advances at the measurements alone.
@@ -28,11 +24,10 @@ class Schedule:
         variant: One of these.
         period: Steps from one measurement to the next.
         warmup: Measurements of the warm-up.
-        at_once: Whether there is data for several measurements at one step.
     """
 
-    def __init__(self, variant: Variant, period: int, warmup: int, at_once: bool):
-        self.variant, self.period, self.warmup, self.at_once = variant, period, warmup, at_once
+    def __init__(self, variant: Variant, period: int, warmup: int):
+        self.variant, self.period, self.warmup = variant, period, warmup
         self.first = period - 1 if variant == "as-published" else 0
         self.t = 0  # steps made
         self.next = self.first  # the step of the next measurement
@@ -41,7 +36,7 @@ class Schedule:
     @property
     def needed(self) -> int:
         """How many measurements give the first rates."""
-        return max(1, self.warmup) if self.variant == "smoothed" else self.warmup + 1
+        return self.warmup + 1
 
     @property
     def due(self) -> bool:
@@ -58,15 +53,10 @@ class Schedule:
         """Whether there are enough measurements for rates."""
         return self.tried >= self.needed
 
-    def begin(self) -> int:
-        """Return how many measurements to make now, count them, and plan the next."""
-        missing = self.needed - self.tried if self.variant == "smoothed" and self.at_once else 1
-        number = max(1, missing)
-        self.tried += number
+    def begin(self) -> None:
+        """Count a measurement, and plan the next."""
+        self.tried += 1
         self.next = self.first + ((self.t - self.first) // self.period + 1) * self.period
-        if self.variant == "smoothed" and not self.ready:
-            self.next = self.t + 1
-        return number
 
     def advance(self) -> None:
         """Count a step."""

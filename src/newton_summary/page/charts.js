@@ -29,7 +29,7 @@ function plotOptions() {
 
 function axisOf(title, extra = {}) {
   return {
-    title: { text: title, standoff: 8, font: { size: 12, color: colour("soft") } },
+    title: { text: plain(title), standoff: 8, font: { size: 12, color: colour("soft") } },
     gridcolor: colour("line"),
     zerolinecolor: colour("line"),
     linecolor: colour("line"),
@@ -70,6 +70,9 @@ function depthColours(run) {
   const last = Math.max(...run.groups.map((group) => group.layer));
   return run.groups.map((group) => between(colours("depth"), last > 0 ? group.layer / last : 0));
 }
+
+/** What a rate is: along the step of an optimizer, a factor on its learning rate. */
+const rateWord = (run) => ("measured along" in run.facts ? "factor on the learning rate" : "learning rate");
 
 /** Learning rates of all groups at one moment. */
 function drawRates(div, run, measured, range) {
@@ -112,7 +115,7 @@ function drawRates(div, run, measured, range) {
       showgrid: names.length <= 60,
       automargin: false,
     }),
-    yaxis: logAxis("learning rate", range),
+    yaxis: logAxis(rateWord(run), range),
   });
 }
 
@@ -137,7 +140,7 @@ function drawRatesOverTime(div, run, moments, epoch, range) {
   drawChart(div, traces, {
     hovermode: "closest",
     xaxis: axisOf("epoch"),
-    yaxis: logAxis("learning rate", range),
+    yaxis: logAxis(rateWord(run), range),
     shapes: [{ type: "line", x0: epoch, x1: epoch, y0: 0, y1: 1, yref: "paper", line: { color: colour("soft"), width: 1, dash: "dot" } }],
   });
 }

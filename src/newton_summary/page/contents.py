@@ -21,7 +21,7 @@ from newton_summary.analysis import (
     suggest_merges,
 )
 from newton_summary.history import History, Measured
-from newton_summary.solver import STATUS, doubt_of, explain
+from newton_summary.solver import STATUS, USABLE, doubt_of, explain, refutation
 from newton_summary.summary import Summary
 
 
@@ -69,7 +69,7 @@ def _measurement(measured: Measured) -> dict[str, Any]:
         "approximate": summary.approximate,
         "status": measured.status,
         "status_text": _status(measured),
-        "doubt": _doubt(measured),
+        "doubt": doubt_about(measured),
         "gbar": _array(summary.gbar),
         "gbar_stderr": _array(summary.gbar_stderr),
         "Hbar": _matrix(summary.Hbar),
@@ -93,9 +93,13 @@ def _status(measured: Measured) -> str:
     return explain(measured.status, lambda_int, no_cubic=D3 is not None and not D3.any())
 
 
-def _doubt(measured: Measured) -> str:
-    if measured.summary.Hbar is None:
-        return ""
+def doubt_about(measured: Measured) -> str:
+    """Return what speaks against the learning rates of a measurement; else nothing."""
+    if measured.trial is not None:
+        predicted, real = measured.trial.predicted, measured.trial.real
+        return refutation(predicted, real) if measured.refuted else ""
+    if measured.summary.Hbar is None or measured.status not in USABLE:
+        return _status(measured)
     exact = measured.summary.to(torch.float64)
     return doubt_of(float(exact.predicted_change(measured.eta)), float(exact.loss))
 

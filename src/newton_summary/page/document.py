@@ -7,7 +7,6 @@ import gzip
 import html
 import importlib.util
 import json
-import os
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -16,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from newton_summary.history import History
-from newton_summary.page.contents import contents
+from newton_summary.page.contents import contents, doubt_about
+from newton_summary.storage.writing import write_text
 
 SCRIPTS = ("values.js", "heatmap.js", "charts.js", "tables.js", "sections.js", "page.js")
 """The parts of the page's script, in order; together they are one module."""
@@ -24,15 +24,8 @@ SCRIPTS = ("values.js", "heatmap.js", "charts.js", "tables.js", "sections.js", "
 
 def write_page(histories: Sequence[History], path: Path, title: str | None = None) -> Path:
     """Write the page as a whole or not at all; create its folder."""
-    text = page(histories, title)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    return path
+    return write_text(path, page(histories, title))
 
 
 def page(histories: Sequence[History], title: str | None = None) -> str:
@@ -43,6 +36,7 @@ def page(histories: Sequence[History], title: str | None = None) -> str:
         "heading": _breakable(title),
         "size": "long" if len(title) > 60 else "short",
         "lead": html.escape(_lead(histories)),
+        "banner": _banner(histories),
         "style": _file("page.css"),
         "script": "\n".join(_file(name) for name in SCRIPTS),
         "contents": _json({"title": title, **contents(histories)}),
@@ -85,6 +79,22 @@ def _title(histories: Sequence[History]) -> str:
     if len(histories) == 1:
         return names
     return f"Comparison of {len(histories)} runs" + (f": {names}" if len(names) < 50 else "")
+
+
+def _banner(histories: Sequence[History]) -> str:
+    """Return a warning where learning rates are refuted, doubtful or no minimum; else nothing."""
+    lines = []
+    for history in histories:
+        doubts = [(m.epoch, doubt) for m in history.measured if (doubt := doubt_about(m))]
+        if not doubts:
+            continue
+        epochs = ", ".join(f"{epoch:g}" for epoch, _ in doubts[:8])
+        more = ", ..." if len(doubts) > 8 else ""
+        when = f" after epoch {epochs}{more}" if len(history.measured) > 1 else ""
+        which = f" of {history.name}" if len(histories) > 1 else ""
+        lines.append(f"Do not use the learning rates{which}{when}. {doubts[-1][1]}")
+    text = "<br>".join(html.escape(line) for line in lines)
+    return f'<p class="banner" role="alert">{text}</p>' if lines else ""
 
 
 def _lead(histories: Sequence[History]) -> str:

@@ -110,7 +110,7 @@ function drawRateCharts(momentOnly) {
     const lost = numbers(measured.eta).filter((v) => !Number.isFinite(v)).length;
     const note = joined(
       zeros ? `${zeros} rate${zeros > 1 ? "s are" : " is"} zero and not drawn` : "",
-      lost ? `${lost} rate${lost > 1 ? "s are" : " is"} not finite: ${measured.status_text}` : "",
+      lost ? `${lost} rate${lost > 1 ? "s are" : " is"} not finite` : "",
       measured.doubt,
     );
     return { key: `${index} now`, title: joined(runTitle(run), momentText(measured)), note, run, measured };
@@ -199,6 +199,8 @@ let canDraw = false;
 function draw(momentOnly = false) {
   $("epoch-text").textContent = epochs.length ? `epoch ${epochs[state.epoch]}` : "";
   for (const section of document.querySelectorAll("[data-measured]")) section.hidden = !measuredRuns().length;
+  const several = measuredRuns().some(({ run }) => run.groups.length > 1);
+  for (const id of ["interactions", "pairs-section"]) $(id).hidden = !several; // one group has none
   drawTables();
   if (!canDraw) return;
   drawHeatmaps();

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from newton_summary.parallel.ranks import Ranks
 
 T = TypeVar("T")
+Params = dict[str, Tensor]
 Distributed: TypeAlias = "Literal['auto'] | bool | dist.ProcessGroup"
 
 
@@ -87,6 +88,44 @@ def find_processes(distributed: str | bool | Any, params: Mapping[str, Tensor]) 
     device = next((p.device for p in params.values()), torch.device("cpu"))
     sharded = any(is_sharded(p) for p in params.values())
     return find_ranks(distributed, device, sharded) or ALONE
+
+
+# --- a model and its parameters, whatever it is wrapped in ----------------------------------------
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the module inside wrappers: of data parallelism, and of ``torch.compile``.
+
+    An FSDP2 module is put into its sharded state: otherwise it may show other parameters.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"The model is of type {type(model).__name__}: pass a torch.nn.Module, the model "
+            f"itself, not its parameters or its class."
+        )
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # loaded once somebody compiles a model
+    compiled = compiler.OptimizedModule if compiler is not None else ()
+    parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    while True:
+        if isinstance(model, parallel):
+            model = model.module
+        elif isinstance(model, compiled):
+            model = model._orig_mod
+        else:
+            break
+    settle(model)
+    return model
+
+
+def trainable(model: nn.Module) -> Params:
+    """Return the parameters that require a gradient, by name; tied ones once."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def aliases_of(model: nn.Module) -> dict[str, str]:
+    """Map every name of a parameter, of tied ones too, to the one that the partition uses."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    return {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
 
 
 # --- parameters that may be divided among processes -----------------------------------------------

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from newton_summary.display.html import html_table, paragraph
 from newton_summary.display.names import nearest
 from newton_summary.display.table import text_table, without_middle
-from newton_summary.parallel.processes import is_sharded, whole
-from newton_summary.partition.layers import Types, layers_of, module_path, module_types
-from newton_summary.partition.parameters import Params, aliases_of, result_dtype, role
+from newton_summary.parallel.processes import Params, aliases_of, is_sharded, whole
+from newton_summary.partition.layers import Types, layers_of, module_path, module_types, role
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,6 @@ class Partition:
 
     Attributes:
         names: Name of each group.
-        roles: ``"weight"``, ``"bias"`` or ``"mixed"`` for each group.
         members: For each group, the parameters (or parts of parameters) in it.
         params: The live parameters by name, in the order of the model.
         labels: For each parameter, the number of its group, or a tensor of its shape that holds
@@ -76,7 +74,6 @@ class Partition:
         self.params = params
         self.labels = labels
         self.members = self._find_members()
-        self.roles: tuple[str, ...] = tuple(_common_role(group) for group in self.members)
         if len(set(self.names)) < len(self.names):
             twice = next(name for name in self.names if self.names.count(name) > 1)
             raise ValueError(f"Two groups are called {twice!r}. Group names must differ.")
@@ -106,6 +103,12 @@ class Partition:
     def sizes(self) -> tuple[int, ...]:
         """Number of entries in each group."""
         return tuple(sum(member.count for member in group) for group in self.members)
+
+    @cached_property
+    def roles(self) -> tuple[str, ...]:
+        """``"weight"``, ``"bias"`` or ``"mixed"`` for each group."""
+        found = [{role(member.name) for member in group} for group in self.members]
+        return tuple(roles.pop() if len(roles) == 1 else "mixed" for roles in found)
 
     @cached_property
     def types(self) -> Types:
@@ -272,8 +275,21 @@ class Partition:
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Partition:
         """Rebuild a partition; its parameters are placeholders without storage."""
-        params = {n: torch.empty(s, device="meta") for n, s in state["shapes"].items()}
-        return cls(state["names"], params, dict(state["labels"]), types=state.get("types"))
+        names, shapes, labels = list(state["names"]), state["shapes"], dict(state["labels"])
+        types = dict(state.get("types") or {})
+        texts = (*names, *shapes, *types, *types.values())
+        if not all(isinstance(text, str) for text in texts) or labels.keys() != shapes.keys():
+            raise ValueError("These are not the groups of a partition.")
+        params = {n: torch.empty(s, device="meta") for n, s in shapes.items()}
+        for name, label in labels.items():
+            whole_numbers = torch.as_tensor(label)
+            if whole_numbers.dtype != torch.int64 or (
+                isinstance(label, Tensor) and label.shape != params[name].shape
+            ):
+                raise ValueError(f"The groups of {name!r} are not numbers of groups.")
+            if not ((whole_numbers >= 0) & (whole_numbers < len(names))).all():
+                raise ValueError(f"The groups of {name!r} do not exist.")
+        return cls(names, params, labels, types=types)
 
     def __repr__(self) -> str:
         """Return the number of groups and of parameters."""
@@ -307,9 +323,12 @@ class Partition:
         return ", ".join(found[:3]) + (" ..." if len(found) > 3 else "")
 
 
-def _common_role(members: Sequence[Member]) -> str:
-    roles = {role(member.name) for member in members}
-    return roles.pop() if len(roles) == 1 else "mixed"
+def result_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
+    """Return the widest dtype of the parameters, and float32 at least."""
+    dtype = torch.float32
+    for p in params.values():
+        dtype = torch.promote_types(dtype, p.dtype)
+    return dtype
 
 
 def _describe(members: Sequence[Member], group: str, aliases: Mapping[str, str]) -> str:

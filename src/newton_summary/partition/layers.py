@@ -18,7 +18,7 @@ from itertools import takewhile
 
 from torch import Tensor, nn
 
-from newton_summary.partition.parameters import role, trainable
+from newton_summary.parallel.processes import trainable
 
 Types = dict[str, str]  # from the path of a module to the name of its class; "" is the model
 
@@ -35,6 +35,26 @@ class Layer:
     def parameters(self) -> tuple[str, ...]:
         """Names of its parameters."""
         return self.weights + self.biases
+
+
+def role(name: str) -> str:
+    """Return ``"bias"`` or ``"weight"``, the role of a parameter.
+
+    A parameter whose own name contains ``bias`` is a bias (``bias``, ``in_proj_bias``,
+    ``bias_hh_l0``, ``biases.3`` of a list). Everything else is a weight, including the scale of a
+    norm, an embedding, and a bare parameter of a module.
+
+    >>> role("encoder.0.in_proj_bias"), role("norm.weight"), role("cls_token")
+    ('bias', 'weight', 'weight')
+    >>> role("0.parametrizations.weight.original0")
+    'weight'
+    """
+    *_, seen_through = f".{name}".partition(".parametrizations.")
+    if seen_through:
+        own = seen_through.partition(".")[0]
+    else:
+        own = next((part for part in reversed(name.split(".")) if not part.isdecimal()), "")
+    return "bias" if "bias" in own else "weight"
 
 
 def module_path(name: str) -> str:

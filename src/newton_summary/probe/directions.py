@@ -14,8 +14,7 @@ from newton_summary.display.names import nearest
 from newton_summary.parallel.processes import local_part
 from newton_summary.partition import Params
 from newton_summary.probe.probe import Probe
-from newton_summary.probe.state import unmoved
-from newton_summary.probe.undo import Journal
+from newton_summary.probe.state import Journal, unmoved
 
 Direction = str | Mapping[str, Tensor] | Optimizer
 
@@ -49,7 +48,9 @@ def find_direction(direction: Direction, probe: Probe) -> Params:
             return optimizer_step(direction, u, probe.params)
     if isinstance(direction, Mapping):
         with probe.processes.joint():
-            return _checked(direction, probe.params, probe.model)
+            # Compiled modules put a prefix before the names of their parameters.
+            plain = {str(name).replace("_orig_mod.", ""): u for name, u in direction.items()}
+            return _checked(plain, probe.params, probe.model)
     raise TypeError(
         f"The direction is of type {type(direction).__name__}: write 'gradient', a mapping from "
         f"parameter name to tensor, or an optimizer."

@@ -11,10 +11,12 @@ function of torch gets a switch, which passes everything on outside of a measure
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.checkpoint as checkpoint
@@ -23,7 +25,64 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from newton_summary.display.warn import warn_user
-from newton_summary.probe.undo import is_measuring
+
+if TYPE_CHECKING:
+    from newton_summary.probe.state import Journal
+
+
+class _Here(threading.local):
+    """What this thread is doing."""
+
+    measuring = False
+
+
+_here = _Here()
+
+
+def is_measuring() -> bool:
+    """Whether this thread is inside of a measurement."""
+    return _here.measuring
+
+
+def start_measuring(journal: Journal, alone: bool) -> None:
+    """Begin a measurement, which ends with the journal.
+
+    Args:
+        journal: Of the measurement.
+        alone: Whether to wait until no other thread measures. They would draw from the same random
+            numbers, and on the same model put back each other's changes.
+    """
+    before = _here.measuring
+
+    def stop() -> None:
+        _here.measuring = before
+
+    if alone and not before:
+        journal.undo_later(_end_turn)
+        _wait_for_turn()
+    journal.undo_later(stop)
+    _here.measuring = True
+
+
+# Which thread measures, under the key "turn". Not a lock: an interrupt could leave it locked. Each
+# operation of a dict is whole to other threads.
+_turns: dict[str, int] = {}
+
+
+def _wait_for_turn() -> None:
+    me = threading.get_ident()
+    while (owner := _turns.setdefault("turn", me)) != me:
+        if owner not in sys._current_frames():  # it has ended without ending its turn
+            _turns.pop("turn", None)
+        time.sleep(0.002)
+
+
+def _end_turn() -> None:
+    if _turns.get("turn") == threading.get_ident():
+        _turns.pop("turn", None)
+
+
+# --- as it is written -----------------------------------------------------------------------------
 
 
 def install_switches() -> None:
@@ -135,6 +194,6 @@ def rest_hook(func: Callable[..., Any], tensor: Tensor, hook: Callable[..., Any]
         return func(tensor, hook)  # an error that says why
     warn_user(
         "loss_fn registers a hook on the gradient of a tensor. Such hooks rest during a "
-        "measurement: the derivatives are those of the loss."
+        "measurement: the derivatives are those of the loss without them."
     )
     return RemovableHandle(OrderedDict())

@@ -65,12 +65,23 @@ def explain(error: TypeError, model: nn.Module, data: Any) -> TypeError | None:
             f"loss_fn treats its first argument, the model, as a tensor: {error}. {_WANTED} "
             f"{_EXAMPLE}."
         )
+    if "must be Tensor, not numpy.ndarray" in str(error):
+        return TypeError(
+            f"The batch holds numpy arrays, and loss_fn failed with them: {error}. Give tensors, "
+            f"torch.as_tensor(array), or convert them in loss_fn."
+        )
     if isinstance(data, list) and "must be Tensor, not list" in str(error):
         return TypeError(
             f"A list of tensors is taken as one batch, and loss_fn failed with it: {error}. For "
             f"several batches of one tensor each, give iter(data) or a DataLoader."
         )
     return None
+
+
+def check_microbatch(microbatch: Any) -> None:
+    """Raise unless it is a number of samples, or None."""
+    if microbatch is not None and not (type(microbatch) is int and microbatch >= 1):
+        raise ValueError(f"microbatch={microbatch!r}: write a number of samples, 1 or more.")
 
 
 def as_batches(data: Any) -> Iterable[Any]:

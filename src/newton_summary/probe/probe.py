@@ -29,25 +29,32 @@ from newton_summary.errors import CoupledSamplesError, NotFiniteError
 from newton_summary.parallel.processes import ALONE, Processes
 from newton_summary.partition import Params, Partition, unwrap
 from newton_summary.probe.cutting import outside_inference_mode, take_samples
-from newton_summary.probe.eager import RestingHooks, install_switches, refuse_unknown_checkpoints
+from newton_summary.probe.eager import (
+    RestingHooks,
+    install_switches,
+    is_measuring,
+    refuse_unknown_checkpoints,
+    start_measuring,
+)
 from newton_summary.probe.inputs import LossFn as LossFn
 from newton_summary.probe.inputs import (
     NumSamples,
     SampleCount,
     as_batches,
     check_loss_fn,
+    check_microbatch,
     explain,
     has_length,
     leaves,
 )
 from newton_summary.probe.state import (
+    Journal,
     ModelState,
     ParameterWatch,
     RandomState,
     TorchState,
     own_generators,
 )
-from newton_summary.probe.undo import Journal, is_measuring, start_measuring
 
 Closure = Callable[[], Tensor]
 
@@ -96,8 +103,7 @@ class Probe:
         processes: Processes = ALONE,
         num_samples: NumSamples | None = None,
     ):
-        if microbatch is not None and not (isinstance(microbatch, int) and microbatch >= 1):
-            raise ValueError(f"microbatch={microbatch}: write a number of samples, 1 or more.")
+        check_microbatch(microbatch)
         check_loss_fn(loss_fn)
         _check_differentiable(partition.params)
         self.model = unwrap(model)
@@ -327,7 +333,8 @@ class Probe:
         if changed is not None:
             return ValueError(
                 f"{where} changed parameter {changed!r} in place. A loss only reads parameters; "
-                f"what changes them belongs in the training loop."
+                f"what changes them belongs in the training loop. An embedding with max_norm does "
+                f"it too: renormalise its weight there, and set max_norm=None."
             )
         if not isinstance(loss, Tensor):
             return TypeError(f"{where} returned {type(loss).__name__}: return a tensor, the loss.")
@@ -427,6 +434,11 @@ def _check_differentiable(params: Mapping[str, Tensor]) -> None:
             raise ValueError(
                 f"Parameter {name!r} was made under torch.inference_mode(), so it cannot be "
                 f"differentiated. Make or load the model outside of it."
+            )
+        if p.is_meta:
+            raise ValueError(
+                f"Parameter {name!r} is on the meta device and has no values. Make the model on a "
+                f"real device, or model.to_empty(device=...) and load its weights."
             )
         if p.is_complex():
             raise ValueError(

@@ -1,13 +1,26 @@
-"""What a measurement may disturb, remembered and put back."""
+"""What a measurement may disturb, remembered and put back, whatever happens in between.
+
+An interrupt may come at any line, also inside of the code that puts things back. So every change is
+announced in a journal *before* it is made, every step back may be taken twice, and journals are
+nested: what an interrupted one has left is undone by the one around it.
+
+Journals belong to a thread, so other threads see nothing of them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
+import sys
+import threading
+import traceback
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from functools import wraps
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -15,7 +28,108 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.utils import parametrize
 
-from newton_summary.probe.undo import Journal, is_measuring
+from newton_summary.parallel.processes import local_part
+from newton_summary.probe.eager import is_measuring
+
+Step = Callable[[], object]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _Innermost(threading.local):
+    """The innermost journal of this thread."""
+
+    journal: Journal | None = None
+
+
+_here = _Innermost()
+
+
+class Journal:
+    """A context at whose end all announced changes are undone, the last one first.
+
+    >>> numbers = [1]
+    >>> with Journal() as journal:
+    ...     journal.undo_later(numbers.clear)
+    ...     numbers.append(2)
+    >>> numbers
+    []
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[Step] = []
+        self._tries = 0  # of the last step
+        self._outer: Journal | None = None
+
+    def undo_later(self, step: Step) -> None:
+        """Announce a change: ``step`` puts back what is there now.
+
+        It is taken also if the change is never made, and again if it was interrupted.
+        """
+        self._steps.append(step)
+
+    def undo(self) -> None:
+        """Undo everything; after an interrupt, everything that is left."""
+        while self._steps:
+            if self._tries < 2:  # a step that fails twice must not keep back the others
+                self._tries += 1
+                self._steps[-1]()
+            self._steps.pop()
+            self._tries = 0
+
+    def __enter__(self) -> Journal:
+        """Become this thread's innermost journal."""
+        self._outer = _here.journal
+        _here.journal = self
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Undo everything that this journal, and interrupted ones inside of it, still hold."""
+        try:
+            _end_contexts(sys.exc_info()[1])
+            self._undo_all()
+        finally:
+            self._undo_all()
+
+    def _undo_all(self) -> None:
+        while (inner := _here.journal) is not None and inner is not self and self._contains(inner):
+            inner.undo()
+            _here.journal = inner._outer
+        self.undo()
+        if _here.journal is self:
+            _here.journal = self._outer
+
+    def _contains(self, other: Journal) -> bool:
+        outer = other._outer
+        while outer is not None and outer is not self:
+            outer = outer._outer
+        return outer is self
+
+
+def _end_contexts(error: BaseException | None) -> None:
+    """End contexts whose ``__enter__`` or ``__exit__`` an interrupt has caught.
+
+    The traceback keeps them; at its end they would put back what is undone here, such as a mode of
+    torch.
+    """
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_filename == contextlib.__file__:
+                with contextlib.suppress(RuntimeError):  # one that still runs
+                    frame.clear()
+        error = error.__context__
+
+
+def interrupt_behind(error: BaseException | None) -> BaseException | None:
+    """Return the interrupt that an error was raised in the course of, if there was one."""
+    while error is not None and isinstance(error, Exception):
+        error = error.__context__
+    return error
 
 
 @contextmanager
@@ -31,14 +145,32 @@ def unmoved(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
     def put_back() -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            for tensor, value in zip(tensors, copies, strict=True):
-                tensor.copy_(value)
+            if tensors:
+                torch._foreach_copy_(list(map(local_part, tensors)), list(map(local_part, copies)))
         for version in versions:
             version.__exit__()
 
     with Journal() as journal:
         journal.undo_later(put_back)
         yield copies
+
+
+def without_gradients(function: Callable[P, T]) -> Callable[P, T]:
+    """Like ``torch.no_grad()`` as a decorator, whose end an interrupt cannot prevent."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        before = torch.is_grad_enabled()
+        try:
+            try:
+                torch._C._set_grad_enabled(False)
+                return function(*args, **kwargs)
+            finally:
+                torch._C._set_grad_enabled(before)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return run
 
 
 class ParameterWatch:

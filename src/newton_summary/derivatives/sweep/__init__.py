@@ -1,6 +1,6 @@
 """The sweep: exact second and third order from one backward pass and one forward sweep."""
 
 from newton_summary.derivatives.sweep.engine import summarize_sweep, sweep_batch
-from newton_summary.derivatives.sweep.memory import StackTooLarge
+from newton_summary.derivatives.sweep.memory import StackTooLarge, bytes_of
 
-__all__ = ["StackTooLarge", "summarize_sweep", "sweep_batch"]
+__all__ = ["StackTooLarge", "bytes_of", "summarize_sweep", "sweep_batch"]

@@ -7,17 +7,28 @@ own and their contributions add up, so a few of them can be passed at a time, by
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from newton_summary.derivatives.sweep.memory import WORKING_COPIES
 from newton_summary.derivatives.sweep.rules.elementwise import CURVED
 from newton_summary.derivatives.sweep.rules.linear import SAME_ORDER
-from newton_summary.derivatives.sweep.tangent import Tangent
-from newton_summary.derivatives.sweep.tape import ChunkedLogits, Cut, Op, Tape, Value, find_values
+from newton_summary.derivatives.sweep.tape import (
+    ChunkedLogits,
+    Cut,
+    Op,
+    Tangent,
+    Tape,
+    Value,
+    find_values,
+)
 
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
@@ -35,8 +46,8 @@ def find_chunked_logits(
 ) -> list[ChunkedLogits]:
     """Return every layer with what follows up to a log-softmax, where its stack would be large.
 
-    What lies between may scale or cap the logits and change their shape, as long as the row of a
-    token stays a row. Nothing else may use them.
+    What lies between may scale or cap the logits, change their shape, or leave tokens out, as
+    ``logits[:, :-1]`` does, as long as the row of a token stays a row. Nothing else may use them.
 
     Args:
         tape: The tape, with what is needed already marked.
@@ -53,11 +64,21 @@ def find_chunked_logits(
     users = Counter(slot for op in tape.ops if op.passed for slot in op.inputs)
     for end in ends:
         chain = [end]
-        while _keeps_rows(tape.ops[chain[0]]):
-            slot = tape.ops[chain[0]].inputs[0]
+        chosen: dict[int, Tensor] = {}
+        rows: Tensor | None = None
+        while True:
+            op = tape.ops[chain[0]]
+            left = None if _keeps_rows(op) else _left_rows(op)
+            if left is None and not _keeps_rows(op):
+                break
+            slot = op.inputs[0]
             if users[slot] > 1 or slot not in makers:
                 break
+            if left is not None:
+                rows = left if rows is None else left[rows]
             chain.insert(0, makers[slot])
+            if rows is not None:
+                chosen[chain[0]] = rows
         last = tape.ops[end]
         if not _is_layer(tape.ops[chain[0]]) or last.out.slot in curving:
             continue
@@ -66,11 +87,11 @@ def find_chunked_logits(
         if stack_limit is not None:
             copies = len(chain) + WORKING_COPIES
             most = min(most, stack_limit // (2 * copies))  # half is for the rest of the network
-        rows = logits.shape[:-1].numel()
+        tokens = logits.shape[:-1].numel()
         row = S * (2 if order == 3 else 1) * logits.shape[-1] * logits.element_size()
         at_a_time = max(FEWEST_ROWS, most // max(row, 1))
-        if at_a_time < rows:
-            chunked.append(ChunkedLogits(chain, rows, at_a_time, reads_gbar=last.wanted))
+        if at_a_time < tokens:
+            chunked.append(ChunkedLogits(chain, tokens, at_a_time, last.wanted, chosen))
             last.wanted = False  # gbar alone wanted it, and is read off among the logits
             tape.needed.discard(last.out.slot)
     return chunked
@@ -102,6 +123,22 @@ def _keeps_rows(op: Op) -> bool:
     return known and x.shape[-1:] == y.shape[-1:]
 
 
+def _left_rows(op: Op) -> Tensor | None:
+    """Return which rows an index between brackets leaves, if it leaves them whole; else None."""
+    if op.name != "__getitem__" or len(find_values(op.args)) > 1 or op.complex:
+        return None
+    x, index = op.args[0].tensor, op.args[1]
+    if x.dim() < 2 or x.shape[-1:] != op.out.tensor.shape[-1:]:
+        return None
+    *lead, width = x.shape
+    places = torch.arange(math.prod(lead), device=x.device).view(*lead, 1).expand(x.shape)[index]
+    columns = torch.arange(width, device=x.device).expand(x.shape)[index]
+    first = (0,) * (places.dim() - 1)
+    if 0 in places.shape or not bool((columns[first] == torch.arange(width).to(x.device)).all()):
+        return None
+    return places[..., 0].flatten()
+
+
 def _is_layer(op: Op) -> bool:
     return op.name == "linear" and op.args[1].tensor.dim() == 2
 
@@ -114,19 +151,22 @@ def pass_in_pieces(sweep: Sweep, logits: ChunkedLogits) -> None:
     t = sweep.tangent(x)
     rows = None if t is None else t.rows.flatten(1, -2)
     for part in pieces(logits):
+        parts = [logits.chosen[i][part] if i in logits.chosen else part for i in logits.ops]
         piece = copy(sweep)  # with the same lists of contributions
         piece.tangents = {s: sweep.tangents[s] for s in ops[0].inputs if s in sweep.tangents}
-        deltas = ((op.out.slot, sweep.adjoint(op.out)) for op in ops)
-        piece.adjoints = {slot: of_rows(d, part) for slot, d in deltas if d is not None}  # type: ignore[misc]
+        piece.adjoints = {}
         if t is not None and rows is not None:
-            piece.tangents[x.slot] = Tangent(t.first, t.second, rows[:, part])
-        for op in ops:
-            if op.name in SAME_ORDER:
+            piece.tangents[x.slot] = Tangent(t.first, t.second, rows[:, parts[0]])
+        for op, mine in zip(ops, parts, strict=True):
+            delta = sweep.adjoint(op.out)
+            if delta is not None and op.out.slot is not None:
+                piece.adjoints[op.out.slot] = of_rows(delta, mine)
+            if op.name in SAME_ORDER or op.name == "__getitem__":
                 _carry_over(piece, op)
             else:
-                piece.pass_op(cut_op(op, part))
+                piece.pass_op(cut_op(op, mine))
             if cut is not None and op.out.slot == cut.slot and cut.adjoint is not None:
-                piece.read_gbar(replace(cut, adjoint=of_rows(cut.adjoint, part)))
+                piece.read_gbar(replace(cut, adjoint=of_rows(cut.adjoint, mine)))
         delta = piece.adjoint(ops[-1].out)
         if logits.reads_gbar and delta is not None:
             p = of_rows(ops[-1].out.now, part).exp()
@@ -140,7 +180,7 @@ def pieces(logits: ChunkedLogits) -> Iterator[slice]:
         yield slice(start, start + logits.at_a_time)
 
 
-def of_rows(tensor: Any, part: slice) -> Any:
+def of_rows(tensor: Any, part: slice | Tensor) -> Any:
     """Return some rows of a tensor that has them along all its dimensions but the last."""
     return tensor.flatten(0, -2)[part]
 
@@ -152,7 +192,7 @@ def _carry_over(piece: Sweep, op: Op) -> None:
         piece.tangents[out.slot] = t.to(out.tensor.dtype)
 
 
-def cut_op(op: Op, part: slice) -> Op:
+def cut_op(op: Op, part: slice | Tensor) -> Op:
     """Return an operation as it would have been for some of the rows."""
 
     def cut(value: Value) -> Value:

@@ -47,9 +47,8 @@ from newton_summary.derivatives.sweep.rules import (
     STRAIGHT,
     generic,
 )
-from newton_summary.derivatives.sweep.rules.bilinear import gram
-from newton_summary.derivatives.sweep.tangent import Groups, Tangent
-from newton_summary.derivatives.sweep.tape import Cut, Op, Tape, Value
+from newton_summary.derivatives.sweep.tape import Cut, Groups, Op, Tangent, Tape, Value, gram
+from newton_summary.derivatives.sweep.token_runs import find_token_runs, pass_tokens
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.partition import Params, Partition
 from newton_summary.probe.probe import Closure, check_depends, check_finite
@@ -144,12 +143,16 @@ class Sweep:
         """
         cut = self.tape.cut
         chunked = {i: logits for logits in self.tape.chunked for i in logits.ops}
+        runs = {i: run for run in self.tape.runs for i in run.ops}
         for i, op in enumerate(self.tape.ops):
             if cut is not None and i == cut.index:
                 self.read_gbar(cut)
             if i in chunked:
                 if i == chunked[i].ops[0]:  # what it needs is there; a later one may forget it
                     pass_in_pieces(self, chunked[i])
+            elif i in runs:
+                if i == runs[i].ops[0]:
+                    pass_tokens(self, runs[i])
             elif op.passed and any(slot in self.tangents for slot in op.inputs):
                 self.pass_op(op)
             for slot in op.finishes:
@@ -420,6 +423,7 @@ def prepared(closure: Closure, leaves: Leaves, order: int, stack_limit: int | No
         tape.small = 10 * S * sum(sizes) <= min(SMALL, stack_limit or SMALL)
         if leaves.chunks_logits and not tape.small:
             tape.chunked = find_chunked_logits(tape, S, order, stack_limit)
+            tape.runs = find_token_runs(tape, S, order, stack_limit)
     return tape
 
 
@@ -434,7 +438,7 @@ def _parts(tape: Tape, leaves: Leaves, order: int, stack_limit: int | None, may_
         return 1
     check_finite(loss)
     if may_split:
-        raise StackTooLarge(needed, limit, loss.reshape(()))
+        raise StackTooLarge(needed, limit)
     return min(-(-needed // limit), len(leaves.partition))
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import torch
 
@@ -16,15 +17,38 @@ UNKNOWN = 2**33  # bytes; assumed to be free where it is unknown
 WORKING_COPIES = 3  # of the largest stack, while a rule computes
 
 
+def bytes_of(limit: int | str) -> int:
+    """Return a limit of memory in bytes.
+
+    >>> bytes_of("4GB"), bytes_of("1.5 GiB"), bytes_of(1024)
+    (4000000000, 1610612736, 1024)
+    """
+    number: int | float | str = limit
+    unit = 1
+    if isinstance(limit, str):
+        found = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]i?)?B?\s*", limit, re.IGNORECASE)
+        number, prefix = found.groups(default="") if found else ("", "")
+        unit = (1024 if prefix[1:] else 1000) ** " KMGT".index(prefix[:1].upper() or " ")
+    try:
+        size = int(float(number) * unit)
+    except (TypeError, ValueError, OverflowError):
+        size = 0
+    if size <= 0 or isinstance(limit, bool):
+        raise ValueError(
+            f"stack_limit={limit!r}: write a number of bytes, or a text such as '4GB' or '500 MiB'."
+        )
+    return size
+
+
 class StackTooLarge(Exception):
     """The stack of a batch would need more memory than it may take."""
 
-    def __init__(self, needed: int, limit: int, loss: torch.Tensor):
-        """Remember by how much, and the loss of the whole batch."""
+    def __init__(self, needed: int, limit: int):
+        """Remember by how much."""
         super().__init__(
             f"The stack needs {needed / 2**30:.2f} GiB, the limit is {limit / 2**30:.2f}."
         )
-        self.needed, self.limit, self.loss = needed, limit, loss
+        self.needed, self.limit = needed, limit
 
 
 def stack_bytes(tape: Tape, partition: Partition, order: int) -> int:
@@ -40,9 +64,14 @@ def stack_bytes(tape: Tape, partition: Partition, order: int) -> int:
     second_order: set[int] = set()  # slots with second derivatives
     sizes: dict[int, int] = {}
     alive = peak = 0
-    chunked = {i: logits for logits in tape.chunked for i in logits.ops}
+    # The part of a value that is passed at a time; of what a run of tokens gives out, all is kept.
+    share = {i: x.at_a_time / x.rows for x in tape.chunked for i in x.ops}
+    share |= {i: x.at_a_time / x.tokens for x in tape.runs for i in x.ops}
+    inside = {s for x in tape.runs for i in x.ops for s in tape.ops[i].finishes}
+    inside |= {
+        v.slot for x in tape.chunked for i in x.ops for v in tape.ops[i].outputs if v and v.slot
+    }
     for i, op in enumerate(tape.ops):
-        logits = chunked.get(i)
         if op.passed:
             union = frozenset().union(*[met[slot] for slot in op.inputs if slot in met])
             second = order == 3 and (op.curved or not second_order.isdisjoint(op.inputs))
@@ -51,9 +80,9 @@ def stack_bytes(tape: Tape, partition: Partition, order: int) -> int:
                 if value is None or value.slot is None:
                     continue
                 size = len(union) * (2 if second else 1) * value.tensor.nbytes
-                if logits is not None:
-                    size = -(-size * logits.at_a_time // logits.rows)
-                work = max(work, size)
+                passed = math.ceil(size * share.get(i, 1))
+                work = max(work, passed)
+                size = passed if value.slot in inside else size
                 if value.slot in tape.needed:
                     met[value.slot], sizes[value.slot] = union, size
                     alive += size
@@ -87,8 +116,9 @@ def free_memory(device: torch.device) -> int:
 def group_chunks(S: int, parts: int) -> Iterator[Sequence[int]]:
     """Give sets of groups such that every pair of groups is together in one of them.
 
-    With n parts the groups are cut into 2n chunks, and every two chunks are one set: S / n
-    groups at a time, n (2n - 1) times.
+    With n parts the groups are dealt out to 2n chunks, and every two chunks are one set: S / n
+    groups at a time, n (2n - 1) times. Dealt out, since groups that are met early are carried far:
+    a set of nothing but those would take as much memory as all groups.
 
     >>> [list(groups) for groups in group_chunks(4, 2)]
     [[0, 1], [0, 2], [0, 3], [1, 2], [1, 3], [2, 3]]
@@ -97,8 +127,7 @@ def group_chunks(S: int, parts: int) -> Iterator[Sequence[int]]:
         yield range(S)
         return
     pieces = min(2 * parts, S)
-    cuts = [round(i * S / pieces) for i in range(pieces + 1)]
-    chunks = [range(a, b) for a, b in pairwise(cuts)]
+    chunks = [range(i, S, pieces) for i in range(pieces)]
     for i, first in enumerate(chunks):
         for second in chunks[i + 1 :]:
-            yield [*first, *second]
+            yield sorted([*first, *second])

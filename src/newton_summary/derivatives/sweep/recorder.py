@@ -27,11 +27,7 @@ from newton_summary.derivatives.sweep.tape import (
     positions_in,
     version_of,
 )
-from newton_summary.derivatives.sweep.torch_functions import (
-    READS_OUT,
-    in_position,
-    look_up,
-)
+from newton_summary.derivatives.sweep.torch_functions import READS_OUT, in_position, look_up
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.partition import Params
 from newton_summary.probe.eager import HOOKS, rest_hook

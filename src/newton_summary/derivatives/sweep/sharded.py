@@ -17,17 +17,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from newton_summary.derivatives.sweep.engine import (
-    KNOWN,
-    Adjoints,
-    Leaves,
-    backward,
-    leaf_tangent,
-)
+from newton_summary.derivatives.sweep.engine import KNOWN, Adjoints, Leaves, backward, leaf_tangent
 from newton_summary.derivatives.sweep.recorder import Recorder
 from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE
-from newton_summary.derivatives.sweep.tangent import Tangent
-from newton_summary.derivatives.sweep.tape import Tape, Value
+from newton_summary.derivatives.sweep.tape import Tangent, Tape, Value
 from newton_summary.derivatives.sweep.torch_functions import look_up
 from newton_summary.parallel.fsdp import Shards, check_shards, rest_hooks, scattered_sum
 from newton_summary.parallel.processes import is_sharded, like_sharded, local_part
@@ -35,7 +28,7 @@ from newton_summary.parallel.ranks import Ranks
 from newton_summary.partition import Params, Partition
 from newton_summary.probe.inputs import count_samples
 from newton_summary.probe.probe import Closure, Probe, check_depends, check_finite
-from newton_summary.probe.undo import Journal
+from newton_summary.probe.state import Journal
 
 
 class ShardedProbe(Probe):

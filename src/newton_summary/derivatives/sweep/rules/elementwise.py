@@ -5,8 +5,8 @@
     <delta, d2h[x1_s, x1_t]> = <delta f'' x1_s, x1_t>                        one Gram matrix
     <delta, d3h[x1_s, x1_s, x1_s] + 3 d2h[x1_s, x2_s]> = <delta, f''' x1_s^3 + 3 f'' x1_s x2_s>
 
-Of complex numbers <a, b> is the real part of conj(a) b, and holomorphic functions have this rule.
-A table gives (f', f'', f''') of every function as arrays; ``None`` stands for zero.
+The tables below give (f', f'', f''') of each as arrays, or its slope; ``None`` stands for zero. Of
+complex numbers <a, b> is the real part of conj(a) b, and holomorphic functions have this rule.
 """
 
 from __future__ import annotations
@@ -20,9 +20,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from newton_summary.derivatives.sweep.rules import fused
-from newton_summary.derivatives.sweep.rules.bilinear import gram, sums
-from newton_summary.derivatives.sweep.tangent import Tangent, cast, lift, matching
-from newton_summary.derivatives.sweep.tape import Op, Value, plain
+from newton_summary.derivatives.sweep.tape import (
+    Op,
+    Tangent,
+    Value,
+    cast,
+    gram,
+    lift,
+    matching,
+    plain,
+    sums,
+)
 from newton_summary.derivatives.sweep.torch_functions import names
 
 if TYPE_CHECKING:
@@ -171,24 +179,38 @@ FLAT = names("sign sgn floor ceil round trunc fix special_round")
 
 # --- smooth functions ----------------------------------------------------------------------------
 
+Three = tuple[Tensor, Tensor, Tensor]
 
-def _tanh(x: Tensor, y: Tensor) -> Derivatives:
+
+def _chain(outer: Three, inner: Three) -> Three:
+    """Return the derivatives of f(g(x)), given those of f at g(x) and those of g."""
+    (f1, f2, f3), (g1, g2, g3) = outer, inner
+    return f1 * g1, f2 * g1 * g1 + f1 * g2, f3 * g1**3 + 3 * f2 * g1 * g2 + f1 * g3
+
+
+def _times_x(x: Tensor, g: Tensor, derivatives: Three) -> Three:
+    """Return the derivatives of x g(x)."""
+    g1, g2, g3 = derivatives
+    return g + x * g1, 2 * g1 + x * g2, 3 * g2 + x * g3
+
+
+def tanh(x: Tensor, y: Tensor) -> Three:
+    """Of the hyperbolic tangent y."""
     f1 = (y * y).neg_().add_(1)
     return f1, (y * f1).mul_(-2), (f1 * -6).add_(4).mul_(f1)
 
 
-def _sigmoid(x: Tensor, y: Tensor) -> Derivatives:
+def sigmoid(x: Tensor, y: Tensor) -> Three:
+    """Of the logistic function y."""
     f1 = y * (1 - y)
-    f2 = f1 * (1 - 2 * y)
-    return f1, f2, f1 * (1 - 6 * f1)
+    return f1, f1 * (1 - 2 * y), f1 * (1 - 6 * f1)
 
 
-def _scaled_elu(x: Tensor, height: float, slope: float, rate: float) -> Derivatives:
+def _scaled_elu(x: Tensor, height: float, slope: float, rate: float) -> Three:
     """``slope x`` for x > 0, ``height (exp(rate x) - 1)`` otherwise."""
-    positive = x > 0
     f1 = torch.clamp(x, max=0).mul_(rate).exp_().mul_(height * rate)
     f2 = (f1 * rate).masked_fill_(x >= 0, 0)  # none at 0 itself, as in torch
-    return f1.masked_fill_(positive, slope), f2, f2 if rate == 1 else f2 * rate
+    return f1.masked_fill_(x > 0, slope), f2, f2 if rate == 1 else f2 * rate
 
 
 def _elu(
@@ -198,71 +220,50 @@ def _elu(
     scale: float = 1.0,
     input_scale: float = 1.0,
     inplace: Any = None,
-) -> Derivatives:
+) -> Three:
     return _scaled_elu(x, alpha * scale, scale, input_scale)
 
 
-def _selu(x: Tensor, y: Tensor, inplace: Any = None) -> Derivatives:
-    alpha, scale = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
-    return _scaled_elu(x, alpha * scale, scale, 1.0)
+def _selu(x: Tensor, y: Tensor, inplace: Any = None) -> Three:
+    return _elu(x, y, 1.6732632423543772848170429916717, 1.0507009873554804934193349852946)
 
 
-def _celu(x: Tensor, y: Tensor, alpha: float = 1.0, inplace: Any = None) -> Derivatives:
+def _celu(x: Tensor, y: Tensor, alpha: float = 1.0, inplace: Any = None) -> Three:
     return _scaled_elu(x, alpha, 1.0, 1 / alpha)
 
 
-def _gelu(x: Tensor, y: Tensor, approximate: str = "none") -> Derivatives:
+def _gelu(x: Tensor, y: Tensor, approximate: str = "none") -> Three:
     if approximate == "none":  # x Phi(x), with phi' = -x phi
         cdf = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
         pdf = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
         return cdf + x * pdf, pdf * (2 - x * x), pdf * x * (x * x - 4)
     c, a = math.sqrt(2 / math.pi), 0.044715  # x (1 + tanh v) / 2, v = c (x + a x^3)
-    v1, v2, v3 = c * (1 + 3 * a * x * x), 6 * a * c * x, 6 * a * c
+    v = c * (1 + 3 * a * x * x), 6 * a * c * x, torch.full_like(x, 6 * a * c)
     t = torch.tanh(c * (x + a * x**3))
-    t1, t2, t3 = _tanh(x, t)
-    assert t2 is not None and t3 is not None
-    g1 = t1 * v1
-    g2 = t2 * v1 * v1 + t1 * v2
-    g3 = t3 * v1**3 + 3 * t2 * v1 * v2 + t1 * v3
-    return 0.5 * (1 + t + x * g1), 0.5 * (2 * g1 + x * g2), 0.5 * (3 * g2 + x * g3)
+    f1, f2, f3 = _times_x(x, 1 + t, _chain(tanh(x, t), v))
+    return 0.5 * f1, 0.5 * f2, 0.5 * f3
 
 
-def _silu(x: Tensor, y: Tensor, inplace: Any = None) -> Derivatives:
+def _silu(x: Tensor, y: Tensor, inplace: Any = None) -> Three:
     s = torch.sigmoid(x)
-    s1, s2, s3 = _sigmoid(x, s)
-    assert s2 is not None and s3 is not None
-    return s + x * s1, 2 * s1 + x * s2, 3 * s2 + x * s3
+    return _times_x(x, s, sigmoid(x, s))
 
 
-def _mish(x: Tensor, y: Tensor, inplace: Any = None) -> Derivatives:
-    w1, w2, w3 = _softplus(x, y)  # mish = x tanh(w), w = softplus(x)
-    assert w2 is not None and w3 is not None
+def _mish(x: Tensor, y: Tensor, inplace: Any = None) -> Three:
     t = torch.tanh(F.softplus(x))
-    t1, t2, t3 = _tanh(x, t)
-    assert t2 is not None and t3 is not None
-    g1 = t1 * w1
-    g2 = t2 * w1 * w1 + t1 * w2
-    g3 = t3 * w1**3 + 3 * t2 * w1 * w2 + t1 * w3
-    return t + x * g1, 2 * g1 + x * g2, 3 * g2 + x * g3
+    return _times_x(x, t, _chain(tanh(x, t), _softplus(x, y)))
 
 
-def _softplus(x: Tensor, y: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Derivatives:
+def _softplus(x: Tensor, y: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Three:
     s = torch.sigmoid(beta * x)
-    s1, s2, _ = _sigmoid(x, s)
-    assert s2 is not None
+    s1, s2, _ = sigmoid(x, s)
     straight = beta * x > threshold
-    zero = torch.zeros((), dtype=x.dtype, device=x.device)
-    return (
-        torch.where(straight, zero + 1, s),
-        torch.where(straight, zero, beta * s1),
-        torch.where(straight, zero, beta * beta * s2),
-    )
+    f2, f3 = (f.masked_fill(straight, 0) for f in (beta * s1, beta * beta * s2))
+    return s.masked_fill(straight, 1), f2, f3
 
 
-def _log_sigmoid(x: Tensor, y: Tensor) -> Derivatives:
-    s = torch.sigmoid(x)
-    s1, s2, _ = _sigmoid(x, s)
-    assert s2 is not None
+def _log_sigmoid(x: Tensor, y: Tensor) -> Three:
+    s1, s2, _ = sigmoid(x, torch.sigmoid(x))
     return torch.sigmoid(-x), -s1, -s2
 
 
@@ -270,10 +271,6 @@ def _hardswish(x: Tensor, y: Tensor, inplace: Any = None) -> Derivatives:
     middle = ((x > -3) & (x < 3)).to(x.dtype)
     f1 = torch.where(x >= 3, torch.ones_like(x), middle * (2 * x + 3) / 6)
     return f1, middle / 3, None
-
-
-def _exp(x: Tensor, y: Tensor) -> Derivatives:
-    return y, y, y
 
 
 def _power(x: Tensor, y: Tensor, exponent: Any) -> Derivatives:
@@ -292,54 +289,48 @@ def _power(x: Tensor, y: Tensor, exponent: Any) -> Derivatives:
     return f1, n * (n - 1) * x ** (n - 2), n * (n - 1) * (n - 2) * x ** (n - 3)
 
 
-def _exp2(x: Tensor, y: Tensor) -> Derivatives:
+def _exp(x: Tensor, y: Tensor) -> Three:
+    return y, y, y
+
+
+def _exp2(x: Tensor, y: Tensor) -> Three:
     c = math.log(2)
     return y * c, y * c**2, y * c**3
 
 
-def _relative_log(base: float) -> Callable[..., Derivatives]:
+def _relative_log(base: float) -> Callable[..., Three]:
     c = 1 / math.log(base)
     return lambda x, y: (torch.full_like(y, c), torch.full_like(y, -c), torch.full_like(y, 2 * c))
 
 
-def _relative_power(n: float) -> Callable[..., Derivatives]:
+def _relative_power(n: float) -> Callable[..., Three]:
     return lambda x, y: (n * y, n * (n - 1) * y, n * (n - 1) * (n - 2) * y)
 
 
-def _log1p(x: Tensor, y: Tensor) -> Derivatives:
+def _log1p(x: Tensor, y: Tensor) -> Three:
     d = 1 / (1 + x)
     return d, -(d**2), 2 * d**3
 
 
-def _sin(x: Tensor, y: Tensor) -> Derivatives:
-    c = torch.cos(x)
-    return c, -y, -c
-
-
-def _cos(x: Tensor, y: Tensor) -> Derivatives:
-    s = torch.sin(x)
-    return -s, -y, s
-
-
-def _tan(x: Tensor, y: Tensor) -> Derivatives:
+def _tan(x: Tensor, y: Tensor) -> Three:
     f1 = 1 + y * y
     return f1, 2 * y * f1, f1 * (2 + 6 * y * y)
 
 
-def _sinh(x: Tensor, y: Tensor) -> Derivatives:
-    c = torch.cosh(x)
-    return c, y, c
+def _periodic(slope: Callable[[Tensor], Tensor], sign: float) -> Callable[..., Three]:
+    """Functions with f'' = sign f: sin, cos, sinh, cosh."""
+
+    def derivatives(x: Tensor, y: Tensor) -> Three:
+        f1 = slope(x)
+        return f1, sign * y, sign * f1
+
+    return derivatives
 
 
-def _cosh(x: Tensor, y: Tensor) -> Derivatives:
-    s = torch.sinh(x)
-    return s, y, s
-
-
-def _inverse_root(sign: float, square: float, one: float) -> Callable[..., Derivatives]:
+def _inverse_root(sign: float, square: float, one: float) -> Callable[..., Three]:
     """Functions with f' = sign / sqrt(one + square x^2): asin, acos, asinh, acosh."""
 
-    def derivatives(x: Tensor, y: Tensor) -> Derivatives:
+    def derivatives(x: Tensor, y: Tensor) -> Three:
         q = one + square * x * x
         f1 = sign * q**-0.5
         return f1, -square * x * f1 / q, f1 / q * (3 * x * x / q - square)
@@ -347,18 +338,18 @@ def _inverse_root(sign: float, square: float, one: float) -> Callable[..., Deriv
     return derivatives
 
 
-def _rational(square: float) -> Callable[..., Derivatives]:
+def _rational(square: float) -> Callable[..., Three]:
     """Functions with f' = 1 / (1 + square x^2): atan, atanh."""
 
-    def derivatives(x: Tensor, y: Tensor) -> Derivatives:
+    def derivatives(x: Tensor, y: Tensor) -> Three:
         d = 1 / (1 + square * x * x)
         return d, -2 * square * x * d**2, d**2 * (8 * x * x * d - 2 * square)
 
     return derivatives
 
 
-def _erf(sign: float) -> Callable[..., Derivatives]:
-    def derivatives(x: Tensor, y: Tensor) -> Derivatives:
+def _erf(sign: float) -> Callable[..., Three]:
+    def derivatives(x: Tensor, y: Tensor) -> Three:
         f1 = sign * 2 / math.sqrt(math.pi) * torch.exp(-x * x)
         return f1, -2 * x * f1, f1 * (4 * x * x - 2)
 
@@ -366,9 +357,9 @@ def _erf(sign: float) -> Callable[..., Derivatives]:
 
 
 CURVED: dict[str, Callable[..., Derivatives]] = {
-    "tanh": _tanh,
-    "sigmoid": _sigmoid,
-    "special_expit": _sigmoid,
+    "tanh": tanh,
+    "sigmoid": sigmoid,
+    "special_expit": sigmoid,
     "elu": _elu,
     "selu": _selu,
     "celu": _celu,
@@ -378,37 +369,28 @@ CURVED: dict[str, Callable[..., Derivatives]] = {
     "softplus": _softplus,
     "log_sigmoid": _log_sigmoid,
     "hardswish": _hardswish,
-    "exp": _exp,
-    "exp2": _exp2,
-    "special_exp2": _exp2,
-    "expm1": lambda x, y: _exp(x, y + 1),
-    "special_expm1": lambda x, y: _exp(x, y + 1),
-    "log1p": _log1p,
-    "special_log1p": _log1p,
     "square": lambda x, y: _power(x, y, 2),
     "pow": _power,
-    "sin": _sin,
-    "cos": _cos,
+    "exp": _exp,
+    "exp2": _exp2,
+    "expm1": lambda x, y: _exp(x, y + 1),
+    "log1p": _log1p,
+    "sin": _periodic(torch.cos, -1),
+    "cos": _periodic(lambda x: -torch.sin(x), -1),
     "tan": _tan,
-    "sinh": _sinh,
-    "cosh": _cosh,
+    "sinh": _periodic(torch.cosh, 1),
+    "cosh": _periodic(torch.sinh, 1),
     "asin": _inverse_root(1, -1, 1),
-    "arcsin": _inverse_root(1, -1, 1),
     "acos": _inverse_root(-1, -1, 1),
-    "arccos": _inverse_root(-1, -1, 1),
     "asinh": _inverse_root(1, 1, 1),
-    "arcsinh": _inverse_root(1, 1, 1),
     "acosh": _inverse_root(1, 1, -1),
-    "arccosh": _inverse_root(1, 1, -1),
     "atan": _rational(1),
-    "arctan": _rational(1),
     "atanh": _rational(-1),
-    "arctanh": _rational(-1),
     "erf": _erf(1),
-    "special_erf": _erf(1),
     "erfc": _erf(-1),
-    "special_erfc": _erf(-1),
 }
+CURVED |= {f"special_{name}": CURVED[name] for name in names("exp2 expm1 log1p erf erfc")}
+CURVED |= {f"arc{name[1:]}": CURVED[name] for name in names("asin acos asinh acosh atan atanh")}
 
 HOLOMORPHIC = frozenset(
     names("""

@@ -12,16 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from newton_summary.derivatives.sweep.rules.bilinear import gram
-from newton_summary.derivatives.sweep.tangent import Tangent, Unjoined
-
-if TYPE_CHECKING:
-    from newton_summary.derivatives.sweep.engine import Sweep
+from newton_summary.derivatives.sweep.tape import Contributions, Tangent, Unjoined, gram
 
 BLOCK = 1024  # entries that one program handles, for all groups
 
@@ -42,7 +38,7 @@ class Passed(NamedTuple):
     third: Tensor | None  # the contribution to D3 by group, (k,)
 
 
-def contributed(sweep: Sweep, t: Tangent, passed: Passed) -> Tangent | None:
+def contributed(sweep: Contributions, t: Tangent, passed: Passed) -> Tangent | None:
     """Add what a pass found, and return the tangent of its result."""
     if passed.work is not None:
         sweep.add_Hbar(t.first, t.first, gram(passed.work, passed.x1))
@@ -123,24 +119,11 @@ def pass_elementwise(
 
 
 def pass_softmax(
-    t: Tangent,
-    p: Tensor,
-    weight: Tensor | None,
-    d: int,
-    third: bool,
-    wanted: bool,
-    log: bool,
+    t: Tangent, p: Tensor, weight: Tensor | None, d: int, third: bool, wanted: bool, log: bool
 ) -> Passed | None:
     """Pass a softmax, or its logarithm; None if it cannot be done here.
 
-    Args:
-        t: The derivatives of x.
-        p: The softmax.
-        weight: What every entry of c_s c_t counts for in Hbar, if anything does.
-        d: The dimension, counted from the end.
-        third: Whether second derivatives and D3 are wanted.
-        wanted: Whether the derivatives of the result are.
-        log: Whether the result is the logarithm.
+    The arguments are those of ``normalize.pass_softmax``, with ``third`` for the order.
     """
     if d != -1 or not available(p):
         return None

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from newton_summary.derivatives.sweep.rules import fused
-from newton_summary.derivatives.sweep.rules.bilinear import gram
-from newton_summary.derivatives.sweep.tangent import Tangent
+from newton_summary.derivatives.sweep.tape import Tangent, gram
 
 
 class Sums(NamedTuple):

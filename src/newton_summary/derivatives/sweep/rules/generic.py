@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
-from newton_summary.derivatives.sweep.rules.bilinear import gram
-from newton_summary.derivatives.sweep.rules.linear import fill
-from newton_summary.derivatives.sweep.tangent import Tangent, spread, union
-from newton_summary.derivatives.sweep.tape import Op, find_values
+from newton_summary.derivatives.sweep.rules.per_row import fill
+from newton_summary.derivatives.sweep.tape import Op, Tangent, find_values, gram, spread, union
 from newton_summary.derivatives.sweep.torch_functions import names
 from newton_summary.errors import CannotDifferentiate
 

@@ -14,17 +14,21 @@ import torch
 from torch import Tensor
 
 from newton_summary.derivatives.sweep.rules import fused
-from newton_summary.derivatives.sweep.rules.bilinear import dots, gram, pick
 from newton_summary.derivatives.sweep.rules.fused_norms import FusedCentredRows, Sums
-from newton_summary.derivatives.sweep.tangent import (
+from newton_summary.derivatives.sweep.tape import (
+    Contributions,
     Groups,
+    Op,
     Tangent,
+    Value,
     add_rows,
+    dots,
+    gram,
     join,
     matching,
+    pick,
     spread,
 )
-from newton_summary.derivatives.sweep.tape import Op, Value
 
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
@@ -45,76 +49,96 @@ def _second(t: Tangent, curvature: Tensor, moved: Tensor) -> tuple[Groups, Tenso
     return add_rows([(t.second, moved), (t.first, curvature)])
 
 
-def log_softmax(
-    sweep: Sweep, op: Op, x: Value, dim: int | None = None, dtype: Any = None, **kwargs: Any
+def softmax(log: bool) -> Callable[..., Tangent | None]:
+    """Return the rule of a softmax, or of its logarithm.
+
+    The derivatives of p are y1 = p c, and d2y[a, b] = p (c_a c_b - <c_a c_b>). The logarithm is
+    x - logsumexp(x): its contribution is minus that of logsumexp.
+    """
+
+    def rule(
+        sweep: Sweep, op: Op, x: Value, dim: int | None = None, dtype: Any = None, **kwargs: Any
+    ) -> Tangent | None:
+        t, y, delta = sweep.tangent(x), op.out.now, sweep.adjoint(op.out)
+        if t is None or x.tensor.dim() == 0:  # of one number: constant
+            return None
+        p, d, weight = _known(y.exp() if log else y), _along(dim, y), None
+        if delta is not None and log:
+            weight = -p * delta.sum(d, keepdim=True)
+        elif delta is not None:
+            weight = p * (delta - (delta * p).sum(d, keepdim=True))
+        return pass_softmax(sweep, op.wanted, t.to(y.dtype), p, weight, d, log)
+
+    return rule
+
+
+def pass_softmax(
+    sweep: Contributions,
+    wanted: bool,
+    t: Tangent,
+    p: Tensor,
+    weight: Tensor | None,
+    d: int,
+    log: bool,
 ) -> Tangent | None:
-    """``x - logsumexp(x)``: the contribution is minus that of logsumexp."""
-    t = sweep.tangent(x)
-    if t is None or x.tensor.dim() == 0:  # of one number: always 0
-        return None
-    y = op.out.now
-    t = t.to(y.dtype)
-    p, d, delta = _known(y.exp()), _along(dim, y), sweep.adjoint(op.out)
-    weight = None if delta is None else -p * delta.sum(d, keepdim=True)
-    return _pass_softmax(sweep, op, t, p, weight, d, log=True)
+    """Pass a softmax p of x, with derivatives t, or its logarithm.
 
-
-def softmax(
-    sweep: Sweep, op: Op, x: Value, dim: int | None = None, dtype: Any = None, **kwargs: Any
-) -> Tangent | None:
-    """The derivatives of p are y1 = p c, and d2y[a, b] = p (c_a c_b - <c_a c_b>)."""
-    t = sweep.tangent(x)
-    if t is None or x.tensor.dim() == 0:  # of one number: always 1
-        return None
-    p = _known(op.out.now)
-    t = t.to(p.dtype)
-    d, delta = _along(dim, p), sweep.adjoint(op.out)
-    weight = None if delta is None else p * (delta - (delta * p).sum(d, keepdim=True))
-    return _pass_softmax(sweep, op, t, p, weight, d, log=False)
-
-
-def _pass_softmax(
-    sweep: Sweep, op: Op, t: Tangent, p: Tensor, weight: Tensor | None, d: int, log: bool
-) -> Tangent | None:
-    """Pass a softmax or its logarithm.
-
-    Args:
-        sweep: The sweep.
-        op: The operation.
-        t: The derivatives of x.
-        p: The softmax.
-        weight: What every entry of c_s c_t counts for in Hbar.
-        d: The dimension, counted from the end.
-        log: Whether the operation is the logarithm.
+    ``weight`` is what every entry of c_s c_t counts for in Hbar, if anything does, and d the
+    dimension, counted from the end.
     """
     third = sweep.order == 3
-    passed = fused.pass_softmax(t, p, weight, d, third, op.wanted, log)
+    passed = fused.pass_softmax(t, p, weight, d, third, wanted, log)
     if passed is not None:
         return fused.contributed(sweep, t, passed)
     k = len(t.first)
     centered = t.rows - (t.rows * p).sum(d, keepdim=True)
     c = centered[:k]
-    variances = None
-    if third and (op.wanted or not log):
-        variances = (c.square() * p).sum(d, keepdim=True)
+    if not log:
+        return _pass_centered(sweep, wanted, t, p, weight, d, centered)
     if weight is not None:
-        _cumulants(sweep, t, centered, weight, None if log else variances)
-    if not op.wanted:
+        _cumulants(sweep, t, centered, weight)
+    if not wanted:
         return None
-    if variances is None:
-        return Tangent(t.first, (), c if log else p * c)
-    if log:
-        return join((t.first, c), _second(t, -variances.expand_as(c), centered[k:]))
-    return join((t.first, p * c), _second(t, p * (c.square() - variances), p * centered[k:]))
+    if not third:
+        return Tangent(t.first, (), c)
+    variances = (c.square() * p).sum(d, keepdim=True)
+    return join((t.first, c), _second(t, -variances.expand_as(c), centered[k:]))
 
 
-def _cumulants(
-    sweep: Sweep, t: Tangent, centered: Tensor, weight: Tensor, variances: Tensor | None = None
-) -> None:
-    """Add <weight, c_s c_t> to Hbar and <weight, c^3 + 3 c x2> to D3, less 3 c <c^2> in a softmax.
+def _pass_centered(
+    sweep: Contributions,
+    wanted: bool,
+    t: Tangent,
+    p: Tensor,
+    weight: Tensor | None,
+    d: int,
+    centered: Tensor,
+) -> Tangent | None:
+    """Pass a softmax, given the derivatives of x less their means.
 
-    In a softmax d3y[a, a, a] = p (c^3 - 3 c <c^2> - <c^3>).
+    y1 = p c, y2 = p e and d3y[a, a, a] + 3 d2y[a, x2] = p (3 c e - 2 c^3 - ...), less its mean,
+    with e = c^2 - <c^2> + x2.
     """
+    k, third = len(t.first), sweep.order == 3
+    c = centered[:k]
+    result = p.new_empty(((2 if third else 1) * k, *p.shape))
+    first = torch.mul(c, p, out=result[:k])
+    weighted = None if weight is None else c * weight
+    if weighted is not None:
+        sweep.add_Hbar(t.first, t.first, gram(weighted, c))
+    if third:
+        e = c.square()
+        e -= (first * c).sum(d, keepdim=True)
+        for mine, theirs in matching(t.first, t.second):
+            e[mine] += centered[k:][theirs]
+        torch.mul(e, p, out=result[k:])
+        if weighted is not None:
+            sweep.add_D3(t.first, 3 * dots(weighted, e.addcmul_(c, c, value=-2 / 3)))
+    return Tangent(t.first, t.first if third else (), result) if wanted else None
+
+
+def _cumulants(sweep: Contributions, t: Tangent, centered: Tensor, weight: Tensor) -> None:
+    """Add <weight, c_s c_t> to Hbar and <weight, c^3 + 3 c x2> to D3."""
     c, second = centered[: len(t.first)], centered[len(t.first) :]
     weighted = c * weight
     sweep.add_Hbar(t.first, t.first, gram(weighted, c))
@@ -122,10 +146,7 @@ def _cumulants(
         return
     if t.second:
         sweep.add_D3(t.second, 3 * dots(pick(t.first, weighted, t.second), second))
-    if variances is None:
-        sweep.add_D3(t.first, dots(weighted.mul_(c), c))
-    else:
-        sweep.add_D3(t.first, dots(weighted, c * c - 3 * variances))
+    sweep.add_D3(t.first, dots(weighted.mul_(c), c))
 
 
 def logsumexp(sweep: Sweep, op: Op, x: Value, dim: Any, keepdim: bool = False) -> Tangent | None:
@@ -206,12 +227,8 @@ class CentredRows:
     norm. So that rounding leaves nothing of it, the first entry is subtracted before the mean is:
     else groups on which the loss does not depend would have rates made of nothing but rounding.
 
-    Args:
-        t: The derivatives of x.
-        c: x less its mean.
-        delta: The adjoint of the result.
-        d: The dimensions, counted from the end.
-        third: Whether second derivatives are wanted.
+    Here c is x less its mean over the dimensions d, counted from the end, and delta the adjoint of
+    the result.
     """
 
     def __init__(self, t: Tangent, c: Tensor, delta: Tensor | None, d: list[int], third: bool):
@@ -265,12 +282,8 @@ class CentredRows:
 
 
 NORMALIZE: dict[str, Callable[..., Any]] = {
-    "softmax": softmax,
-    "_safe_softmax": softmax,
-    "special_softmax": softmax,
-    "log_softmax": log_softmax,
-    "special_log_softmax": log_softmax,
-    "logsumexp": logsumexp,
-    "special_logsumexp": logsumexp,
+    **dict.fromkeys(["softmax", "_safe_softmax", "special_softmax"], softmax(log=False)),
+    **dict.fromkeys(["log_softmax", "special_log_softmax"], softmax(log=True)),
+    **dict.fromkeys(["logsumexp", "special_logsumexp"], logsumexp),
     "standardize": standardize,
 }

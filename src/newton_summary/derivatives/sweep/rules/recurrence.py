@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function
 
-from newton_summary.derivatives.sweep.rules.bilinear import contribute
+from newton_summary.derivatives.sweep.rules.products import contribute
 from newton_summary.derivatives.sweep.rules.recurrent_cells import (
     GruRun,
     Jets,
@@ -25,8 +25,7 @@ from newton_summary.derivatives.sweep.rules.recurrent_cells import (
     Walk,
     runs_of,
 )
-from newton_summary.derivatives.sweep.tangent import Tangent, union
-from newton_summary.derivatives.sweep.tape import Op, Value
+from newton_summary.derivatives.sweep.tape import Op, Tangent, Value, union
 
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
@@ -38,13 +37,14 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Run, *inputs: Tensor | None) -> Any:
         ctx.run = run
+        ctx.set_materialize_grads(False)
         return run.results
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *deltas: Tensor | None) -> Any:
         run = ctx.run
-        run.backward(*deltas)
+        run.go_back(deltas)
         h = run.before(run.y, run.start[0])
         n = run.adjoint.shape[-1]
         flat = run.adjoint.reshape(-1, n)
@@ -88,10 +88,7 @@ def recurrence(
     x, W, B, *states = (sweep.tangent(v) for v in (gates, w, b, *start))
     first = union(*(t.first for t in (x, W, B, *states) if t is not None))
     deltas = [None if v is None else sweep.adjoint(v) for v in op.outputs]
-    if any(d is not None for d in deltas):
-        run.backward(*deltas)  # that of the loss: there may have been others, or none
-    else:
-        run.adjoint = None
+    run.go_back(deltas)  # for the loss: there may have been other backward passes, or none
     jets = Jets(len(first), third, run.y)
     walk = Walk(run, first, third, [x, W, B])
     rows = [run.y.new_zeros((walk.rows, *run.y.shape[1:])) for _ in start]

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from newton_summary.derivatives.sweep.rules.bilinear import dots, gram, sums
-from newton_summary.derivatives.sweep.tangent import Groups, Tangent
+from newton_summary.derivatives.sweep.rules.elementwise import Three, sigmoid, tanh
+from newton_summary.derivatives.sweep.tape import Groups, Tangent, dots, gram, sums
 
 State = tuple[Tensor, ...]  # (h,), or (h, c) of an LSTM
 
@@ -59,23 +59,12 @@ class Jets:
         return y
 
 
-def sigmoid_slopes(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the derivatives of a sigmoid from its value."""
-    f1 = v * (1 - v)
-    return f1, f1 * (1 - 2 * v), f1 * (1 - 6 * f1)
-
-
-def tanh_slopes(v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the derivatives of tanh from its value."""
-    f1 = 1 - v * v
-    return f1, -2 * v * f1, f1 * (4 - 6 * f1)
-
-
-def mixed_slopes(values: Tensor, n: int, tanh: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the derivatives of n gates side by side, of which one is a tanh."""
-    results = sigmoid_slopes(values)
-    part = slice(tanh * values.shape[-1] // n, (tanh + 1) * values.shape[-1] // n)
-    for all_gates, one in zip(results, tanh_slopes(values[..., part]), strict=True):
+def slopes_of(gates: Tensor, n: int) -> Three:
+    """Return the derivatives of n gates side by side, of which the third is a tanh."""
+    results = sigmoid(gates, gates)
+    part = slice(2 * gates.shape[-1] // n, 3 * gates.shape[-1] // n)
+    third = gates[..., part]
+    for all_gates, one in zip(results, tanh(third, third), strict=True):
         all_gates[..., part] = one
     return results
 
@@ -154,6 +143,7 @@ class Run:
         self.start, self.reverse = start, reverse
         self.order = range(len(gates))[::-1] if reverse else range(len(gates))
         self.adjoint: Tensor | None = None  # of n gates of the state in all steps, once known
+        self.deltas: Sequence[Tensor | None] = ()  # the adjoints of the results that it is for
         self.forward()
 
     def before(self, states: Tensor, start: Tensor) -> Tensor:
@@ -166,13 +156,28 @@ class Run:
         """Go through the steps."""
         raise NotImplementedError
 
+    def go_back(self, deltas: Sequence[Tensor | None]) -> None:
+        """Find the adjoints in all steps, given those of the results; nothing if they are known."""
+        if all(delta is None for delta in deltas):
+            self.adjoint = None
+        elif len(deltas) != len(self.deltas) or not all(map(_same, deltas, self.deltas)):
+            self.backward(*deltas)
+        self.deltas = deltas
+
     def backward(self, *deltas: Tensor | None) -> None:
-        """Go back through the steps, given the adjoints of the results."""
+        """Go back through the steps."""
         raise NotImplementedError
 
     def derivatives(self, jets: Jets, rows: list[Tensor], walk: Walk) -> Iterator[list[Tensor]]:
         """Give the rows of the state after each step."""
         raise NotImplementedError
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two tensors, both alive, are the same memory."""
+    if a is None or b is None:
+        return a is b
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
 
 
 class LstmRun(Run):
@@ -198,7 +203,7 @@ class LstmRun(Run):
         dy, last = deltas
         i, f, g, o = self.values.chunk(4, -1)
         c_before, tau = self.before(self.c, self.start[1]), torch.tanh(self.c)
-        slopes = mixed_slopes(self.values, 4, 2)[0]
+        slopes = slopes_of(self.values, 4)[0]
         d_tau = o * (1 - tau * tau)
         self.dh, self.dc = torch.empty_like(self.y), torch.empty_like(self.c)
         self.d_values, self.adjoint = torch.empty_like(self.values), torch.empty_like(self.values)
@@ -216,9 +221,9 @@ class LstmRun(Run):
 
     def derivatives(self, jets: Jets, rows: list[Tensor], walk: Walk) -> Iterator[list[Tensor]]:
         """Give the rows of (h, c) after each step."""
-        values = mixed_slopes(self.values, 4, 2)
+        values = slopes_of(self.values, 4)
         tau = torch.tanh(self.c)
-        tau_slopes = tanh_slopes(tau)
+        tau_slopes = tanh(tau, tau)
         c_before = self.before(self.c, self.start[1])
         known = self.adjoint is not None
         d_tau = self.dh * self.values.chunk(4, -1)[3] if known else None
@@ -258,7 +263,7 @@ class GruRun(Run):
         (dy,) = deltas
         r, z, n = self.values.chunk(3, -1)
         gap = self.before(self.y, self.start[0]) - n
-        slopes = mixed_slopes(self.values, 3, 2)[0]
+        slopes = slopes_of(self.values, 3)[0]
         self.dh, self.d_values = torch.empty_like(self.y), torch.empty_like(self.values)
         self.adjoint, self.gates_adjoint = (torch.empty_like(self.values) for _ in range(2))
         H = self.y.shape[-1]
@@ -276,7 +281,7 @@ class GruRun(Run):
     def derivatives(self, jets: Jets, rows: list[Tensor], walk: Walk) -> Iterator[list[Tensor]]:
         """Give the rows of h after each step."""
         H = self.y.shape[-1]
-        slopes = mixed_slopes(self.values, 3, 2)
+        slopes = slopes_of(self.values, 3)
         h_before = self.before(self.y, self.start[0])
         (h,) = rows
         for t in self.order:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from newton_summary.derivatives.sweep.tape import Op, Value, positions_in
 from newton_summary.derivatives.sweep.torch_functions import names
+from newton_summary.errors import CannotDifferentiate
 
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
@@ -119,6 +120,24 @@ def strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[A
     return result, positions_in(before, result)
 
 
+def unpooled(n: int) -> Callable[..., tuple[Any, None]]:
+    """Return how to run a max-unpooling over n dimensions.
+
+    Where two entries are put at one place, torch's gradient is that of both.
+    """
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, None]:
+        places = args[1].flatten(-n).sort(-1)[0]
+        if bool((places[..., 1:] == places[..., :-1]).any()):
+            raise CannotDifferentiate(
+                "sweep: max_unpool puts two entries at one place, and torch's own gradient is then "
+                "not that of the loss"
+            )
+        return func(*args, **kwargs), None
+
+    return run
+
+
 EXTREMA = names("max min amax amin median nanmedian sort topk kthvalue mode cummax cummin")
 POOLING: dict[str, int] = {  # over how many dimensions
     **{f"max_pool{n}d": n for n in (1, 2, 3)},
@@ -131,6 +150,7 @@ PREPARE_SELECTION: dict[str, Callable[..., tuple[Any, Any]]] = {
     **{name: with_indices(name) for name in POOLING},
     **{f"max_pool{n}d_with_indices": keep_result for n in (1, 2, 3)},
     "as_strided": strided,
+    **{f"max_unpool{n}d": unpooled(n) for n in (2, 3)},
 }
 
 SELECTION: dict[str, Callable[..., Any]] = {

@@ -16,9 +16,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from newton_summary.derivatives.sweep.rules.bilinear import contribute, dots, gram, pick
-from newton_summary.derivatives.sweep.tangent import Tangent, add_rows, join, lift
-from newton_summary.derivatives.sweep.tape import Op, Value
+from newton_summary.derivatives.sweep.rules.products import contribute
+from newton_summary.derivatives.sweep.tape import (
+    Op,
+    Tangent,
+    Value,
+    add_rows,
+    dots,
+    gram,
+    join,
+    lift,
+    pick,
+)
 
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
@@ -60,16 +69,9 @@ def pass_solution(
     solve_transposed: Solve,
     part: Callable[[Tensor], Tensor],
 ) -> Tangent:
-    """Pass ``X = A^-1 B``.
+    """Pass ``X = A^-1 B``, given how to multiply by A^-1 and by A^-T.
 
-    Args:
-        sweep: The sweep.
-        op: The operation.
-        a: The matrix A, or several.
-        b: The right-hand sides.
-        solve: Multiplies by A^-1.
-        solve_transposed: Multiplies by A^-T.
-        part: Returns the part of A that counts, such as its upper triangle.
+    ``part`` returns the part of A that counts, such as its upper triangle.
     """
     X = op.out.now
     A, B = sweep.tangent(a), sweep.tangent(b)
@@ -106,7 +108,14 @@ def solution(sweep: Sweep, op: Op, a: Value, b: Value, **kwargs: Any) -> Tangent
 
 
 def triangular_solution(
-    sweep: Sweep, op: Op, a: Value, b: Value, *, upper: bool, unitriangular: bool = False
+    sweep: Sweep,
+    op: Op,
+    a: Value,
+    b: Value,
+    *,
+    upper: bool,
+    left: bool = True,
+    unitriangular: bool = False,
 ) -> Tangent:
     """``torch.linalg.solve_triangular`` from the left."""
     A = a.now

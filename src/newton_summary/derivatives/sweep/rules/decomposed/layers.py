@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from newton_summary.derivatives.norms import affine
+from newton_summary.derivatives.sweep.rules.attention import in_tiles
 from newton_summary.derivatives.sweep.rules.decomposed.products import contract
 from newton_summary.derivatives.sweep.rules.decomposed.reductions import root, vector_norm
 from newton_summary.derivatives.sweep.tape import positions_in
@@ -146,8 +147,10 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
-    """Attention with the matrix of weights written out."""
+) -> Any:
+    """Attention with the matrix of weights written out, where the rule for tiles does not hold."""
+    if in_tiles(query, key, value, attn_mask, dropout_p):
+        return NotImplemented
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)

@@ -197,7 +197,7 @@ def ctc_loss(
     labels = _padded(targets, counts, len(steps))
     path = torch.full((len(steps), 2 * labels.shape[1] + 1), blank, device=device)
     path[:, 1::2] = labels
-    emitted = logs.gather(2, path.expand(len(logs), *path.shape))
+    emitted = logs.gather(2, path.expand(len(logs), *path.shape)).unbind(0)
     skips = torch.zeros_like(path, dtype=torch.bool)  # from one label to the next, if they differ
     skips[:, 2:] = (path[:, 2:] != blank) & (path[:, 2:] != path[:, :-2])
     never = -1e30  # the logarithm of 0, such that differences of it are numbers

@@ -6,7 +6,7 @@ biases and the projection w_hr only where there are any.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -96,19 +96,10 @@ def stack(
     train: bool,
     bidirectional: bool,
 ) -> tuple[Tensor, State]:
-    """Pass a sequence through all layers.
+    """Pass a sequence through all layers; arguments behind ``sizes`` are those of torch.
 
-    Args:
-        cell: What happens in a step.
-        sequence: (steps, samples, features); packed, (steps and samples, features).
-        sizes: Of a packed sequence, the number of samples in each step.
-        start: The first states.
-        weights: Of all layers.
-        has_biases: As torch has them, like all that follow.
-        num_layers: See there.
-        dropout: See there.
-        train: See there.
-        bidirectional: See there.
+    The sequence is (steps, samples, features). A packed one, with the numbers ``sizes`` of samples
+    in each step, is (steps and samples, features).
     """
     starts = (start,) if isinstance(start, Tensor) else tuple(start)
     directions = 2 if bidirectional else 1
@@ -192,12 +183,7 @@ CELLS: dict[str, Cell] = {
     "gru": gru_cell,
     "lstm": lstm_cell,
 }
-
-
-def _entries() -> Iterator[tuple[str, Callable[..., Any]]]:
-    for name, cell in CELLS.items():
-        yield name, layers(cell)
-        yield f"{name}_cell", one_step(cell)
-
-
-RECURRENT: dict[str, Callable[..., Any]] = dict(_entries())
+RECURRENT: dict[str, Callable[..., Any]] = {
+    **{name: layers(cell) for name, cell in CELLS.items()},
+    **{f"{name}_cell": one_step(cell) for name, cell in CELLS.items()},
+}

@@ -107,17 +107,9 @@ def pass_softmax(
 ) -> None:
     """Pass one piece through a softmax, or its logarithm, along the last dimension.
 
-    Args:
-        piece: x1 and x2 of consecutive groups.
-        p: The softmax.
-        weight: What c1^2 counts for in Hbar, or None.
-        rows: Where y1 and y2 go, (2 k, ...) or (k, ...), or None if not wanted.
-        pair: Where c1 and c1 times its weight go, (2, k, ...), or None without a weight.
-        sums: Where the contributions to D3 go, (k, rows of p), or None.
-        start: Place of the piece's first group.
-        k: Number of groups of all pieces.
-        third: Whether there are second derivatives.
-        log: Whether the result is the logarithm.
+    The first of its groups is number ``start`` of k. Where wanted, y1 and y2 go to ``rows``, (2 k,
+    ...) or (k, ...), c1 and c1 times its weight to ``pair``, (2, k, ...), and the contributions to
+    D3 to ``sums``, (k, rows of p).
     """
     size = p.shape[-1]
     with torch.cuda.device(p.device):

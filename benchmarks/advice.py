@@ -1,0 +1,360 @@
+"""Is a learning rate right? suggest_lrs against the best rate, Lightning's finder and Prodigy.
+
+    export OMP_NUM_THREADS=1
+    python benchmarks/advice.py run --out results.jsonl --workers 16 --seconds 450
+    python benchmarks/advice.py table --out results.jsonl
+    python benchmarks/advice.py page --out results.jsonl     # into docs/advise.md
+
+Sixteen trainings, those of optimizer_trainings.py and two more, three seeds, Adam at a constant
+rate. ``adam``: seven rates. ``once``: advice before the first step, from a rate 10 times too small,
+about right, and 10 times too large; again after ten steps if it says "not yet". ``while``: from the
+same rates, advice before every epoch. ``finder``: the rate of Lightning's finder with its defaults.
+``prodigy`` needs ``prodigyopt``.
+Cells are appended to a file as they end, so a run that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.util
+import math
+import statistics
+import time
+import warnings
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from optimizer_trainings import TRAININGS, Data, Training, dense, mnist, squared
+from side_by_side import Cell, read, run_cells
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
+
+import newton_summary as ns
+
+RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+ABOUT_RIGHT = defaultdict(
+    lambda: 3e-3,
+    {
+        "BigMLP": 3e-4,
+        **dict.fromkeys(
+            ["MLP, ReLU, squared error", "autoencoder", "MLP, ReLU", "ViT", "VGG-11'"], 1e-3
+        ),
+    },
+)
+STARTS = {"10 times too small": 0.1, "about right": 1.0, "10 times too large": 10.0}
+BATCHES = {"once": 16, "while": 8}  # that the advice is measured on
+PAGE = Path(__file__).parent.parent / "docs" / "advise.md"
+
+
+# --- two more trainings ---------------------------------------------------------------------------
+
+
+def noisy_images() -> tuple[Data, Data]:
+    """Noisy images of digits, and the clean ones."""
+    draw = torch.Generator().manual_seed(0)
+    return tuple((x + torch.randn(x.shape, generator=draw), x) for x, _ in mnist())  # type: ignore[return-value]
+
+
+class UNet(nn.Module):
+    """Two levels, with batch norm and a connection across."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def block(fan_in: int, fan_out: int, stride: int = 1) -> nn.Module:
+            conv = nn.Conv2d(fan_in, fan_out, 3, stride, 1, bias=False)
+            return nn.Sequential(conv, nn.BatchNorm2d(fan_out), nn.ReLU())
+
+        self.top, self.down, self.low = block(1, 8), block(8, 16, 2), block(16, 16)
+        self.up = nn.ConvTranspose2d(16, 8, 2, 2)
+        self.end = nn.Sequential(block(16, 8), nn.Conv2d(8, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        top = self.top(x)
+        return self.end(torch.cat([top, self.up(self.low(self.down(top)))], 1))
+
+
+class Adapted(nn.Module):
+    """A linear layer that is frozen, and two small factors that are trained (LoRA)."""
+
+    def __init__(self, layer: nn.Linear, rank: int = 4):
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.A = nn.Parameter(torch.randn(rank, layer.in_features) / layer.in_features**0.5)
+        self.B = nn.Parameter(torch.zeros(layer.out_features, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + x @ self.A.T @ self.B.T
+
+
+def adapted_mlp() -> nn.Module:
+    """A network trained for an epoch on upright digits, with adapters."""
+    model = dense(1024, 200, 100, 10)
+    (images, labels), _ = mnist()
+    adam = Adam(model.parameters(), lr=1e-3)
+    for x, y in zip(images.split(50), labels.split(50), strict=True):
+        adam.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        adam.step()
+    layers = [Adapted(m) if isinstance(m, nn.Linear) else m for m in model]  # type: ignore[union-attr]
+    return nn.Sequential(*layers)
+
+
+def turned_digits() -> tuple[Data, Data]:
+    return tuple((x.transpose(2, 3), y) for x, y in mnist())  # type: ignore[return-value]
+
+
+EVERY = TRAININGS | {
+    "U-Net": Training(UNet, noisy_images, squared, batch=25, epochs=4, samples=1000),
+    "LoRA": Training(adapted_mlp, turned_digits),
+}
+
+
+# --- one training ---------------------------------------------------------------------------------
+
+
+def finder_rate(model: nn.Module, loss_fn: Any, batches: list[Any]) -> float:
+    """The rate that Lightning 2.6's ``lr_find`` suggests, with its defaults, for Adam.
+
+    A hundred steps with rates from 1e-8 to 1; of the smoothed losses, without the first ten and the
+    last one, the rate at the steepest descent.
+    """
+    twin = copy.deepcopy(model)
+    adam = Adam(twin.parameters(), lr=1e-8)
+    average, best, rates, losses = 0.0, math.inf, [], []
+    for k in range(100):
+        rates.append(1e-8 * 1e8 ** ((k + 1) / 100 if k else 0))
+        adam.param_groups[0]["lr"] = rates[-1]
+        adam.zero_grad()
+        loss = loss_fn(twin, batches[k % len(batches)])
+        loss.backward()
+        adam.step()
+        average = 0.98 * average + 0.02 * float(loss.detach())
+        losses.append(average / (1 - 0.98 ** (k + 2)))
+        if k > 0 and losses[-1] > 4 * best:
+            break
+        best = losses[-1] if k == 0 else min(best, losses[-1])
+    kept = torch.tensor(losses[10:-1])
+    finite = torch.isfinite(kept)
+    if finite.sum() < 2:
+        raise ValueError("no suggestion")
+    lrs = torch.tensor(rates[10:-1])[finite]
+    slopes = torch.gradient(kept[finite], spacing=[lrs])[0]
+    return float(lrs[slopes.argmin()])
+
+
+def advise(
+    model: nn.Module, training: Training, data: Data, adam: Optimizer, chosen: Tensor
+) -> dict[str, Any]:
+    """Apply advice from some samples; return what it said."""
+    batches = [(data[0][c], data[1][c]) for c in chosen.split(training.batch)]
+    start = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        advice = ns.suggest_lrs(model, training.loss_fn, batches, adam)
+    seconds = time.perf_counter() - start
+    advice.apply()
+    (group,) = advice.groups
+    said = {"factor": group.factor, "stderr": group.stderr, "change": group.change}
+    said |= {"verdict": group.verdict, "strength": advice.rates.lambda_int}
+    said |= {"now": advice.now, "then": advice.then, "seconds": round(seconds, 2)}
+    return said
+
+
+def train(cell: Cell, folder: Path) -> Cell:
+    """Train once; return the cell with its results."""
+    training, method, seed = EVERY[cell["training"]], cell["method"], cell["seed"]
+    data, _ = training.load(folder)
+    torch.manual_seed(seed)
+    model = training.build()
+    params = [p for p in model.parameters() if p.requires_grad]
+    order, draw = (torch.Generator().manual_seed(seed + k) for k in (0, 1000))
+    lr = cell.get("lr", 1.0)
+    start = time.perf_counter()
+    if method == "finder":
+        chosen = torch.randperm(len(data[0]), generator=draw).split(training.batch)
+        lr = finder_rate(model, training.loss_fn, [(data[0][c], data[1][c]) for c in chosen])
+    if method == "prodigy":
+        from prodigyopt import Prodigy
+
+        optimizer: Optimizer = Prodigy(params, lr=1.0)
+    else:
+        optimizer = Adam(params, lr=lr)
+    advices: list[dict[str, Any]] = []
+
+    def is_due(epoch: int, step: int) -> bool:
+        if step == 0:
+            return method == "while" or (method == "once" and epoch == 0)
+        return epoch == 0 and step == 10 and bool(advices) and advices[0]["verdict"] == "not yet"
+
+    for epoch in range(training.epochs):
+        batches = torch.randperm(len(data[0]), generator=order).split(training.batch)
+        for step, chosen in enumerate(batches):
+            if is_due(epoch, step):
+                samples = torch.randperm(len(data[0]), generator=draw)
+                samples = samples[: BATCHES[method] * training.batch]
+                advices.append(advise(model, training, data, optimizer, samples))
+            optimizer.zero_grad()
+            loss = training.loss_fn(model, (data[0][chosen], data[1][chosen]))
+            loss.backward()
+            optimizer.step()
+        if not math.isfinite(float(loss.detach())):
+            break
+    seconds = time.perf_counter() - start
+    model.eval()
+    with torch.no_grad():
+        parts = zip(*(t.split(500) for t in data), strict=True)
+        losses = [float(training.loss_fn(model, part)) for part in parts]
+    cell |= {"loss": statistics.fmean(losses), "seconds": round(seconds, 2), "advice": advices}
+    return cell | {"last_lr": optimizer.param_groups[0]["lr"]}
+
+
+def cells(args: argparse.Namespace) -> list[Cell]:
+    """All cells, one seed after the other, the most telling methods first."""
+    found = []
+    for seed in args.seeds:
+        for method in ("once", "adam", "finder", "prodigy", "while"):
+            if method == "prodigy" and not importlib.util.find_spec("prodigyopt"):
+                continue
+            for name in args.trainings or EVERY:
+                starts = [float(f"{ABOUT_RIGHT[name] * k:.0e}") for k in STARTS.values()]
+                rates = {"once": starts, "while": starts, "adam": RATES}.get(method, [None])
+                cell = {"training": name, "method": method, "seed": seed}
+                found += [cell | ({"lr": lr} if lr else {}) for lr in rates]
+    return [cell for cell in found if not args.methods or cell["method"] in args.methods]
+
+
+def key(cell: Cell) -> tuple[Any, ...]:
+    return tuple(cell.get(name) for name in ("training", "method", "seed", "lr"))
+
+
+def run(args: argparse.Namespace) -> None:
+    done = {key(cell) for cell in read(args.out)}
+    todo = [cell for cell in cells(args) if key(cell) not in done]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    TRAININGS["LeNet"].load(args.out.parent)  # prepares the images for all
+    function = partial(train, folder=args.out.parent)
+    count = run_cells(todo, function, args.out, args.workers, args.seconds)
+    print(f"{count} cells of {len(todo)}; {args.out}")
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def final(cell: Cell | None) -> float:
+    loss = math.inf if cell is None else cell.get("loss", math.inf)
+    return max(loss, 1e-12) if math.isfinite(loss) else math.inf
+
+
+def summary(every: list[Cell]) -> str:
+    """Return the tables as Markdown."""
+    runs: dict[tuple[str, int], dict[tuple[str, Any], Cell]] = defaultdict(dict)
+    for cell in every:
+        runs[cell["training"], cell["seed"]][cell["method"], cell.get("lr")] = cell
+    rows: dict[str, list[tuple[str, float, float]]] = defaultdict(list)  # training, ratio, worse
+    for (name, _), found in runs.items():
+        rates = {lr: final(cell) for (method, lr), cell in found.items() if method == "adam"}
+        if len(rates) < len(RATES):
+            continue
+        best = min(rates.values())
+        for start, k in STARTS.items():
+            lr = float(f"{ABOUT_RIGHT[name] * k:.0e}")
+            rows[f"no advice, {start}"].append((name, rates[lr] / best, 1.0))
+            for method in ("once", "while"):
+                if (method, lr) in found:
+                    loss = final(found[method, lr])
+                    rows[f"advice {method}, {start}"].append((name, loss / best, loss / rates[lr]))
+        for method in ("finder", "prodigy"):
+            if (method, None) in found:
+                rows[method].append((name, final(found[method, None]) / best, math.nan))
+    lines = [
+        "| | runs | loss / that of the best of seven rates | worst | within 1.5 of the best "
+        "| worse by more than 10 % than without |",
+        "|---|---|---|---|---|---|",
+    ]
+    order = [*(f"no advice, {s}" for s in STARTS), *(f"advice once, {s}" for s in STARTS)]
+    order += [*(f"advice while, {s}" for s in STARTS), "finder", "prodigy"]
+    names = {"finder": "Lightning's finder", "prodigy": "Prodigy"}
+    for what in order:
+        if not rows[what]:
+            continue
+        ratios, worse = [r for _, r, _ in rows[what]], [w for _, _, w in rows[what]]
+        advised = what.startswith("advice")
+        bad = f"{sum(w > 1.1 for w in worse)} of {len(worse)}" if advised else ""
+        near = f"{sum(r <= 1.5 for r in ratios)} of {len(ratios)}"
+        lines.append(
+            f"| {names.get(what, what)} | {len(ratios)} | {_mean(ratios):.2f} "
+            f"| {_number(max(ratios))} | {near} | {bad} |"
+        )
+    return "\n".join([*lines, "", *_by_training(rows), "", _promises(every)])
+
+
+def _by_training(rows: dict[str, list[tuple[str, float, float]]]) -> list[str]:
+    """Return the ratio to the best rate for each training, as the mean over seeds."""
+    middle = [f"{what}, {s}" for what in ("no advice", "advice once") for s in STARTS]
+    heads = ["without: small", "right", "large", "once: small", "right", "large"]
+    others = [("finder", "finder"), ("prodigy", "Prodigy")]
+    columns = list(zip([*middle, *(k for k, _ in others)], [*heads, *(h for _, h in others)]))
+    lines = [f"| | {' | '.join(head for _, head in columns)} |", "|---" * (1 + len(columns)) + "|"]
+    for name in EVERY:
+        found = [[r for n, r, _ in rows[what] if n == name] for what, _ in columns]
+        if any(found):
+            shown = " | ".join(_number(_mean(ratios)) if ratios else "" for ratios in found)
+            lines.append(f"| {name} | {shown} |")
+    return lines
+
+
+def _promises(every: list[Cell]) -> str:
+    """Say how often a suggestion was predicted, or turned out, to be worse than before."""
+    said = [one for cell in every for one in cell.get("advice", ())]
+    predicted = sum(one["then"][0] > one["now"][0] for one in said)
+    real = sum(one["then"][1] > one["now"][1] and one["change"] != 1 for one in said)
+    changed = sum(one["change"] != 1 for one in said)
+    return (
+        f"Of {len(said)} pieces of advice {changed} suggested a change; {predicted} predicted a "
+        f"higher loss than with the present rate, and after {real} of the suggested steps the loss "
+        f"of the same data was higher than with the present rate."
+    )
+
+
+def _mean(ratios: list[float]) -> float:
+    return math.exp(statistics.fmean(math.log(min(r, 1e3)) for r in ratios))
+
+
+def _number(ratio: float) -> str:
+    return "failed" if not math.isfinite(ratio) else f"{ratio:.3g}"
+
+
+def page(args: argparse.Namespace) -> None:
+    """Write the tables into the docs, between two marks."""
+    begin, end = "<!-- benchmarks/advice.py -->\n", "<!-- end -->"
+    before, rest = PAGE.read_text(encoding="utf-8").split(begin)
+    text = f"{before}{begin}\n{summary(read(args.out))}\n\n{end}{rest.split(end)[1]}"
+    PAGE.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=["run", "table", "page"])
+    parser.add_argument("--out", type=Path, default=Path("benchmark-results/advice.jsonl"))
+    parser.add_argument("--trainings", nargs="*", default=[])
+    parser.add_argument("--methods", nargs="*", default=[])
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no cell after so long")
+    args = parser.parse_args()
+    if args.command == "table":
+        print(summary(read(args.out)))
+    else:
+        {"run": run, "page": page}[args.command](args)
+
+
+if __name__ == "__main__":
+    main()

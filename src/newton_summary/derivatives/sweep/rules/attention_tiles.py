@@ -1,0 +1,250 @@
+"""One tile of an attention after the other, by the formulas in ``attention.py``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from newton_summary.derivatives.sweep.rules.linear import without_mean
+from newton_summary.derivatives.sweep.rules.normalize import pass_softmax
+from newton_summary.derivatives.sweep.tape import Groups, Tangent, dots, gram
+
+# Bytes of the scores' derivatives that are taken at a time.
+AT_A_TIME = {"cpu": 2**21}  # which stay in its cache with what is computed from them
+AT_A_TIME_ELSEWHERE = 2**28
+FEWEST_QUERIES = 16  # with fewer, reading keys and values takes longer than the products
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The shape of an attention: B samples, H heads of keys, each for some heads of queries."""
+
+    B: int
+    H: int
+    shared: int  # heads of queries for one of keys
+    L: int  # queries
+    T: int  # keys
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor) -> Heads:
+        """Read the shape off queries and keys; with two dimensions there is one head."""
+        H = k.shape[-3] if k.dim() > 2 else 1
+        shared = q.shape[-3] // H if q.dim() > 2 else 1
+        return cls(math.prod(q.shape[:-3]), H, shared, q.shape[-2], k.shape[-2])
+
+    def of_queries(self, rows: Tensor) -> Tensor:
+        """Return rows as (rows, B, H, shared, L, features)."""
+        return rows.reshape(len(rows), self.B, self.H, self.shared, self.L, rows.shape[-1])
+
+    def of_keys(self, rows: Tensor) -> Tensor:
+        """Return rows as (rows, B, H, T, features)."""
+        return rows.reshape(len(rows), self.B, self.H, self.T, rows.shape[-1])
+
+    def new_result(self, out: Tensor, rows: int) -> Tensor:
+        """Return room for rows of the result, with heads next to features in memory."""
+        shape = (rows, self.B, self.L, self.H, self.shared, out.shape[-1])
+        return out.new_empty(shape).permute(0, 1, 3, 4, 2, 5)
+
+
+@dataclass
+class Attention:
+    """An attention that is passed tile by tile, and the sums of its contributions.
+
+    The derivatives of q, k, v are Q, K, V: rows of first order, then those of second, if any. Of a
+    tile, N is the number of samples times heads of keys, R that of queries, S that of groups.
+    """
+
+    heads: Heads
+    groups: Groups
+    order: int
+    causal: bool
+    factor: float  # of the scores
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    Q: Tensor | None
+    K: Tensor | None
+    V: Tensor | None
+    mask: Tensor | None
+    delta: Tensor | None
+    out: Tensor | None  # where the derivatives of the result go
+
+    def __post_init__(self) -> None:
+        """Start the sums."""
+        self.wide = torch.promote_types(self.q.dtype, torch.float32)
+        self.S = len(self.groups)
+        self.Hbar = torch.zeros(self.S, self.S, dtype=self.wide, device=self.q.device)
+        self.D3 = torch.zeros(self.S, dtype=self.wide, device=self.q.device)
+
+    def add_Hbar(self, rows: Groups, columns: Groups, entries: Tensor) -> None:
+        """Add entries for all groups, as a sweep does."""
+        self.Hbar += entries
+
+    def add_D3(self, groups: Groups, entries: Tensor) -> None:
+        """Add entries for all groups, as a sweep does."""
+        self.D3 += entries
+
+    def add_pairs(self, left: Tensor, right: Tensor) -> None:
+        """Add what a product of two factors contributes, given rows of one and adjoints of it."""
+        S = self.S
+        M = gram(left[:S], right[:S])
+        self.Hbar += M + M.T
+        for a, b in ((left[:S], right[S:]), (left[S:], right[:S])):
+            if self.order == 3 and len(a) == len(b) == S:
+                self.D3 += 3 * dots(a, b)
+
+    def run(self) -> None:
+        """Pass all tiles."""
+        queries, heads, samples = tile_size(self)
+        for b in parts(self.heads.B, samples):
+            for h in parts(self.heads.H, heads):
+                keys = Keys(self, b, h)
+                for rows in parts(self.heads.L, queries):
+                    Tile(self, keys, b, h, rows).run()
+                if keys.sums is not None and keys.V is not None:
+                    self.add_pairs(keys.sums, keys.V)
+
+
+def parts(n: int, at_a_time: int) -> Iterator[slice]:
+    """Give slices that cover n."""
+    for start in range(0, n, at_a_time):
+        yield slice(start, min(n, start + at_a_time))
+
+
+def tile_size(a: Attention) -> tuple[int, int, int]:
+    """Return how many queries, heads and samples to take at a time."""
+    most = AT_A_TIME.get(a.q.device.type, AT_A_TIME_ELSEWHERE)
+    rows = a.S * (2 if a.order == 3 else 1) * a.heads.shared * a.heads.T
+    room = max(1, most // (rows * a.wide.itemsize))  # queries of one head
+    L, H = a.heads.L, a.heads.H
+    longest = max(4 * FEWEST_QUERIES, -(-L // 8)) if a.causal else L  # to skip what is masked
+    queries = min(L, longest, max(room, FEWEST_QUERIES))
+    if a.q.device.type == "cpu":
+        return queries, 1, 1  # what all groups share is then not copied for each
+    heads = max(1, min(H, room // queries))
+    return queries, heads, max(1, min(a.heads.B, room // (queries * H)))
+
+
+def stacked(x: Tensor, rows: int) -> Tensor:
+    """Return (N, ...) as (rows * N, ...), the same for every row; of one head without a copy."""
+    return x.expand(rows, *x.shape[1:]) if len(x) == 1 else x.expand(rows, *x.shape).flatten(0, 1)
+
+
+def times(rows: Tensor, x: Tensor) -> Tensor:
+    """Multiply (rows * N, R, a) by (N, a, b); of one head as a single product."""
+    if len(x) == 1:
+        return (rows.reshape(-1, rows.shape[-1]) @ x[0]).view(*rows.shape[:-1], -1)
+    return torch.bmm(rows, stacked(x, len(rows) // len(x)))
+
+
+class Keys:
+    """Keys and values of some samples and heads, and what their queries contribute to them."""
+
+    def __init__(self, a: Attention, b: slice, h: slice):
+        """Take some samples and heads: (N, T, features), and (rows, N, T, features)."""
+        self.k, self.v = a.k[0, b, h].flatten(0, 1), a.v[0, b, h].flatten(0, 1)
+        self.V = None if a.V is None else a.V[:, b, h].flatten(1, 2)
+        # What shifts all keys alike, such as their bias, changes no weight. Without the mean it
+        # has no derivatives from here on; else it would have some, made of rounding.
+        self.K = None if a.K is None else without_mean(a.K[:, b, h], -2).to(a.K.dtype).flatten(1, 2)
+        self.sums: Tensor | None = None  # [P1, P2]^T delta, the adjoints of v1
+        if self.V is not None and a.delta is not None:
+            rows = (2 if a.order == 3 else 1) * a.S
+            self.sums = self.V.new_zeros((rows, *self.V.shape[1:]))
+
+
+class Tile:
+    """Some queries of some heads, and the keys up to the last one that they may attend to."""
+
+    def __init__(self, a: Attention, keys: Keys, b: slice, h: slice, rows: slice):
+        """Take them."""
+        self.a, self.keys, self.b, self.h, self.rows = a, keys, b, h, rows
+        self.T = min(a.heads.T, rows.stop) if a.causal else a.heads.T
+        self.k, self.v = keys.k[:, : self.T], keys.v[:, : self.T]
+        self.K, self.V = (None if x is None else x[:, :, : self.T] for x in (keys.K, keys.V))
+        self.q = self.some(a.q)[0] * a.factor  # (N, R, d)
+        self.Q = None if a.Q is None else self.some(a.Q) * a.factor  # (rows, N, R, d)
+        self.N, self.R = self.q.shape[:2]
+
+    def some(self, x: Tensor) -> Tensor:
+        """Return the queries of the tile as (rows, N, R, features)."""
+        return x[:, self.b, self.h, :, self.rows].flatten(3, 4).flatten(1, 2)
+
+    def run(self) -> None:
+        """Add the contributions, and write the derivatives of the result."""
+        a, T = self.a, self.T
+        P = self.weights()
+        delta = W = None
+        if a.delta is not None:
+            delta = self.some(a.delta)[0]  # (N, R, features)
+            Z = torch.bmm(delta, self.v.mT).to(a.wide)
+            W = Z.sub_((Z * P).sum(-1, keepdim=True)).mul_(P)
+            if self.Q is not None and self.K is not None:
+                adjoints = stacked(W.to(self.q.dtype), len(self.K))
+                WK = torch.bmm(adjoints, self.K.flatten(0, 1))
+                a.add_pairs(self.Q, WK.view(-1, *self.q.shape))
+        scores = self.scores()
+        moved = None  # P1 and P2, (rows * N, R, T)
+        if scores is not None:
+            wanted = a.out is not None or self.keys.sums is not None
+            t = pass_softmax(a, wanted, scores, P, W, -1, log=False)
+            moved = None if t is None else t.rows.to(self.q.dtype).flatten(0, 1)
+        if moved is not None and delta is not None and self.keys.sums is not None:
+            adjoints = torch.bmm(moved.mT, stacked(delta, len(moved) // self.N))
+            self.keys.sums[:, :, :T] += adjoints.view(-1, self.N, T, adjoints.shape[-1])
+        if a.out is not None:
+            self.write(a.out, P.to(self.q.dtype), moved)
+
+    def weights(self) -> Tensor:
+        """Return P, (N, R, T); zeros for a query that may attend to nothing."""
+        a = self.a
+        scores = torch.bmm(self.q, self.k.mT).to(a.wide).view(self.N, a.heads.shared, -1, self.T)
+        if a.causal:
+            places = torch.arange(self.rows.stop, device=scores.device)
+            scores.masked_fill_(places[: self.T] > places[self.rows, None], -math.inf)
+        if a.mask is not None:
+            mask = self.some(a.mask)[0].view_as(scores)
+            if mask.dtype == torch.bool:
+                scores.masked_fill_(~mask, -math.inf)
+            else:
+                scores += mask
+        P = torch.softmax(scores, -1)
+        return (P if a.mask is None else P.nan_to_num_(0.0)).view(self.N, self.R, self.T)
+
+    def scores(self) -> Tangent | None:
+        """Return the derivatives of the scores."""
+        a, k = self.a, self.a.S * self.N
+        X = None
+        if self.Q is not None:
+            X = times(self.Q.flatten(0, 1), self.k.mT)
+        if self.K is not None:
+            q, K = stacked(self.q, len(self.K)), self.K.flatten(0, 1).mT
+            X = torch.bmm(q, K) if X is None else X.baddbmm_(q, K)
+        if X is None:
+            return None
+        if a.order == 3 and self.Q is not None and self.K is not None:
+            Q1, K1 = self.Q[: a.S].flatten(0, 1), self.K[: a.S].flatten(0, 1).mT
+            if len(X) > k:
+                X[k:].baddbmm_(Q1, K1, alpha=2)
+            else:
+                X = torch.cat([X, torch.bmm(Q1, K1).mul_(2)])
+        rows = X.view(-1, self.N, self.R, self.T).to(a.wide)
+        return Tangent(a.groups, a.groups if len(rows) > a.S else (), rows)
+
+    def write(self, out: Tensor, P: Tensor, moved: Tensor | None) -> None:
+        """Write O1 and O2."""
+        a, k, features = self.a, self.a.S * self.N, self.v.shape[-1]
+        out = out[:, self.b, self.h, :, self.rows]
+        total = P.new_zeros((len(out) * self.N, self.R, features))
+        if moved is not None:
+            total = times(moved, self.v)
+            if a.order == 3 and self.V is not None:
+                total[k:].baddbmm_(moved[:k], self.V[: a.S].flatten(0, 1), alpha=2)
+        if self.V is not None:
+            rows = total[: len(self.V) * self.N]
+            rows.baddbmm_(stacked(P, len(self.V)), self.V.flatten(0, 1))
+        out.copy_(total.view(out.shape))

@@ -1,0 +1,157 @@
+"""Linear operations without a rule of their own: applied to every row, through ``torch.vmap``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from newton_summary.derivatives.sweep.tape import Op, Tangent, Value, align, find_values
+from newton_summary.derivatives.sweep.torch_functions import names
+
+if TYPE_CHECKING:
+    from newton_summary.derivatives.sweep.engine import Sweep
+
+
+def per_row(sweep: Sweep, op: Op, *args: Any, **kwargs: Any) -> Any:
+    """Apply the operation to every row, jointly in all arguments that depend on the parameters.
+
+    Other floating-point tensors among the arguments are additive, and so have zero derivatives.
+    """
+    return apply_per_row(sweep, op, linear_part(op), args, kwargs)
+
+
+def first_argument_per_row(sweep: Sweep, op: Op, *args: Any, **kwargs: Any) -> Any:
+    """The same where the operation is linear in its first argument and others are constants."""
+    return apply_per_row(sweep, op, linear_part(op), args, kwargs, keep_constants=True)
+
+
+def apply_per_row(
+    sweep: Sweep,
+    op: Op,
+    func: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    keep_constants: bool = False,
+) -> Any:
+    """Run ``func`` on every row through vmap, or one row after the other where vmap cannot."""
+    moving = {v.slot: v for v in find_values((args, kwargs)) if sweep.tangent(v) is not None}
+    if not moving:
+        return None
+    tangents = [sweep.tangent(v) for v in moving.values()]
+    first, second, rows = align([t for t in tangents if t is not None])
+    slots = list(moving)
+
+    def call(*one_row: Tensor) -> Any:
+        given = dict(zip(slots, one_row, strict=True))
+        return func(*fill(args, given, keep_constants), **fill(kwargs, given, keep_constants))
+
+    try:
+        if any(r.dim() == 1 for r in rows):  # of single numbers vmap rolls the stack, for one
+            raise NotImplementedError
+        with without_vmap_fallback():
+            result = torch.vmap(call)(*rows)
+    except (RuntimeError, NotImplementedError, ValueError):  # an operation that vmap does not know
+        results = [call(*one_row) for one_row in zip(*rows, strict=True)]
+        if isinstance(results[0], tuple | list):
+            result = [torch.stack(parts) for parts in zip(*results, strict=True)]
+        else:
+            result = torch.stack(results)
+    if isinstance(result, tuple | list):
+        outputs = zip(op.outputs, result, strict=True)
+        return [None if v is None else Tangent(first, second, r) for v, r in outputs]
+    return Tangent(first, second, result)
+
+
+@contextmanager
+def without_vmap_fallback() -> Iterator[None]:
+    """Let vmap raise where it would warn and go through the rows itself."""
+    functorch = torch._C._functorch
+    before = functorch._is_vmap_fallback_enabled()  # type: ignore[attr-defined]
+    functorch._set_vmap_fallback_enabled(False)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_enabled(before)  # type: ignore[attr-defined]
+
+
+def fill(tree: Any, given: dict[int | None, Tensor], keep_constants: bool) -> Any:
+    """Put rows in the place of values."""
+    if isinstance(tree, Value):
+        if tree.slot in given:
+            return given[tree.slot].to(tree.tensor.dtype)
+        number = tree.tensor.dtype.is_floating_point or tree.tensor.is_complex()
+        keep = keep_constants or not number
+        return tree.now.detach() if keep else torch.zeros_like(tree.tensor)
+    if isinstance(tree, tuple | list):
+        return type(tree)(fill(x, given, keep_constants) for x in tree)
+    if isinstance(tree, dict):
+        return {key: fill(x, given, keep_constants) for key, x in tree.items()}
+    return tree
+
+
+def linear_part(op: Op) -> Callable[..., Any]:
+    """Return the function of a call, without its constant part, and not in place."""
+    func = WITHOUT_CONSTANT.get(op.name, op.func)
+    if str(getattr(func, "__name__", "")).endswith("_"):
+        func = getattr(torch, op.name, None) or getattr(Tensor, op.name)
+    return func
+
+
+def _pad(x: Tensor, pad: Any, mode: str = "constant", value: Any = None) -> Tensor:
+    return torch._C._nn.pad(x, pad, mode, 0.0 if mode == "constant" else None)
+
+
+def _scatter(x: Tensor, dim: int, index: Tensor, src: Any = None, value: Any = None) -> Tensor:
+    given = src if src is not None else value
+    return torch.scatter(x, dim, index, given if isinstance(given, Tensor) else 0.0)
+
+
+def _pad_packed(data: Tensor, batch_sizes: Tensor, batch_first: bool, value: Any, n: int) -> Any:
+    return torch._C._VariableFunctions._pad_packed_sequence(data, batch_sizes, batch_first, 0.0, n)
+
+
+def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    return torch.index_fill(x, dim, index, value if isinstance(value, Tensor) else 0.0)
+
+
+WITHOUT_CONSTANT: dict[str, Callable[..., Any]] = {
+    "pad": _pad,
+    "scatter": _scatter,
+    "index_fill": _index_fill,
+    "_pad_packed_sequence": _pad_packed,
+}
+
+PER_ROW = names("""
+    pad masked_scatter scatter scatter_add index_add index_copy
+    index_fill index_put put gather take take_along_dim index_select masked_select select_scatter
+    slice_scatter diagonal_scatter
+    cumsum diff flip fliplr flipud roll rot90 tril triu trace
+    diagonal linalg_diagonal diag diag_embed diagflat
+    repeat tile repeat_interleave narrow narrow_copy select select_copy unfold im2col col2im
+    _pack_padded_sequence _pad_packed_sequence
+    split chunk unbind tensor_split split_with_sizes unsafe_split unsafe_chunk
+    unsafe_split_with_sizes hsplit vsplit dsplit
+    movedim moveaxis swapaxes swapdims adjoint
+    pixel_shuffle pixel_unshuffle channel_shuffle
+    avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+    max_unpool2d max_unpool3d
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
+    _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
+    upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
+    hstack vstack row_stack dstack column_stack block_diag atleast_1d atleast_2d atleast_3d
+    combinations cartesian_prod meshgrid broadcast_tensors
+    real imag conj conj_physical resolve_conj resolve_neg complex view_as_real
+    fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2 fft_ifftn fft_rfft fft_rfft2 fft_rfftn fft_irfft
+    fft_irfft2 fft_irfftn fft_hfft fft_ihfft fft_fftshift fft_ifftshift
+""")
+
+FIRST_ARGUMENT_PER_ROW = ["nll_loss_nd"]
+
+ROW_BY_ROW: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(PER_ROW, per_row),
+    **dict.fromkeys(FIRST_ARGUMENT_PER_ROW, first_argument_per_row),
+}

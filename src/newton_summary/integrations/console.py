@@ -1,0 +1,81 @@
+"""What a training shows on its console: a line for each measurement."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from newton_summary.measuring.advice import Advice, GroupAdvice
+
+LIMIT = 10.0  # suggest_lrs looks for factors up to this
+PATIENCE = 2.0  # seconds after which a measurement that still runs is mentioned
+
+
+class Console:
+    """Standard error, or nothing."""
+
+    def __init__(self, enabled: bool = True):
+        self.enabled = enabled
+
+    def say(self, text: str) -> None:
+        """Write a line, below whatever progress bar is there."""
+        if self.enabled:
+            print(f"\nnewton_summary: {text}", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def patience(self, when: str) -> Iterator[None]:
+        """Write a line if what is inside takes more than two seconds, while it does."""
+        timer = threading.Timer(PATIENCE, self.say, [f"measuring {when} ..."])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+def sentence(advice: Advice, steered: bool = False) -> str:
+    """Return what advice says in one line: the loss, and a clause for each group."""
+    several = len(advice.groups) > 1
+    shared = advice.together is not None  # by those that are too noisy one by one
+    said = [clause(g, several) for g in advice.groups if not (shared and g.verdict == "noise")]
+    if advice.together is not None:
+        factor, stderr = advice.together.factor, advice.together.stderr
+        others = "the others" if said else "all"
+        said.append(f"{others} together x{factor:.2g}{_error(stderr)} (too noisy one by one)")
+    return f"loss {float(advice.summary.loss):.4g}; {'; '.join(said)}{' (steered)' * steered}"
+
+
+def clause(group: GroupAdvice, named: bool = False) -> str:
+    """Return what to do about the learning rate of a group.
+
+    >>> clause(GroupAdvice("group0", (3e-4,), 6.1, 0.8, change=6.1, verdict="raise"))
+    'lr 0.0003 could be x6.1 ± 0.8'
+    >>> clause(GroupAdvice("group0", (3e-4,), 10.0, 0.0, change=10.0, verdict="raise"))
+    'lr 0.0003 could be x10 or more'
+    >>> clause(GroupAdvice("group0", (3e-4,), 6.1, 0.8, change=2.47, verdict="raise"))
+    'lr 0.0003 could be x2.5 (more was tried, and is too much)'
+    >>> clause(GroupAdvice("heads", (3e-4,), 1.1, 0.1, change=1.0, verdict="keep"), named=True)
+    'lr 0.0003 of heads is right (x1.1 ± 0.1)'
+    """
+    lr = ", ".join(f"{value:.3g}" for value in group.lrs) + (f" of {group.name}" if named else "")
+    found = f"x{group.factor:.2g}{_error(group.stderr)}"
+    if group.verdict in ("raise", "lower"):
+        up = group.verdict == "raise"
+        if not math.isclose(group.change, group.factor, rel_tol=1e-6):
+            found = f"x{group.change:.2g} ({'more' if up else 'less'} was tried, and is too much)"
+        elif math.isclose(group.factor, LIMIT if up else 1 / LIMIT):
+            found = f"x{group.factor:.2g} or {'more' if up else 'less'}"
+        return f"lr {lr} {'could' if up else 'should'} be {found}"
+    return {
+        "keep": f"lr {lr} is right ({found})",
+        "noise": f"lr {lr}: too noisy to say",
+        "refuted": f"lr {lr} stays: other rates were tried, and are worse",
+    }.get(group.verdict, f"lr {lr}: {group.verdict}")
+
+
+def _error(stderr: float | None) -> str:
+    return f" ± {stderr:.2g}" if stderr else ""

@@ -1,0 +1,244 @@
+"""The controller inside NewtonSummary: Adam's step is the direction, and eta its steered length."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+
+from newton_summary.errors import NotFiniteError
+from newton_summary.optimizer.controller import RateController
+from newton_summary.optimizer.curvature import Curvature, thawed
+from newton_summary.optimizer.update import unfit
+from newton_summary.parallel.processes import is_sharded, local_part
+from newton_summary.partition import Partition
+from newton_summary.probe.inputs import LossFn
+from newton_summary.probe.state import Journal, TorchState
+from newton_summary.summary import Summary
+
+BEGIN = 1e-3  # eta of Adam's step before the start has found one
+OVERHEAD = 1.5  # of a summary, over what its arithmetic takes
+PERIOD = 10  # steps from one refresh to the next, if the budget allows it
+
+
+def period_within(budget: float, groups: int, order: int) -> int:
+    """Return how often to measure, for refreshes to take no more than a share of the time.
+
+    In gradients of a batch of the training's size a refresh takes two for one group, and
+    (S / 2 + 4) / 3 or, with third derivatives, (S + 4) / 3 for a summary of S. This counts and does
+    not look at a clock, so that the same training always measures at the same steps.
+
+    >>> period_within(0.25, groups=1, order=2), period_within(0.25, groups=42, order=3)
+    (10, 69)
+    """
+    gradients = 2.0
+    if groups > 1 or order > 2:
+        gradients = OVERHEAD * ((groups if order > 2 else groups / 2) + 4) / 3
+    return max(PERIOD, math.ceil(gradients * (1 / budget - 1)))
+
+
+class Steered(RateController):
+    """A RateController with an optimizer of its own, whose steps it calls and does not hook.
+
+    Args:
+        partition: The groups, and with them the model.
+        groups: NewtonSummary's ``param_groups``, which schedulers change.
+        given: The optimizer to steer; Adam if there is none.
+        curvature: Measures summaries.
+        state: Where Adam keeps its state.
+        period: Steps from one refresh to the next.
+        memory: How much of the running means a refresh leaves.
+
+    Attributes:
+        summary: The last one, along the direction for an eta of 1.
+        skipped: How many steps were not made because of a gradient that was not finite; a tensor on
+            accelerators, so that nothing waits.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        groups: list[dict[str, Any]],
+        given: Optimizer | None,
+        curvature: Curvature,
+        state: Any,
+        period: int,
+        memory: float,
+    ):
+        assert partition.model is not None
+        self.partition, self.groups, self.given = partition, groups, given
+        self.curvature = curvature
+        params = list(partition.params.values())
+        optimizer = given or AdamW(params, lr=1.0, weight_decay=0.0, fused=_fusable(params))
+        self._base = [float(group["lr"]) for group in optimizer.param_groups]
+        how = {"period": period, "memory": memory, "distributed": curvature.distributed}
+        super().__init__(optimizer, partition.model, _not_yet, **how)  # type: ignore[arg-type]
+        self._first_lrs = [float(group["lr"]) for group in groups]
+        self._shapes = {name: p.shape for name, p in self._held.items()}
+        if given is None:
+            self.multiplier = BEGIN
+        self.share(state)
+        self.summary: Summary | None = None
+        self.skipped: int | Tensor = 0
+
+    def _attach(self) -> None:
+        """Leave the optimizer as it is: :meth:`advance` calls what the hooks would."""
+
+    def share(self, state: Any) -> None:
+        """Keep Adam's state where NewtonSummary saves it."""
+        if self.given is None:
+            self.optimizer.state = state
+
+    @property
+    def due(self) -> bool:
+        """Whether the next step needs a batch to measure."""
+        return not self._started or self._before is not None
+
+    @property
+    def eta(self) -> float:
+        """What the direction is multiplied with, but for ``lr``; 0 before the start."""
+        return self.multiplier if self._started else 0.0
+
+    def go_on_from(self, other: Steered) -> None:
+        """Take over the rate of a controller of fewer parameters, and measure the next step."""
+        self.__dict__ |= {
+            name: getattr(other, name)
+            for name in ("multiplier", "history", "steps", "_balance", "_envelope", "_started")
+        }
+        self._first_lrs[: len(other._first_lrs)] = other._first_lrs
+        self.skipped, self._due = other.skipped, other.steps + 1
+
+    def measure(self, loss_fn: LossFn, batch: Any) -> None:
+        """Measure the last step on a batch, and steer; or take the batch for the first step."""
+        self.loss_fn = loss_fn
+        with thawed(self.partition):
+            self.before_step(batch)
+
+    def advance(self) -> None:
+        """Take one step of the optimizer, with the rates lr * eta."""
+        self._set_groups()
+        finite = self._gradients_are_finite()
+        self._before_hook()
+        with Journal() as journal:  # an interrupt leaves the learning rates
+            journal.undo_later(TorchState(()).restore)
+            journal.undo_later(self._put_back_lrs)
+            if isinstance(finite, Tensor):  # decided on the device, by the fused kernel
+                self.optimizer.found_inf = 1 - finite.float()  # type: ignore[attr-defined]
+                self.skipped = self.skipped + (1 - finite.int())
+            else:
+                self.skipped = self.skipped + (not finite)
+            if isinstance(finite, Tensor) or finite:
+                self.optimizer.step()
+        before = self._before
+        try:
+            with thawed(self.partition):
+                self._after_hook()
+        except BaseException:  # the loss failed while the first step was measured
+            self._place(before or [])
+            raise
+
+    def _set_groups(self) -> None:
+        """Give the optimizer the present lr, momentum and weight decay of the groups."""
+        if self.given is not None:
+            for base, group in zip(self._base, self.given.param_groups, strict=True):
+                group["lr"] = base * float(self.groups[0]["lr"])
+            return
+        alike: dict[Any, list[Tensor]] = {}
+        for group in self.groups:
+            kind = float(group["lr"]), group["momentum"], float(group["weight_decay"])
+            alike.setdefault(kind, []).extend(p for p in group["params"] if p.requires_grad)
+        self.optimizer.param_groups = [
+            self.optimizer.defaults
+            | {"params": params, "lr": lr, "betas": (momentum, 0.999), "weight_decay": decay}
+            for (lr, momentum, decay), params in alike.items()
+        ]
+
+    def _gradients_are_finite(self) -> Tensor | bool:
+        """Return a tensor where the optimizer can wait for it by itself."""
+        grads = []
+        for name, p in self._held.items():
+            if p.requires_grad and p.grad is not None:
+                grads.append(local_part(p.grad))
+                if grads[-1].layout is not torch.strided or p.grad.shape != self._shapes[name]:
+                    raise ValueError(unfit(name, self._shapes[name], p.grad))
+        if not grads:
+            return True
+        dtype = torch.float64 if any(x.dtype == torch.float64 for x in grads) else torch.float32
+        norms = torch._foreach_norm(grads, 2, dtype)
+        total = torch.stack([x.to(norms[0].device) for x in norms]).sum()
+        sharded = any(map(is_sharded, self._held.values()))
+        if sharded:
+            dist.all_reduce(total)
+        waits = sharded or total.device.type == "cpu" or self.given is not None
+        return bool(total.isfinite()) if waits else total.isfinite()
+
+    def _along(
+        self, batch: Any, before: list[Tensor], u: dict[str, Tensor]
+    ) -> tuple[float, float, float]:
+        """Return loss, slope and curvature: of one group from two gradients, else exact ones."""
+        lambda_int, diagonal = self.groups[0]["lambda_int"], self.groups[0]["diagonal"]
+        if len(self.partition) == 1 and lambda_int == 0:
+            loss, slope, curvature = super()._along(batch, before, u)
+            gbar, Hbar, value = (
+                torch.tensor(x, dtype=torch.float64) for x in ([slope], [[curvature]], loss)
+            )
+            found = Summary(gbar, Hbar, loss=value, partition=self.partition)
+            self._keep(replace(found, backend="differences", approximate=True))
+            return loss, slope, curvature
+        try:
+            with self._moved_to(before):
+                order = 3 if lambda_int > 0 else 2
+                data = (self.loss_fn, batch)
+                own = self.curvature.measure(self.partition, u, order, lambda: data)
+                found = self.curvature.mean(own, u)
+        except NotFiniteError as error:
+            self.reason = str(error)
+            return math.inf, math.nan, math.nan
+        self._keep(found)
+        H = found.hessian()
+        lost = H.diagonal().sum() if diagonal else H.sum()
+        return float(found.loss), float(found.gbar.sum()), float(lost)
+
+    def _keep(self, found: Summary) -> None:
+        """Keep a summary along the step as one along the direction, for an eta of 1."""
+        lrs = torch.tensor([float(group["lr"]) for group in self.groups], dtype=torch.float64)
+        shares = lrs / lrs.max() if lrs.any() else torch.ones_like(lrs)
+        r = self._rate / max(self._base) * shares
+        r = r.expand(len(self.partition)) if len(lrs) == 1 else r
+        a = torch.where(r > 0, 1 / r, 0.0)
+        found = found.to("cpu").to(torch.float64)
+        D3 = None if found.D3 is None else found.D3 * a**3
+        H = found.hessian() * a * a[:, None]
+        self.summary = replace(found, gbar=found.gbar * a, Hbar=H, D3=D3)
+
+    @property
+    def _measurable(self) -> bool:
+        return self._started or self._batch is not None
+
+    def _start(self, batch: Any, before: list[Tensor]) -> None:
+        super()._start(batch, before)
+        if self._started and self.history[-1].slope == 0:
+            raise ValueError(
+                "The loss of the batch does not depend on the parameters that move. Is the "
+                "partition of the model that is trained, and does loss_fn use the model that it is "
+                "given?"
+            )
+
+    def _peak_lr(self) -> float:
+        pairs = zip(self.groups, self._first_lrs, strict=True)
+        tops = (max(g.get("initial_lr", first), g.get("max_lr", 0.0)) for g, first in pairs)
+        return max(self._base) * float(max(tops))
+
+
+def _not_yet(model: Any, batch: Any) -> Tensor:
+    raise AssertionError("A loss comes with each measurement.")
+
+
+def _fusable(params: list[Tensor]) -> bool:
+    kinds = ("cpu", "cuda", "mps", "xpu")
+    return all(p.is_floating_point() and p.device.type in kinds for p in params)

@@ -1,0 +1,99 @@
+"""Operations on single tokens, passed some tokens at a time: the same numbers, in less memory."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import newton_summary as ns
+from newton_summary.derivatives.sweep import engine, token_runs
+from newton_summary.derivatives.sweep.tape import TokenRun
+from newton_summary.experiments import models
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from losses import next_token_loss
+from peak_memory import peak_bytes
+
+
+class Gated(nn.Module):
+    """Tokens that are gated, divided by their length, masked, and added to what they were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = (
+            nn.Linear(6, 9),
+            nn.Linear(6, 9, bias=False),
+            nn.Linear(9, 6),
+        )
+        self.scale = nn.Parameter(torch.rand(6) + 0.5)
+        self.norm = nn.LayerNorm(6)
+        self.register_buffer("mask", (torch.rand(3, 5, 6) > 0.2).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):  # the second time all groups have second derivatives
+            h = self.norm(x) * self.scale
+            h = self.down(F.silu(self.gate(h)) * self.up(h)) * self.mask
+            x = (x + F.relu(h)) / 1.5
+        return x
+
+
+def gated() -> tuple[nn.Module, Tensor]:
+    return Gated().double(), torch.randn(3, 5, 6).double()
+
+
+def gpt() -> tuple[nn.Module, Tensor]:
+    return models.GPT(11, 8, 8, 2, 2).double(), torch.randint(0, 11, (3, 9))
+
+
+def gated_loss(model: nn.Module, x: Tensor) -> Tensor:
+    y = model(x)
+    return (y.sin() * y.mean(1, keepdim=True)).sum()
+
+
+@pytest.mark.parametrize(
+    ("make", "loss"), [(gated, gated_loss), (gpt, next_token_loss)], ids=["gated", "gpt"]
+)
+@pytest.mark.parametrize("tokens", [1, 4, 7])
+def test_some_tokens_at_a_time_change_nothing(make, loss, tokens, monkeypatch) -> None:
+    torch.manual_seed(0)
+    model, x = make()
+    u = {n: torch.randn_like(p) for n, p in model.named_parameters()}
+    monkeypatch.setattr(engine, "SMALL", 1)
+    runs: list[TokenRun] = []
+
+    def measure() -> ns.Summary:
+        return ns.summarize(model, loss, x, direction=u, backend="sweep")
+
+    def noting(sweep: engine.Sweep, run: TokenRun) -> None:
+        runs.append(run)
+        token_runs.pass_tokens(sweep, run)
+
+    monkeypatch.setattr(engine, "pass_tokens", noting)
+    expected = measure()
+    assert not runs
+    monkeypatch.setattr(token_runs, "AT_A_TIME", {"cpu": 1})
+    monkeypatch.setattr(token_runs, "FEWEST_TOKENS", tokens)
+    actual = measure()
+    assert max(len(run.ops) for run in runs) > 8
+    for name in ("gbar", "Hbar", "D3"):
+        a, e = getattr(actual, name), getattr(expected, name)
+        torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12 * float(e.abs().max()))
+
+
+def test_a_wide_layer_is_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 256), nn.GELU(), nn.Linear(256, 4))
+    x = torch.randn(2, 1024, 4)
+
+    def peak() -> int:
+        return peak_bytes(lambda: ns.summarize(model, lambda m, b: m(b).square().mean(), x))
+
+    monkeypatch.setattr(token_runs, "AT_A_TIME", {"cpu": 2**40})
+    whole = peak()
+    monkeypatch.setattr(token_runs, "AT_A_TIME", {"cpu": 2**20})
+    assert peak() < whole / 4
