@@ -23,7 +23,13 @@ from newton_summary.experiments.tables import Table, all_tables
 from newton_summary.experiments.training import train
 from newton_summary.history import Measured
 from newton_summary.page.contents import contents
-from newton_summary.run_directory import RunFiles, read_history
+from newton_summary.run_directory import (
+    RunFiles,
+    make_manifest,
+    read_history,
+    read_rows,
+    read_summaries,
+)
 from newton_summary.solver import learning_rates
 from newton_summary.storage import reading, writing
 
@@ -126,6 +132,25 @@ def test_a_kill_at_every_operation_is_survived(tmp_path):
             warnings.simplefilter("error")  # nothing is damaged
             assert work(path) == expected, (count, when)
         shutil.rmtree(path)
+
+
+def test_what_is_read_is_what_was_checked(tmp_path, monkeypatch):
+    """Epochs that another process writes meanwhile are seen whole or not at all."""
+    work(tmp_path, epochs=1)
+    files = RunFiles(tmp_path)
+    with monkeypatch.context() as patch:
+
+        def kill(manifest):
+            if len((tmp_path / "metrics.jsonl").read_bytes().splitlines()) > 2:
+                raise Killed
+            return make_manifest(manifest)
+
+        patch.setattr("newton_summary.experiments.rundir.make_manifest", kill)
+        with pytest.raises(Killed):
+            work(tmp_path, epochs=3)
+    assert [len(read_rows(files)), len(read_summaries(files))] == [2, 2]
+    work(tmp_path, epochs=3)
+    assert len(read_rows(files)) == 4  # the old one is gone
 
 
 @pytest.mark.parametrize(

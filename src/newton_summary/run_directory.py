@@ -20,6 +20,7 @@ import os
 import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -152,10 +153,12 @@ class RunFiles:
         if name not in self.places:
             return missing
         try:
-            for place in (self.places[name], self.path / f"{name}{PREVIOUS}"):
-                with opened(place) as stream:
-                    if self._checked.get(name, checked := _identity(stream)) == checked:
-                        return load(stream)  # and not what another process has put there since
+            with opened(self.places[name]) as stream:
+                if self._is_checked(name, stream):
+                    return load(stream)
+            with suppress(FileNotFoundError), opened(self.path / f"{name}{PREVIOUS}") as stream:
+                if self._is_checked(name, stream):  # another process has replaced it since
+                    return load(stream)
             return RunFiles(self.path, self.needed).read(name, load, missing)
         except FileNotFoundError:
             if self.manifest is None:
@@ -164,6 +167,10 @@ class RunFiles:
         except UserError as error:
             problem = str(error)
         raise UserError(f"{problem} Restore it from a copy, or delete {self.path}.")
+
+    def _is_checked(self, name: str, stream: BinaryIO) -> bool:
+        """Whether a file is the one whose checksum was compared, if it was."""
+        return self._checked.get(name, found := _identity(stream)) == found
 
 
 def _identity(stream: BinaryIO) -> tuple[int, int]:
