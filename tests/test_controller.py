@@ -496,3 +496,27 @@ def test_it_prints_its_record():
     assert header.split()[0] == "step" and len(lines) == len(controller.history) + 1
     assert lines[-1].startswith("after 4 steps the learning rate is")
     assert repr(controller).startswith("RateController(Adam, lr ")
+
+
+def test_the_page_shows_its_record(tmp_path):
+    model = make_net()
+    adam = torch.optim.Adam(model.parameters())
+    controller = ns.RateController(adam, model, cross_entropy)
+    train(model, adam, controller, batches(4))
+    history = controller.to_history()
+    assert history.curves["loss"] == [(r.step, r.loss) for r in controller.history]
+    rates = [(r.step, r.rate * r.change) for r in controller.history]
+    assert history.curves["learning rate"] == rates and rates[-1][1] == controller.rates[0]
+    history.save(tmp_path / "steered.pt")
+    assert ns.History.load(tmp_path / "steered.pt").unit == "step"
+    assert "Adam, steered" in ns.report(controller, tmp_path / "page.html").read_text()
+
+    newton = ns.NewtonSummary(ns.make_partition(model), cross_entropy)
+    for batch in batches(4):
+        newton.zero_grad()
+        cross_entropy(model, batch).backward()
+        newton.step(batch)
+    history = newton.to_history()
+    assert history.epochs == [newton.history[-1].step]
+    assert torch.equal(history.measured[0].summary.Hbar, newton.last_summary.Hbar)
+    assert "NewtonSummary, steered" in ns.report(newton, tmp_path / "page.html").read_text()

@@ -573,6 +573,15 @@ def test_paper_mode_has_the_papers_settings():
     assert table.items() <= opt.defaults.items() and opt.direction is None
 
 
+def test_loss_function_and_lr_are_told_apart():
+    """``NewtonSummary(model, loss_fn, lr=...)``, and a number in the place of the function."""
+    net = make_net()
+    assert ns.NewtonSummary(net, loss_fn, lr=0.5).param_groups[0]["lr"] == 0.5
+    assert ns.NewtonSummary(ns.make_partition(net), 0.25).param_groups[0]["lr"] == 0.25
+    with pytest.raises(TypeError, match=r"loss_fn=0\.25: give a function"):
+        ns.NewtonSummary(net, 0.25, lr=0.5)
+
+
 def test_there_are_sixteen_arguments():
     assert len(inspect.signature(ns.NewtonSummary).parameters) <= 16
 

@@ -22,6 +22,7 @@ from newton_summary.storage.writing import save_tensors
 from newton_summary.summary import Summary, _differing, read_state
 
 Kind = Literal["full", "optimizer"]
+Unit = Literal["epoch", "step"]
 
 _RIGHT = range(5)  # columns of numbers in the table of a history
 _ALONG = {"full": "the gradient", "optimizer": "the optimizer's last direction"}
@@ -114,6 +115,8 @@ class History:
     """Pairs of epoch and value, by metric such as ``"train_loss"``."""
     facts: dict[str, str] = field(default_factory=dict)
     """How it was measured, for readers: model, device, versions, command."""
+    unit: Unit = "epoch"
+    """What "epoch" counts in the measurements and curves: epochs, or steps of an optimizer."""
 
     @classmethod
     def of(cls, summary: Summary, name: str | None = None, lambda_int: float = 1.0) -> History:
@@ -200,7 +203,7 @@ class History:
         return paragraph(repr(self)) + html_table(self._rows(), right=_RIGHT) + ends
 
     def _rows(self) -> list[list[str]]:
-        rows = [["epoch", "loss", "smallest rate", "median", "largest rate", "status"]]
+        rows = [[self.unit, "loss", "smallest rate", "median", "largest rate", "status"]]
         for m in self.measured:
             eta = m.eta.double()
             numbers = (eta.min(), eta.median(), eta.max())
@@ -215,7 +218,7 @@ class History:
 
     def _ends(self) -> list[str]:
         return [
-            f"{metric}: {points[-1][1]:.6g} at epoch {points[-1][0]:g}"
+            f"{metric}: {points[-1][1]:.6g} at {self.unit} {points[-1][0]:g}"
             for metric, points in self.curves.items()
             if points
         ]
@@ -226,7 +229,8 @@ class History:
         """Return the history as plain values and tensors."""
         measured = [measured.state_dict() for measured in self.measured]
         curves = {metric: list(points) for metric, points in self.curves.items()}
-        return {"name": self.name, "measured": measured, "curves": curves, "facts": {**self.facts}}
+        plain = {"name": self.name, "facts": {**self.facts}, "unit": self.unit}
+        return {**plain, "measured": measured, "curves": curves}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> History:
@@ -237,7 +241,8 @@ class History:
             for name, points in state["curves"].items()
         }
         facts = {str(name): str(fact) for name, fact in state["facts"].items()}
-        history = cls(str(state["name"]), measured, curves, facts)
+        unit: Unit = "step" if state.get("unit") == "step" else "epoch"
+        history = cls(str(state["name"]), measured, curves, facts, unit)
         for entry in measured:
             if entry.summary.names != history.names:
                 raise ValueError(

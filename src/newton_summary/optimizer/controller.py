@@ -17,6 +17,7 @@ for a step as long as it is, also with kinks (ReLU), and any operation that has 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -29,6 +30,7 @@ from torch.optim import Optimizer
 from newton_summary.derivatives import Backend
 from newton_summary.display.table import ShownAsTable, without_middle
 from newton_summary.errors import NotFiniteError
+from newton_summary.history import History
 from newton_summary.measuring.measurement import summarize
 from newton_summary.optimizer.checkpoint import check_finite, read_counts, reporting_damage
 from newton_summary.optimizer.steering import Balance
@@ -412,6 +414,10 @@ class RateController(ShownAsTable):
         self._first_lrs, self._balance, self.history = first_lrs, balance, history
         self._before = copies
 
+    def to_history(self) -> History:
+        """Return the measurements as curves by step, which :func:`report` shows."""
+        return steering_history(self.history, type(self.optimizer).__name__)
+
     def __repr__(self) -> str:
         """Return the present rates, in a line."""
         rates = ", ".join(f"{rate:.3g}" for rate in self.rates)
@@ -428,6 +434,19 @@ class RateController(ShownAsTable):
     def _said(self) -> str:
         rates = ", ".join(f"{rate:.3g}" for rate in self.rates)
         return f"after {self.steps} steps the learning rate is {rates}"
+
+
+def steering_history(records: Iterable[RateRecord], name: str) -> History:
+    """Return what a controller has measured and done as curves by step."""
+    history = History(f"{name}, steered", unit="step")
+    records = list(records)
+    counts = Counter(r.why for r in records).items()
+    history.facts["steered"] = ", ".join(f"{why}: {n} times" for why, n in counts if why != "start")
+    for r in records:
+        shown = {"loss": r.loss, "learning rate": r.rate * r.change, "factor": r.factor}
+        for metric, value in shown.items():
+            history.add_value(metric, r.step, value)
+    return history
 
 
 def check_rates(groups: Iterable[Mapping[str, Any]]) -> None:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from newton_summary.display.table import text_table, without_middle
 from newton_summary.display.warn import warn_user
 from newton_summary.errors import NotFiniteError
+from newton_summary.history import History
 from newton_summary.optimizer import checkpoint
 from newton_summary.optimizer.checks import (
     Closure,
@@ -27,7 +28,7 @@ from newton_summary.optimizer.checks import (
     holds_all,
     is_divided,
 )
-from newton_summary.optimizer.controller import check_rates
+from newton_summary.optimizer.controller import check_rates, steering_history
 from newton_summary.optimizer.curvature import Curvature
 from newton_summary.optimizer.rates import WindowAverage, plain_summary, restored_summary, solve
 from newton_summary.optimizer.schedule import Schedule, Variant
@@ -113,8 +114,8 @@ class NewtonSummary(Optimizer):
 
     Args:
         partition: The model, or groups of its parameters from :func:`make_partition`.
-        lr: Factor on all rates, the paper's lambda_1 and lambda_t. ``"steered"`` compensates for a
-            constant one, so that only the shape of a schedule matters. ``loss_fn`` may stand here.
+        loss_fn: ``loss_fn(model, batch)`` gives the mean loss of the batches given to :meth:`step`.
+            A number in its place is ``lr``.
         lambda_int: Strength of the cubic term; 0 leaves it out, and with it the third derivatives.
             ``"steered"`` has 0 by default, and uses it for :attr:`last_rates` only.
         momentum: Adam's first beta; in the paper's algorithm mu of u <- mu u + gradient.
@@ -129,7 +130,8 @@ class NewtonSummary(Optimizer):
         curvature: ``(loss_fn, loader)``: ``loss_fn(model, batch)`` gives the mean loss of a batch
             that the loader gives. One batch is used for each summary. The loader starts over when
             it ends, and draws from random numbers of its own.
-        loss_fn: ``loss_fn(model, batch)`` gives the mean loss of the batches given to :meth:`step`.
+        lr: Factor on all rates, the paper's lambda_1 and lambda_t. ``"steered"`` compensates for a
+            constant one, so that only the shape of a schedule matters.
         variant: ``"steered"``; or the paper's algorithm ``"as-run"`` or ``"as-published"``, see
             :meth:`paper`.
         diagonal: Leave out the interactions between groups (App. K).
@@ -163,7 +165,7 @@ class NewtonSummary(Optimizer):
     def __init__(
         self,
         partition: Partition | nn.Module,
-        lr: float | Tensor | LossFn | None = None,
+        loss_fn: LossFn | float | Tensor | None = None,
         lambda_int: float | None = None,
         momentum: float = 0.9,
         eta_momentum: float = 0.0,
@@ -173,7 +175,7 @@ class NewtonSummary(Optimizer):
         direction: Optimizer | None = None,
         curvature: tuple[LossFn, Any] | None = None,
         *,
-        loss_fn: LossFn | None = None,
+        lr: float | Tensor | None = None,
         variant: Variant = "steered",
         diagonal: bool = False,
         weight_decay: float = 0.0,
@@ -181,8 +183,10 @@ class NewtonSummary(Optimizer):
         **measuring: Unpack[Measuring],
     ):
         partition = find_partition(partition)
-        if callable(lr):
-            lr, loss_fn = None, lr
+        if loss_fn is not None and not callable(loss_fn):
+            if lr is not None:
+                raise TypeError(f"loss_fn={loss_fn!r}: give a function, loss_fn(model, batch).")
+            lr, loss_fn = loss_fn, None
         given = {
             "lr": lr,
             "lambda_int": lambda_int,
@@ -468,6 +472,15 @@ class NewtonSummary(Optimizer):
     def history(self) -> list[RateRecord]:
         """What each refresh found and did, if steered: see :class:`RateController`."""
         return [] if self._steered is None else self._steered.history
+
+    def to_history(self) -> History:
+        """Return what was measured and done by step, with the last summary, for :func:`report`."""
+        direction = "NewtonSummary" if self.direction is None else type(self.direction).__name__
+        history = steering_history(self.history, direction)
+        if self.last_summary is not None and self.last_rates is not None:
+            step = self.history[-1].step if self.history else self.refreshes
+            history.add(step, self.last_summary, self.last_rates, kind="optimizer")
+        return history
 
     def __repr__(self) -> str:
         """Return the settings, and a table of the groups."""

@@ -13,10 +13,12 @@ from itertools import takewhile
 from pathlib import Path
 
 from newton_summary.history import History
+from newton_summary.optimizer import NewtonSummary
+from newton_summary.optimizer.controller import RateController
 from newton_summary.run_directory import read_history
 from newton_summary.summary import Summary
 
-Source = Summary | History | str | Path
+Source = Summary | History | RateController | NewtonSummary | str | Path
 
 
 def report(what: Source | Sequence[Source], path: str | Path, *, title: str | None = None) -> Path:
@@ -26,7 +28,8 @@ def report(what: Source | Sequence[Source], path: str | Path, *, title: str | No
 
     Args:
         what: A :class:`Summary`, a :class:`History`, the path of a run directory or of a file
-            written by ``History.save``; or several of these, which the page compares.
+            written by ``History.save``, or a :class:`RateController` or :class:`NewtonSummary`, for
+            what it has measured and done; or several of these, which the page compares.
         path: File to write, such as ``"report.html"``, or a folder for a file of that name.
         title: Heading of the page; by default the names of the runs.
 
@@ -83,6 +86,8 @@ def _history(source: object) -> History:
     """Return a source as a history."""
     if isinstance(source, History):
         return source
+    if isinstance(source, RateController | NewtonSummary):
+        return source.to_history()
     if isinstance(source, Summary):
         if source.order == 1:
             raise ValueError("The summary has no Hbar: measure it with order=2 or order=3.")

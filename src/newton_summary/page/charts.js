@@ -128,7 +128,7 @@ function drawRatesOverTime(div, run, moments, epoch, range) {
     mode: "lines+markers",
     x: moments.map((m) => m.epoch),
     y: rates.map((eta) => (Number.isFinite(eta[s]) && eta[s] !== 0 ? Math.abs(eta[s]) : null)),
-    text: rates.map((eta, i) => `${plain(group.title)}<br>epoch ${show(moments[i].epoch, 4)}: ${show(eta[s])}`),
+    text: rates.map((eta, i) => `${plain(group.title)}<br>${UNIT} ${show(moments[i].epoch, 4)}: ${show(eta[s])}`),
     hovertemplate: "%{text}<extra></extra>",
     line: { width: 1.5, color: palette[s], dash: group.role === "bias" ? "dot" : "solid" },
     marker: {
@@ -139,7 +139,7 @@ function drawRatesOverTime(div, run, moments, epoch, range) {
   }));
   drawChart(div, traces, {
     hovermode: "closest",
-    xaxis: axisOf("epoch"),
+    xaxis: axisOf(UNIT),
     yaxis: logAxis(rateWord(run), range),
     shapes: [{ type: "line", x0: epoch, x1: epoch, y0: 0, y1: 1, yref: "paper", line: { color: colour("soft"), width: 1, dash: "dot" } }],
   });
@@ -204,7 +204,7 @@ function drawTrialsOverTime(div, moments) {
       y: ratio.map((v) => (Number.isFinite(v) ? v : null)),
       text: points.map(
         ([epoch, predicted, real], k) =>
-          `epoch ${show(epoch, 4)}, step × ${show(fraction, 3)}<br>predicted ${show(predicted)}<br>real ${show(real)}<br>ratio ${show(ratio[k], 4)}`,
+          `${UNIT} ${show(epoch, 4)}, step × ${show(fraction, 3)}<br>predicted ${show(predicted)}<br>real ${show(real)}<br>ratio ${show(ratio[k], 4)}`,
       ),
       hovertemplate: "%{text}<extra></extra>",
       line: { color: between(colours("depth"), fractions.length > 1 ? i / (fractions.length - 1) : 0), width: 2 },
@@ -215,7 +215,7 @@ function drawTrialsOverTime(div, moments) {
   drawChart(div, traces, {
     showlegend: true,
     margin: { l: 56, r: 12, t: 30, b: 44 },
-    xaxis: axisOf("epoch"),
+    xaxis: axisOf(UNIT),
     yaxis: axisOf("real / predicted", {
       range: [Math.max(Math.min(0, ...values), -2) - 0.15, Math.min(Math.max(1, ...values), 3) + 0.15],
     }),
@@ -239,7 +239,7 @@ function drawCurves(div, metrics, runs, title) {
         name: plain(cut(name, Math.max(20, div.clientWidth / 7.5))),
         x: points.map((point) => point[0]),
         y: points.map((point) => (Number.isFinite(point[1]) ? point[1] : null)),
-        text: points.map(([epoch, value]) => `${plain(name)}<br>epoch ${show(epoch, 4)}: ${show(value)}`),
+        text: points.map(([epoch, value]) => `${plain(name)}<br>${UNIT} ${show(epoch, 4)}: ${show(value)}`),
         hovertemplate: "%{text}<extra></extra>",
         line: { color: palette[(runs.length > 1 ? index : k) % palette.length], dash: DASHES[k % DASHES.length], width: 2 },
       });
@@ -254,7 +254,7 @@ function drawCurves(div, metrics, runs, title) {
     legend: { orientation: "h", x: 0, y: -0.22, yanchor: "top", font: { size: 11 } },
     height: 340 + 16 * traces.length * (div.clientWidth < 520 || runs.length > 1),
     margin: { l: 56, r: 12, t: 12, b: 44 },
-    xaxis: axisOf("epoch"),
+    xaxis: axisOf(UNIT),
     yaxis: logarithmic ? logAxis(title, values) : axisOf(title),
   });
 }

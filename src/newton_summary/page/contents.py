@@ -33,6 +33,7 @@ def contents(histories: Sequence[History]) -> dict[str, Any]:
 def _run(history: History) -> dict[str, Any]:
     return {
         "name": history.name,
+        "unit": history.unit,
         "groups": _groups(history.measured[0].summary) if history.measured else [],
         "measured": [_measurement(measured) for measured in history.measured],
         "curves": {

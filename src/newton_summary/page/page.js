@@ -48,7 +48,7 @@ function setUpControls() {
   $("epoch").value = state.epoch;
   $("epoch").addEventListener("input", () => {
     state.epoch = Number($("epoch").value);
-    $("epoch").setAttribute("aria-valuetext", `epoch ${epochs[state.epoch]}`);
+    $("epoch").setAttribute("aria-valuetext", `${UNIT} ${epochs[state.epoch]}`);
     draw(true);
   });
   $("download").addEventListener("click", download);

@@ -1,6 +1,7 @@
 // --- sections: what is chosen, and what each part of the page shows of it ---------------------------
 
 const data = JSON.parse($("contents").textContent);
+const UNIT = data.runs.every((run) => run.unit === "step") ? "step" : "epoch";
 const withMeasurements = data.runs.filter((run) => run.measured.length);
 const epochs = [...new Set(withMeasurements.flatMap((run) => run.measured.map((m) => m.epoch)))].sort((a, b) => a - b);
 const AT_FIRST = 4; // runs that are shown before any is chosen
@@ -53,7 +54,7 @@ function emptyPanel(key, kind) {
 }
 
 const runTitle = (run) => (data.runs.length > 1 ? run.name : "");
-const momentText = (measured) => (epochs.length > 1 ? `epoch ${show(measured.epoch, 4).replace(/\.0+$/, "")}` : "");
+const momentText = (measured) => (epochs.length > 1 ? `${UNIT} ${show(measured.epoch, 4).replace(/\.0+$/, "")}` : "");
 const joined = (...parts) => parts.filter(Boolean).join(", ");
 
 function drawHeatmaps() {
@@ -197,7 +198,7 @@ function drawTables() {
 let canDraw = false;
 
 function draw(momentOnly = false) {
-  $("epoch-text").textContent = epochs.length ? `epoch ${epochs[state.epoch]}` : "";
+  $("epoch-text").textContent = epochs.length ? `${UNIT} ${epochs[state.epoch]}` : "";
   for (const section of document.querySelectorAll("[data-measured]")) section.hidden = !measuredRuns().length;
   const several = measuredRuns().some(({ run }) => run.groups.length > 1);
   for (const id of ["interactions", "pairs-section"]) $(id).hidden = !several; // one group has none
