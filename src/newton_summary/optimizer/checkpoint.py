@@ -17,7 +17,8 @@ from newton_summary.parallel.processes import local_part
 from newton_summary.partition import Partition
 
 KEY = "newton_summary"
-BUFFERS = {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}  # shaped as parameters
+# What is shaped as its parameter.
+BUFFERS = {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "average"}
 FORMAT = 2
 
 

@@ -32,7 +32,7 @@ from newton_summary.optimizer.controller import check_rates, steering_history
 from newton_summary.optimizer.curvature import Curvature
 from newton_summary.optimizer.rates import WindowAverage, plain_summary, restored_summary, solve
 from newton_summary.optimizer.schedule import Schedule, Variant
-from newton_summary.optimizer.steered import Steered, period_within
+from newton_summary.optimizer.steered import Steered, period_within, swap_average
 from newton_summary.optimizer.update import Update
 from newton_summary.parallel.fsdp import own_memory
 from newton_summary.parallel.processes import find_processes
@@ -97,6 +97,9 @@ class NewtonSummary(Optimizer):
     does not call ``backward()``. Or give ``curvature``, data of its own to measure on. With
     ``loss_fn`` or ``curvature`` a closure has torch's usual meaning: it is called once, at the
     start, and leaves gradients.
+
+    At a constant rate, evaluate between :meth:`eval` and :meth:`train`: the mean of the parameters
+    over the last steps has a lower loss than the last ones.
 
     With a partition of several groups the summary shows how these interact (:attr:`last_summary`),
     at its price; all groups have the same ``eta``, since separate ones have brought no gain
@@ -231,6 +234,7 @@ class NewtonSummary(Optimizer):
         self.last_rates: LearningRates | None = None
         self.failed_refreshes = self.skipped_steps = self._skipped_since = 0
         self._warned: set[str] = set()
+        self._evaluating = False  # whether the model has the mean of its parameters
         self._made = False  # until then, add_param_group is called by torch
         self._divided = is_divided(partition)
         if self._divided:
@@ -336,6 +340,8 @@ class NewtonSummary(Optimizer):
         """
         if closure is not None and not callable(closure):
             closure, batch = None, closure
+        if self._evaluating:
+            raise RuntimeError("The model has its averaged parameters: call train() before step().")
         check_rates(self.param_groups)
         loss = None
         if closure is not None and self._curvature.loss_fn is not None:
@@ -351,6 +357,23 @@ class NewtonSummary(Optimizer):
             steered, summary = self._steered, self.last_summary
             loss = summary.loss if summary and not steered else torch.tensor(self.history[-1].loss)
         return loss
+
+    def eval(self) -> None:
+        """Give the model the mean of its parameters over the last steps, to evaluate or save it.
+
+        At a constant learning rate it has a lower loss than the last parameters. :meth:`train` puts
+        these back. Trainers of Transformers call both. The paper's algorithm has no mean.
+        """
+        self._set_evaluating(True)
+
+    def train(self) -> None:
+        """Give the model its own parameters back, to go on training; see :meth:`eval`."""
+        self._set_evaluating(False)
+
+    def _set_evaluating(self, wanted: bool) -> None:
+        if self._evaluating != wanted:
+            swap_average(self.partition.params.values(), self.state)
+            self._evaluating = wanted
 
     def _step_of_paper(self, data: Data) -> None:
         """Make a step of Algorithm 2."""
@@ -593,6 +616,7 @@ class NewtonSummary(Optimizer):
             "last_summary": None if self.last_summary is None else plain_summary(self.last_summary),
             "counts": dict(zip(COUNTS, counts, strict=True)),
             "warned": sorted(self._warned),
+            "evaluating": self._evaluating,
             "direction": None if self.direction is None else self.direction.state_dict(),
             "data": None if self._curvature.data is None else self._curvature.data.state_dict(),
         }
@@ -619,7 +643,7 @@ class NewtonSummary(Optimizer):
             eta = checkpoint.read_vector(saved["eta"], self.partition, "eta")
             rates, summary = saved["last_rates"], saved["last_summary"]
             rates = None if rates is None else LearningRates(**rates)
-            warned = set(saved["warned"])
+            warned, evaluating = set(saved["warned"]), bool(saved["evaluating"])
             summary = None if summary is None else restored_summary(summary, self.partition)
             schedule, average = copy.copy(self._schedule), copy.copy(self._average)
             schedule.load_state_dict(saved["schedule"])
@@ -636,6 +660,7 @@ class NewtonSummary(Optimizer):
         super().load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
         self._schedule, self._average, self._eta = schedule, average, eta
         self.last_rates, self.last_summary, self._warned = rates, summary, warned
+        self._evaluating = evaluating
         self._curvature.data, self._curvature.count = data, counts[0]
         self.failed_refreshes, self.skipped_steps, self._skipped_since = counts[1:]
         self._update = None  # made again from the momentum buffers

@@ -1,8 +1,16 @@
-"""The controller inside NewtonSummary: Adam's step is the direction, and eta its steered length."""
+"""The controller inside NewtonSummary: Adam's step is the direction, and eta its steered length.
+
+At a constant rate the parameters wander around what they would reach if the rate fell; their mean
+over the last part of the training is closer to it. After k of its updates the mean gives the newest
+parameters the weight (TAIL + 1) / (k + TAIL), so that it is of about the last 1 / TAIL of all steps
+(Shamir and Zhang, 2013), however many there will be. Below the peak of a schedule, whose end does
+the same, newer parameters count more; where the rate is zero, they alone do.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +31,9 @@ from newton_summary.summary import Summary
 
 BEGIN = 1e-3  # eta of Adam's step before the start has found one
 OVERHEAD = 1.5  # of a summary, over what its arithmetic takes
+EVERY = 5  # steps from one update of the mean to the next
+TAIL = 30.0  # of the mean
+AVERAGE = "average"  # in the state of a parameter
 PERIOD = 10  # steps from one refresh to the next, if the budget allows it
 
 
@@ -50,7 +61,7 @@ class Steered(RateController):
         groups: NewtonSummary's ``param_groups``, which schedulers change.
         given: The optimizer to steer; Adam if there is none.
         curvature: Measures summaries.
-        state: Where Adam keeps its state.
+        state: Where Adam keeps its state, and each parameter its mean.
         period: Steps from one refresh to the next.
         memory: How much of the running means a refresh leaves.
 
@@ -90,7 +101,8 @@ class Steered(RateController):
         """Leave the optimizer as it is: :meth:`advance` calls what the hooks would."""
 
     def share(self, state: Any) -> None:
-        """Keep Adam's state where NewtonSummary saves it."""
+        """Keep Adam's state, and the mean of the parameters, where NewtonSummary saves them."""
+        self._state = state
         if self.given is None:
             self.optimizer.state = state
 
@@ -141,6 +153,7 @@ class Steered(RateController):
         except BaseException:  # the loss failed while the first step was measured
             self._place(before or [])
             raise
+        update_average(self._held.values(), self._state, self.steps, self._level())
 
     def _set_groups(self) -> None:
         """Give the optimizer the present lr, momentum and weight decay of the groups."""
@@ -229,10 +242,48 @@ class Steered(RateController):
                 "given?"
             )
 
+    def _level(self) -> float:
+        """Return how high the schedule is, as a part of its peak."""
+        peak = self._peak_lr()
+        return max(float(g["lr"]) for g in self.groups) * max(self._base) / peak if peak else 1.0
+
     def _peak_lr(self) -> float:
         pairs = zip(self.groups, self._first_lrs, strict=True)
         tops = (max(g.get("initial_lr", first), g.get("max_lr", 0.0)) for g, first in pairs)
         return max(self._base) * float(max(tops))
+
+
+def update_average(params: Iterable[Tensor], state: Any, steps: int, level: float) -> None:
+    """Take the present parameters into the mean, after so many steps.
+
+    Args:
+        params: Those that move; others, and those in half precision, have no mean.
+        state: Of the optimizer, by parameter.
+        steps: Taken so far.
+        level: The learning rate, as a part of its peak.
+    """
+    if steps % EVERY:
+        return
+    moving = [p for p in params if p.requires_grad and p.grad is not None and p.itemsize >= 4]
+    old = [p for p in moving if AVERAGE in state[p]]
+    for p in moving:
+        if AVERAGE not in state[p]:
+            state[p][AVERAGE] = p.detach().clone()
+    k = steps // EVERY
+    weight = 1 - min(level, 1.0) * (1 - (TAIL + 1) / (k + TAIL))
+    if old:
+        means = [local_part(state[p][AVERAGE]) for p in old]
+        torch._foreach_lerp_(means, [local_part(p.detach()) for p in old], weight)
+
+
+def swap_average(params: Iterable[Tensor], state: Any) -> None:
+    """Exchange parameters and their means."""
+    for p in params:
+        if AVERAGE in state.get(p, {}):
+            here, mean = local_part(p.detach()), local_part(state[p][AVERAGE])
+            kept = here.clone()
+            here.copy_(mean)
+            mean.copy_(kept)
 
 
 def _not_yet(model: Any, batch: Any) -> Tensor:
