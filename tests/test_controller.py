@@ -120,6 +120,64 @@ def test_the_curvature_of_a_network_is_that_between_both_ends_of_the_step():
     assert controller.history[-1].curvature == pytest.approx(simpson, rel=1e-3)
 
 
+def test_slopes_at_the_ends_of_steps_come_from_the_gradients_of_the_training(monkeypatch):
+    """Their mean, by hand, enters in the place of the one that was measured."""
+    monkeypatch.setattr("newton_summary.optimizer.controller.STRIDE", 1)
+    taken = []
+    add = Balance.add
+
+    def spy(self, slope, curvature, rate, memory):
+        taken.append((slope, curvature, rate))
+        add(self, slope, curvature, rate, memory)
+
+    monkeypatch.setattr(Balance, "add", spy)
+    model = make_net()
+    adam = torch.optim.Adam(model.parameters(), lr=1e-3)
+    controller = ns.RateController(adam, model, cross_entropy)
+    ends, checked, before, rate, seen = [], 0, None, 0.0, 1
+    for batch in batches(40):
+        adam.zero_grad()
+        cross_entropy(model, batch).backward()
+        end = None
+        if before is not None:
+            d = [(b - p).detach() for b, p in zip(before.parameters(), model.parameters())]
+            end = sum(float((x * p.grad).sum()) for x, p in zip(d, model.parameters())) / rate
+        before = copy.deepcopy(model)
+        controller.step(batch)
+        rate = controller.rates[0]
+        if len(controller.history) > seen:
+            seen, record = len(controller.history), controller.history[-1]
+            slope, curvature, at = taken[-1]
+            measured = record.slope - record.curvature
+            assert end * at == pytest.approx(measured, rel=1e-6)
+            if ends:
+                mean = (sum(ends) * at + measured) / (len(ends) + 1)
+                assert slope - curvature == pytest.approx(mean, rel=1e-6)
+                checked += 1
+            ends = []
+        elif end is not None and len(controller.history) > 1:
+            ends.append(end)
+    assert checked >= 4
+
+
+def test_gradients_of_something_else_are_left_out(monkeypatch):
+    """Clipped ones, those of another loss, and sums over batches have slopes of another size."""
+
+    def rates(stride):
+        monkeypatch.setattr("newton_summary.optimizer.controller.STRIDE", stride)
+        model = make_net()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        controller = ns.RateController(sgd, model, cross_entropy)
+        for batch in batches(60):
+            sgd.zero_grad()
+            cross_entropy(model, batch).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            controller.step(batch)
+        return [r.rate for r in controller.history]
+
+    assert rates(1) == rates(10**9)
+
+
 def test_a_measurement_leaves_no_trace():
     """Not in the parameters, gradients, buffers, or random numbers."""
     torch.manual_seed(0)

@@ -10,6 +10,10 @@ of the valley, 1/2 for one that ends on the other side at the same height. Multi
 the factor again and again would let it shrink for ever, as noise makes the best next step shorter
 than the best step for the training; the controller keeps the factor at a set point instead.
 
+Slopes are noisy, and one in ten steps tells little. ``slope - curvature`` is the slope at the end
+of a step, along the gradient of the next batch, which the training computes anyway: so that of
+every other step is taken in too, for the price of a scalar product.
+
 The curvature is that of the whole step, from two gradients, and not the one at its start: it holds
 for a step as long as it is, also with kinks (ReLU), and any operation that has a gradient will do.
 """
@@ -33,7 +37,7 @@ from newton_summary.errors import NotFiniteError
 from newton_summary.history import History
 from newton_summary.measuring.measurement import summarize
 from newton_summary.optimizer.checkpoint import check_finite, read_counts, reporting_damage
-from newton_summary.optimizer.steering import Balance
+from newton_summary.optimizer.steering import Balance, EndSlopes
 from newton_summary.parallel.processes import Distributed, is_sharded, local_part
 from newton_summary.partition import make_partition
 from newton_summary.probe.inputs import LossFn, check_loss_fn
@@ -47,6 +51,7 @@ LOWEST = 0.3  # of the highest rate so far times 1 / sqrt(steps since then): no 
 REACH = 0.5  # of the peak of a schedule: below, the rate is not raised against it
 FALLING = 0.8  # of the set point, while a schedule is below its peak
 TRIALS = 12  # gradients that the start may take
+STRIDE = 2  # one step in so many has its slope taken from the next gradient of the training
 
 
 @dataclass(frozen=True)
@@ -134,14 +139,15 @@ class RateController(ShownAsTable):
         self._first_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._partition = make_partition(model, "trivial")
         self._held = _held(optimizer, self._partition.params)
-        sharded = any(is_sharded(p) for p in self._held.values())
-        self._backend: Backend = "sweep" if sharded else "differences"
+        self._sharded = any(is_sharded(p) for p in self._held.values())
+        self._backend: Backend = "sweep" if self._sharded else "differences"
         self._balance = Balance()
         self._envelope = 0.0  # highest multiplier so far, falling like 1 / sqrt(steps)
         self._started = False
         self._due = 1  # the number of the next step to measure
         self._before: list[Tensor] | None = None  # parameters before the step to be measured
         self._rate = 0.0  # the largest learning rate in that step
+        self._ends = EndSlopes()  # of the steps since the last measurement
         self._batch: Any = None  # on hand for the first step
         # While the optimizer takes a step: its groups, their own rates, and those of the step.
         self._lrs: list[tuple[dict[str, Any], Any, Any]] = []
@@ -190,9 +196,14 @@ class RateController(ShownAsTable):
         self._lrs = [(group, group["lr"], group["lr"] * self.multiplier) for group in groups]
         for group, _, multiplied in self._lrs:
             group["lr"] = multiplied
+        self._ends.take(self._held.values(), self._sharded)
         wanted = self.steps + 1 >= self._due and self._measurable
-        self._before = [p.detach().clone() for p in self._held.values()] if wanted else None
+        followed = self._started and (wanted or self.steps % STRIDE == 0)
+        copied = wanted or followed
+        before = [p.detach().clone() for p in self._held.values()] if copied else None
+        self._before = before if wanted else None
         self._rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
+        self._ends.follow(before if followed else None, self._rate)
 
     @property
     def _measurable(self) -> bool:
@@ -226,7 +237,8 @@ class RateController(ShownAsTable):
         if not (math.isfinite(slope) and math.isfinite(curvature)):
             self._change(loss, slope, curvature, math.nan, 0.5, "not finite")
             return
-        self._balance.add(slope, curvature, self._rate, self.memory)
+        at_end = self._ends.mean(slope - curvature, self._rate, self.memory)
+        self._balance.add(at_end + curvature, curvature, self._rate, self.memory)
         # A schedule far below its peak neither makes the rate rise again, nor fall twice. Until
         # then its end makes good again what longer steps do to the noise.
         top = self.multiplier * self._peak_lr()
@@ -376,6 +388,7 @@ class RateController(ShownAsTable):
             "balance": asdict(self._balance),
             "envelope": self._envelope,
             "before": None if self._before is None else [x.clone() for x in self._before],
+            "ends": self._ends.state_dict(),
             "history": [asdict(record) for record in self.history],
         }
 
@@ -388,11 +401,9 @@ class RateController(ShownAsTable):
         known = self.state_dict()
         if not isinstance(state, Mapping) or set(state) != set(known):
             raise ValueError("Not a RateController state_dict: give what state_dict() returned.")
-        before = state["before"]
         with reporting_damage():
-            shapes = None if before is None else [tuple(x.shape) for x in before]
-        if shapes is not None and shapes != [tuple(p.shape) for p in self._held.values()]:
-            raise ValueError("The state is of a model with other parameters.")
+            ends = EndSlopes(**state["ends"])
+            before, ends.before = self._copies(state["before"]), self._copies(ends.before)
         if len(state["first_lrs"]) != len(self._first_lrs):
             raise ValueError(
                 f"The state is of an optimizer with {len(state['first_lrs'])} parameter groups, "
@@ -404,15 +415,23 @@ class RateController(ShownAsTable):
             history = [RateRecord(**record) for record in state["history"]]
             numbers = [float(state[name]) for name in ("multiplier", "rate", "envelope")]
             first_lrs = [float(lr) for lr in state["first_lrs"]]
-            check_finite([numbers, first_lrs, list(asdict(balance).values())], "The state")
+            known = [numbers, first_lrs, list(asdict(balance).values())]
+            check_finite([*known, list(asdict(ends).values())], "The state")
             if not numbers[0] > 0:
                 raise ValueError(f"The state has the multiplier {numbers[0]}: it is above 0.")
-            held = self._held.values()
-            copies = None if before is None else [x.to(p).clone() for x, p in zip(before, held)]
         self.multiplier, self._rate, self._envelope = numbers
         self.steps, self._due, self._started = steps, due, bool(state["started"])
         self._first_lrs, self._balance, self.history = first_lrs, balance, history
-        self._before = copies
+        self._before, self._ends = before, ends
+
+    def _copies(self, saved: list[Tensor] | None) -> list[Tensor] | None:
+        """Return saved values of the parameters, in their place and of their type."""
+        if saved is None:
+            return None
+        held = self._held.values()
+        if [tuple(x.shape) for x in saved] != [tuple(p.shape) for p in held]:
+            raise ValueError("The state is of a model with other parameters.")
+        return [x.to(p).clone() for x, p in zip(saved, held, strict=True)]
 
     def to_history(self) -> History:
         """Return the measurements as curves by step, which :func:`report` shows."""

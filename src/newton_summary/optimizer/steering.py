@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from newton_summary.parallel.processes import local_part
 
 DOUBT = 4.0  # standard errors of the slope that an error has to overcome to count in full
 
@@ -62,3 +70,75 @@ class Balance:
     def surely_rises(self, rate: float, memory: float) -> bool:
         """Return whether steps with this rate raise the loss, by two standard errors."""
         return self.slope - 0.5 * self.curvature * rate < -2 * self.stderr(memory)
+
+
+@dataclass
+class EndSlopes:
+    """Slopes at the ends of steps, along the gradients that the training computes after them.
+
+    They count as long as these gradients are those of the loss that is measured, and not clipped,
+    of another loss, or sums over several batches: where both slopes of a step are known, their
+    sizes have to be alike.
+
+    Attributes:
+        before: The parameters before the last step, if its slope is wanted.
+        rate: The learning rate of that step.
+        measured: Its slope at the end, for a learning rate of 1, if it was measured as well.
+        total: Sum of the slopes, for a learning rate of 1, since the last measurement.
+        count: How many there are.
+        pair: Both slopes of the last step that was measured.
+        trained_size: Running mean of the size of slopes that were measured as well.
+        measured_size: That of the same as they were measured.
+    """
+
+    before: list[Tensor] | None = None
+    rate: float = 0.0
+    measured: float | None = None
+    total: float | Tensor = 0.0
+    count: int | Tensor = 0
+    pair: tuple[float | Tensor, float] | None = None
+    trained_size: float = 0.0
+    measured_size: float = 0.0
+
+    def follow(self, before: list[Tensor] | None, rate: float) -> None:
+        """Begin with the step that is taken next."""
+        self.before, self.rate, self.measured = before, rate, None
+
+    def take(self, params: Iterable[Tensor], sharded: bool) -> None:
+        """Take the slope of the last step from the gradients that are there now; does not wait."""
+        before, self.before = self.before, None
+        if before is None or self.rate == 0:
+            return
+        slopes = [
+            torch.sum(local_part(b - p.detach()) * local_part(p.grad), dtype=torch.float64)
+            for b, p in zip(before, params, strict=True)
+            if p.grad is not None
+        ]
+        if not slopes:
+            return
+        slope = torch.stack([x.to(slopes[0].device) for x in slopes]).sum() / self.rate
+        if sharded:
+            dist.all_reduce(slope)
+        if self.measured is not None:
+            self.pair, self.measured = (slope, self.measured), None
+            return
+        counts = slope.isfinite() & (slope != 0)  # 0: a step that was left out
+        self.total = self.total + torch.where(counts, slope, 0.0)
+        self.count = self.count + counts.int()
+
+    def mean(self, slope: float, rate: float, memory: float) -> float:
+        """Return the mean of all slopes since the last time, given the one that was measured."""
+        if self.pair is not None and math.isfinite(self.pair[0]):
+            self.trained_size += (1 - memory) * (abs(float(self.pair[0])) - self.trained_size)
+            self.measured_size += (1 - memory) * (abs(self.pair[1]) - self.measured_size)
+        total, count = float(self.total) * rate, int(self.count)
+        self.total, self.count, self.pair, self.measured = 0.0, 0, None, slope / rate
+        alike = 0.5 * self.measured_size < self.trained_size < 2 * self.measured_size
+        return (total + slope) / (count + 1) if alike else slope
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything as plain values and tensors."""
+        pair = None if self.pair is None else (float(self.pair[0]), self.pair[1])
+        before = None if self.before is None else [x.clone() for x in self.before]
+        plain = {"total": float(self.total), "count": int(self.count), "pair": pair}
+        return {f.name: getattr(self, f.name) for f in fields(self)} | plain | {"before": before}
