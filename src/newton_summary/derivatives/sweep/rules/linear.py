@@ -115,6 +115,29 @@ def without_mean(rows: Tensor, dim: int) -> Tensor:
     return gaps.mul_(moves)
 
 
+def watch_masks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Run an operation that may add a mask to scores, and keep whether rows of them are lost."""
+    constants = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and is_mask(x))
+    lost = [lost_rows(x) for x in constants]
+    return func(*args, **kwargs), torch.stack(lost).any() if lost else None
+
+
+def is_mask(x: Tensor) -> bool:
+    """Whether a tensor may be a mask that is added."""
+    return not x.requires_grad and x.is_floating_point() and x.dim() > 1 and x.numel() > 0
+
+
+def lost_rows(mask: Tensor) -> Tensor:
+    """Return whether a row of a mask is huge throughout, such as ``torch.finfo(dtype).min``.
+
+    Scores that it is added to are lost in rounding, so that their softmax is a constant; but to
+    autograd the sum has the slope 1. To rows of -inf it has none.
+    """
+    largest = mask.amax(-1)
+    huge = max(1e6, 1 / torch.finfo(mask.dtype).eps)
+    return ((largest < -huge) & (largest > -torch.inf)).any()
+
+
 # --- parts ---------------------------------------------------------------------------------------
 
 
