@@ -266,8 +266,8 @@ def combine(sweep: Sweep, op: Op, terms: list[tuple[Any, Any]]) -> Tangent | Non
         t = sweep.tangent(value)
         if t is not None:
             rows = lift(t.rows, y.dim())
-            rows = rows if rows.shape[1:] == y.shape else rows.expand(rows.shape[0], *y.shape)
             rows = rows if isinstance(factor, int) and factor == 1 else rows * factor
+            rows = rows if rows.shape[1:] == y.shape else rows.expand(rows.shape[0], *y.shape)
             tangents.append(Tangent(t.first, t.second, cast(rows, y.dtype)))
     return add_tangents(tangents) if tangents else None
 
