@@ -42,18 +42,16 @@ from newton_summary.derivatives.sweep.rules import (
     BILINEAR,
     COMPLEX,
     DECOMPOSED,
-    MASKED,
     PREPARE,
     RULES,
     STRAIGHT,
     generic,
 )
+from newton_summary.derivatives.sweep.rules.linear import MASKED, warn_of_hidden_rows
 from newton_summary.derivatives.sweep.tape import Cut, Groups, Op, Tangent, Tape, Value, gram
 from newton_summary.derivatives.sweep.token_runs import find_token_runs, pass_tokens
-from newton_summary.display.warn import warn_user
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.partition import Params, Partition
-from newton_summary.probe.eager import mark_approximate
 from newton_summary.probe.probe import Closure, check_depends, check_finite
 from newton_summary.summary import Summary
 
@@ -400,7 +398,7 @@ def sweep_batch(
     """Compute a summary; arguments as for :func:`summarize_sweep`."""
     tape = prepared(closure, leaves, order, stack_limit)
     loss = tape.loss.detach().reshape(())
-    lost = [op.saved for op in tape.ops if op.name in MASKED and op.saved is not None]
+    hidden = [op.saved for op in tape.ops if op.name in MASKED]
     parts = (
         1 if order == 1 else leaves.in_parts(_parts(tape, leaves, order, stack_limit, may_split))
     )
@@ -408,13 +406,7 @@ def sweep_batch(
         gbar, adjoints = leaves.backward(tape)
         totals = None if order == 1 else swept(tape, adjoints, leaves, order, parts)
     check_finite(loss)  # only now, when the GPU has been waited for anyway
-    if any(lost):
-        mark_approximate()
-        warn_user(
-            "A mask of huge numbers hides whole rows of scores from the loss, and not from "
-            "autograd: torch's own gradient is not that of the loss. Use a mask of -inf, or "
-            "scaled_dot_product_attention with one of truth values."
-        )
+    warn_of_hidden_rows(hidden)
     if totals is not None and tape.cut is not None:
         gbar = torch.from_numpy(totals.gbar).to(gbar)
     summary = Summary(gbar, loss=loss, partition=leaves.partition, backend="sweep")
