@@ -92,6 +92,17 @@ def test_losses_that_are_hard_to_follow(loss_fn):
     check(net(3, 4, 2), loss_fn, torch.randn(5, 3, dtype=torch.float64), tolerance=1e-5)
 
 
+def test_torch_cond_runs_one_of_its_functions():
+    def loss_fn(model, x):
+        y = model(x)
+        return torch.cond(y.sum() > 9, lambda y: y.sin().mean(), lambda y: y.exp().mean(), (y,))
+
+    model, x = net(3, 4, 2), torch.randn(5, 3, dtype=torch.float64)
+    actual, said = measured(model, loss_fn, x)
+    assert actual.backend == "sweep" and said == []
+    assert torch.equal(actual.Hbar, summarize(model, lambda m, x: m(x).exp().mean(), x).Hbar)
+
+
 @pytest.mark.parametrize("backend", ["auto", "nested", "differences"])
 def test_cached_parametrizations_are_computed_anew(backend):
     """What is cached belongs to other parameters once these move, and to a graph that is gone."""
@@ -206,6 +217,43 @@ def test_derivatives_that_no_backend_finds_are_warned_about():
     finite = all(bool(part.isfinite().all()) for part in (summary.gbar, summary.Hbar, summary.D3))
     assert finite or any("not finite" in str(w.message) for w in said)
     assert said, "either way something is said"
+
+
+# --- torch's own gradient is not that of the loss ------------------------------------------------
+
+
+@pytest.mark.parametrize("by_attention", [True, False])
+@pytest.mark.parametrize("left_padded", [True, False])
+def test_masks_that_hide_scores_from_the_loss_alone(left_padded, by_attention):
+    """Scores plus a mask of huge numbers are a constant, but autograd does not know that."""
+    hidden = torch.ones(4, 4).triu(1).bool()
+    hidden[0] |= left_padded
+    mask = torch.zeros(4, 4, dtype=torch.float64).masked_fill(hidden, torch.finfo().min)
+
+    def loss_fn(model, x):
+        q, k = model(x).chunk(2, -1)
+        if by_attention:
+            return F.scaled_dot_product_attention(q, k, x, attn_mask=mask.double()).exp().mean()
+        return ((q @ k.mT + mask).softmax(-1) @ x).exp().mean()
+
+    model, x = net(3, 6), torch.randn(2, 4, 3, dtype=torch.float64)
+    if not left_padded:
+        assert not check(model, loss_fn, x).approximate
+        return
+    for backend in ("sweep", "nested"):
+        summary, said = measured(model, loss_fn, x, backend=backend)
+        assert summary.approximate
+        assert len(said) == 1 and "torch's own gradient is not that of the loss" in said[0]
+
+
+def test_masks_that_are_filled_in_are_exact():
+    def loss_fn(model, x):
+        hidden = torch.ones(4, 4).triu(-1).bool()
+        scores = (model(x) @ x.mT).masked_fill(hidden, torch.finfo(torch.float64).min)
+        return (scores.softmax(-1) @ x).exp().mean()
+
+    actual = check(net(3, 3), loss_fn, torch.randn(2, 4, 3, dtype=torch.float64))
+    assert not actual.approximate
 
 
 # --- state that changes ---------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class Summary:
     partition: Partition | None = None
     backend: str = "given"  # what computed it; "given" if made by hand
     reason: str | None = None  # why this backend and not the default one
-    approximate: bool = False  # true for central differences
+    approximate: bool = False  # true for central differences, and where a warning says so
     gbar_stderr: Tensor | None = None  # (S,)    standard error of gbar over batches
     Hbar_stderr: Tensor | None = None  # (S, S)  standard error of Hbar
     parts: tuple[Summary, ...] = ()  # the batches' own summaries, with stderr=True

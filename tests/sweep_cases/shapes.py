@@ -262,6 +262,11 @@ case(
     (3, 4),
     (3, 2),
 )
+case(
+    "scatter_reduce onto an infinite constant",
+    lambda y: torch.full((3, 4), -torch.inf).double().scatter_reduce(1, PLACES, y, "amax").exp(),
+    (3, 2),
+)
 case("masked_select", lambda x: x.masked_select(torch.arange(12).reshape(3, 4) % 3 == 0), (3, 4))
 case(
     "masked_scatter",

@@ -25,6 +25,11 @@ from newton_summary.derivatives.opaque_functions import (
     opaque_functions,
     watch_opaque_functions,
 )
+from newton_summary.derivatives.sweep.rules.linear import (
+    MASKED,
+    warn_of_hidden_rows,
+    watch_masks,
+)
 from newton_summary.derivatives.sweep.torch_functions import look_up
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.partition import Params, Partition
@@ -105,6 +110,7 @@ class Differentiable(TorchFunctionMode):
         super().__init__()
         self.entered: list[Any] = []  # functions that torch writes in Python
         self.finished = False  # an interrupt may leave it active
+        self.hidden: list[Tensor | None] = []  # whether masks hide whole rows
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -112,9 +118,12 @@ class Differentiable(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.finished:
             return func(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
-            return attention(*args, **kwargs)
         call = look_up(func)
+        if call.name in MASKED:
+            func = attention if func is F.scaled_dot_product_attention else func
+            result, hides = watch_masks(func, args, kwargs)
+            self.hidden.append(hides)
+            return result
         if call.elementary is not None:
             return call.elementary(*args, **kwargs)
         if call.inside is None or func in self.entered:
@@ -166,6 +175,7 @@ def evaluate(closure: Closure, params: Params) -> Tensor:
         mode.finished = True
     check_finite(loss)
     check_depends(loss, params)
+    warn_of_hidden_rows(mode.hidden)
     return loss.reshape(())
 
 

@@ -19,6 +19,7 @@ from torch.autograd.function import BackwardCFunction
 from newton_summary.derivatives.differences import step_sizes, summarize_differences
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.partition import Params
+from newton_summary.probe.eager import mark_approximate
 from newton_summary.probe.probe import Closure, graph_nodes
 from newton_summary.probe.state import unmoved
 from newton_summary.summary import Summary
@@ -102,7 +103,8 @@ def compare_with_differences(
     second = summarize_differences(*how, step_factor=0.5)
     errors, doubts = _errors(summary, second, units), _errors(first, second, units)
     if not _has_this_slope(summary, closure, params, u, units, eps):
-        return  # by design, as that of a straight-through estimator
+        mark_approximate()  # its gradient is another one by design, as a straight-through one
+        return
     for name, is_wrong, error, doubt, tolerance in zip(
         ("Hbar", "D3"), wrong, errors, doubts, tolerances, strict=True
     ):

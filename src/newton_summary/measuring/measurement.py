@@ -35,6 +35,7 @@ from newton_summary.parallel.processes import (
 )
 from newton_summary.partition import Params, Partition, Spec, make_partition, result_dtype, unwrap
 from newton_summary.probe.directions import Direction, find_direction
+from newton_summary.probe.eager import is_approximate
 from newton_summary.probe.inputs import NumSamples, check_microbatch
 from newton_summary.probe.probe import Closure, Evaluation, LossFn, Probe
 from newton_summary.probe.state import Journal
@@ -206,6 +207,8 @@ def measure(
                 raise
             why = str(error).removeprefix(f"{name}: ")
         else:
+            if is_approximate():
+                summary = replace(summary, approximate=True)
             if _is_finite(summary):
                 return summary
             found = found or summary

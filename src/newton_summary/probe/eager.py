@@ -16,6 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,7 @@ class _Here(threading.local):
     """What this thread is doing."""
 
     measuring = False
+    approximate = False  # whether the loss that is measured has another gradient than torch says
 
 
 _here = _Here()
@@ -42,6 +44,16 @@ _here = _Here()
 def is_measuring() -> bool:
     """Whether this thread is inside of a measurement."""
     return _here.measuring
+
+
+def mark_approximate() -> None:
+    """Say that in the present measurement torch's gradient is not the derivative of the loss."""
+    _here.approximate = True
+
+
+def is_approximate() -> bool:
+    """Whether that has been said."""
+    return _here.approximate
 
 
 def start_measuring(journal: Journal, alone: bool) -> None:
@@ -61,7 +73,7 @@ def start_measuring(journal: Journal, alone: bool) -> None:
         journal.undo_later(_end_turn)
         _wait_for_turn()
     journal.undo_later(stop)
-    _here.measuring = True
+    _here.measuring, _here.approximate = True, False
 
 
 # Which thread measures, under the key "turn". Not a lock: an interrupt could leave it locked. Each
@@ -100,6 +112,8 @@ def install_switches() -> None:
         wrapper: Any = nn.parallel.DistributedDataParallel
         if not getattr(wrapper.forward, "is_switch", False):
             wrapper.forward = _data_parallel_switch(wrapper.forward)
+    if not getattr(torch.cond, "is_switch", False):
+        setattr(torch, "cond", _cond_switch(torch.cond))  # noqa: B010
     compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None and not isinstance(compiler._stance, _StanceSwitch):
         compiler._stance = _StanceSwitch(compiler._stance)
@@ -160,6 +174,20 @@ def _data_parallel_switch(original: Callable[..., Any]) -> Callable[..., Any]:
     return switch  # type: ignore[no-any-return]
 
 
+def _cond_switch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``torch.cond`` call one of its functions, where else it would compile both."""
+
+    @wraps(original)
+    def cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
+        if not is_measuring():
+            return original(pred, true_fn, false_fn, operands)
+        return (true_fn if pred else false_fn)(*operands)
+
+    switch: Any = cond
+    switch.is_switch = True
+    return switch  # type: ignore[no-any-return]
+
+
 class _StanceSwitch:
     """The stance of torch.compile, which lets functions run as written during a measurement."""
 
@@ -192,6 +220,7 @@ def rest_hook(func: Callable[..., Any], tensor: Tensor, hook: Callable[..., Any]
     """Return a handle of a hook that is not registered, and warn."""
     if not tensor.requires_grad:
         return func(tensor, hook)  # an error that says why
+    mark_approximate()
     warn_user(
         "loss_fn registers a hook on the gradient of a tensor. Such hooks rest during a "
         "measurement: the derivatives are those of the loss without them."

@@ -47,6 +47,7 @@ from newton_summary.derivatives.sweep.rules import (
     STRAIGHT,
     generic,
 )
+from newton_summary.derivatives.sweep.rules.linear import MASKED, warn_of_hidden_rows
 from newton_summary.derivatives.sweep.tape import Cut, Groups, Op, Tangent, Tape, Value, gram
 from newton_summary.derivatives.sweep.token_runs import find_token_runs, pass_tokens
 from newton_summary.errors import CannotDifferentiate
@@ -397,6 +398,7 @@ def sweep_batch(
     """Compute a summary; arguments as for :func:`summarize_sweep`."""
     tape = prepared(closure, leaves, order, stack_limit)
     loss = tape.loss.detach().reshape(())
+    hidden = [op.saved for op in tape.ops if op.name in MASKED]
     parts = (
         1 if order == 1 else leaves.in_parts(_parts(tape, leaves, order, stack_limit, may_split))
     )
@@ -404,6 +406,7 @@ def sweep_batch(
         gbar, adjoints = leaves.backward(tape)
         totals = None if order == 1 else swept(tape, adjoints, leaves, order, parts)
     check_finite(loss)  # only now, when the GPU has been waited for anyway
+    warn_of_hidden_rows(hidden)
     if totals is not None and tape.cut is not None:
         gbar = torch.from_numpy(totals.gbar).to(gbar)
     summary = Summary(gbar, loss=loss, partition=leaves.partition, backend="sweep")

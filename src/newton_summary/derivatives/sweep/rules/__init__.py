@@ -24,7 +24,7 @@ from newton_summary.derivatives.sweep.rules.attention import ATTENTION
 from newton_summary.derivatives.sweep.rules.convolutions import CONVOLUTIONS
 from newton_summary.derivatives.sweep.rules.decomposed import DECOMPOSED
 from newton_summary.derivatives.sweep.rules.generic import generic
-from newton_summary.derivatives.sweep.rules.linear import LINEAR, zero
+from newton_summary.derivatives.sweep.rules.linear import LINEAR, MASKED, watch_masks, zero
 from newton_summary.derivatives.sweep.rules.normalize import NORMALIZE
 from newton_summary.derivatives.sweep.rules.products import PRODUCTS
 from newton_summary.derivatives.sweep.rules.recurrence import PREPARE_RECURRENCES, RECURRENCES
@@ -54,7 +54,11 @@ RULES: dict[str, Callable[..., Any]] = {
 # What holds for complex numbers as well. The rules of convolutions and vdot take no conjugates.
 REAL = frozenset(["vdot", *CONVOLUTIONS])
 COMPLEX = (frozenset(LINEAR) | frozenset(BILINEAR) | elementwise.HOLOMORPHIC) - REAL
-PREPARE: dict[str, Callable[..., tuple[Any, Any]]] = {**PREPARE_SELECTION, **PREPARE_RECURRENCES}
+PREPARE: dict[str, Callable[..., tuple[Any, Any]]] = {
+    **dict.fromkeys(MASKED, watch_masks),
+    **PREPARE_SELECTION,
+    **PREPARE_RECURRENCES,
+}
 
 
 __all__ = ["BILINEAR", "COMPLEX", "DECOMPOSED", "PREPARE", "RULES", "STRAIGHT", "generic"]

@@ -28,6 +28,7 @@ from newton_summary.derivatives.sweep.tape import (
     gram,
     lift,
     matching,
+    pick,
     plain,
     sums,
 )
@@ -86,12 +87,13 @@ def _pass_curved(
         curvature = delta * f2
         work = x1 * curvature
         sweep.add_Hbar(t.first, t.first, gram(work.conj(), x1))
-        if squares is not None:  # <x1, delta f3 x1^2 + 3 delta f2 x2>
-            work = work.zero_() if f3 is None else torch.mul(squares, delta * f3, out=work)
+        if squares is not None and f3 is not None:  # <x1, delta f3 x1^2 + 3 delta f2 x2>
+            torch.mul(squares, delta * f3, out=work)
             for mine, theirs in same_groups:
                 work[mine].addcmul_(t.y2[theirs], curvature, value=3)
-            work.mul_(x1)
-            sweep.add_D3(t.first, sums(work))
+            sweep.add_D3(t.first, sums(work.mul_(x1)))
+        elif t.second and third:
+            sweep.add_D3(t.second, 3 * sums(pick(t.first, work, t.second) * t.y2))
     if not wanted:
         return None
     if result is None or squares is None:

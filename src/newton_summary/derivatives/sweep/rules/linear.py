@@ -6,7 +6,7 @@ dimensions shifted by one; the others through ``torch.vmap``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +26,9 @@ from newton_summary.derivatives.sweep.tape import (
     plain,
 )
 from newton_summary.derivatives.sweep.torch_functions import names
+from newton_summary.display.warn import warn_user
 from newton_summary.errors import CannotDifferentiate
+from newton_summary.probe.eager import mark_approximate
 
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
@@ -113,6 +115,55 @@ def without_mean(rows: Tensor, dim: int) -> Tensor:
     sizes, rest = rows.abs().amax(every, keepdim=True), gaps.abs().amax(every, keepdim=True)
     moves = rest > 64 * torch.finfo(rows.dtype).eps * sizes
     return gaps.mul_(moves)
+
+
+# --- masks that are added ------------------------------------------------------------------------
+
+# Scores plus ``torch.finfo(dtype).min`` are lost in rounding. In a row of which some entries are
+# masked so, these have no weight, and no derivatives. Where all of a row is, its softmax is a
+# constant; but to autograd the sum has the slope 1, so that torch's gradient is not that of the
+# loss. To rows of -inf it has none.
+
+MASKED = ("add", "scaled_dot_product_attention")  # operations that may add a mask
+
+
+def watch_masks(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Tensor | None]:
+    """Run an operation that may add a mask, and return also whether it hides whole rows."""
+    hides = [hides_rows(x) for x in (*args, *kwargs.values()) if may_be_mask(x)]
+    return func(*args, **kwargs), torch.stack(hides).any() if hides else None
+
+
+def may_be_mask(x: Any) -> bool:
+    """Whether an argument may be a mask; not so a tensor inside of ``torch.func``."""
+    if type(x) is not Tensor or x.requires_grad or x.dim() < 2 or x.layout != torch.strided:
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return False
+    return x.is_floating_point() and x.numel() > 0
+
+
+def hides_rows(mask: Tensor) -> Tensor:
+    """Return whether a row of a mask is huge throughout: one truth value on its device.
+
+    >>> hides_rows(torch.tensor([[0.0, -1e30], [-1e30, -1e30]]))
+    tensor(True)
+    """
+    largest = mask.amax(-1)
+    huge = max(1e6, 1 / torch.finfo(mask.dtype).eps)
+    return ((largest < -huge) & (largest > -torch.inf)).any()
+
+
+def warn_of_hidden_rows(found: Iterable[Tensor | None]) -> None:
+    """Warn, and mark the measurement as approximate, if one of the masks hides whole rows."""
+    if any(hides is not None and bool(hides) for hides in found):
+        mark_approximate()
+        warn_user(
+            "A mask of huge numbers hides whole rows of scores from the loss, and not from "
+            "autograd: torch's own gradient is not that of the loss. Use a mask of -inf, or "
+            "scaled_dot_product_attention with one of truth values."
+        )
 
 
 # --- parts ---------------------------------------------------------------------------------------
@@ -243,8 +294,8 @@ def combine(sweep: Sweep, op: Op, terms: list[tuple[Any, Any]]) -> Tangent | Non
         t = sweep.tangent(value)
         if t is not None:
             rows = lift(t.rows, y.dim())
-            rows = rows if rows.shape[1:] == y.shape else rows.expand(rows.shape[0], *y.shape)
             rows = rows if isinstance(factor, int) and factor == 1 else rows * factor
+            rows = rows if rows.shape[1:] == y.shape else rows.expand(rows.shape[0], *y.shape)
             tangents.append(Tangent(t.first, t.second, cast(rows, y.dtype)))
     return add_tangents(tangents) if tangents else None
 

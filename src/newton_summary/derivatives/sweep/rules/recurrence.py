@@ -45,11 +45,11 @@ class _Recurrence(torch.autograd.Function):
     def backward(ctx: Any, *deltas: Tensor | None) -> Any:
         run = ctx.run
         run.go_back(deltas)
-        h = run.before(run.y, run.start[0])
-        n = run.adjoint.shape[-1]
-        flat = run.adjoint.reshape(-1, n)
-        w = flat.T @ h.reshape(-1, h.shape[-1])
-        b = None if run.b is None else flat.sum(0)
+        flat, w, b = run.adjoint.flatten(0, -2), None, None
+        if ctx.needs_input_grad[2]:  # not where gbar is read off later
+            w = flat.T @ run.before(run.y, run.start[0]).flatten(0, -2)
+        if ctx.needs_input_grad[3]:
+            b = flat.sum(0)
         return None, run.gates_adjoint, w, b, *run.start_adjoints
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from newton_summary.derivatives.sweep.rules.elementwise import Three, sigmoid, tanh
-from newton_summary.derivatives.sweep.tape import Groups, Tangent, dots, gram, sums
+from newton_summary.derivatives.sweep.tape import Groups, Tangent, gram
 
 State = tuple[Tensor, ...]  # (h,), or (h, c) of an LSTM
 
@@ -33,15 +33,13 @@ class Jets:
         """Pass a function of one number with the derivatives f = (f', f'', f''')."""
         k, (f1, f2, f3) = self.k, f
         y, x1 = x * f1, x[:k]
-        squares = x1 * x1 if self.third else None
-        if squares is not None:
-            y[k:].addcmul_(squares, f2)
         if delta is not None:
-            weighted = x1 * (delta * f2)
-            self.Hbar += gram(weighted, x1)
-            if squares is not None:
-                third = weighted.mul_(x[k:]).mul_(3).addcmul_(squares.mul_(x1), delta * f3)
-                self.D3 += sums(third)
+            self._contribute(x1 * (delta * f2), x)
+        if self.third:
+            squares = x1 * x1
+            y[k:].addcmul_(squares, f2)
+            if delta is not None:
+                self.D3 += gram(squares, x1 * (delta * f3)).diagonal()
         return y
 
     def product(self, a: Tensor, A: Tensor, b: Tensor, B: Tensor, delta: Tensor | None) -> Tensor:
@@ -51,12 +49,21 @@ class Jets:
         if self.third:
             y[k:].addcmul_(A[:k], B[:k], value=2)
         if delta is not None:
-            left = A[:k] * delta
-            self.Hbar += 2 * gram(left, B[:k])  # symmetric once all contributions are added up
+            self._contribute(A[:k] * delta, B, 2)  # symmetric once all are added up
             if self.third:
-                right = B[:k] * delta
-                self.D3 += 3 * (dots(left, B[k:]) + dots(right, A[k:]))
+                self.D3 += 3 * gram(B[:k] * delta, A[k:]).diagonal()
         return y
+
+    def _contribute(self, work: Tensor, rows: Tensor, count: int = 1) -> None:
+        """Add inner products of k weighted rows with those of y1, and of y2, in one product.
+
+        Of those with y2 only the k of the same group count, but the others cost less than a pass
+        over the rows.
+        """
+        products = gram(work, rows)
+        self.Hbar += count * products[:, : self.k]
+        if self.third:
+            self.D3 += 3 * products[:, self.k :].diagonal()
 
 
 def slopes_of(gates: Tensor, n: int) -> Three:

@@ -16,6 +16,7 @@ from torch import Tensor
 from newton_summary.derivatives.sweep.tape import Op, Value, positions_in
 from newton_summary.derivatives.sweep.torch_functions import names
 from newton_summary.errors import CannotDifferentiate
+from newton_summary.probe.eager import mark_approximate
 
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
@@ -129,6 +130,7 @@ def unpooled(n: int) -> Callable[..., tuple[Any, None]]:
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, None]:
         places = args[1].flatten(-n).sort(-1)[0]
         if bool((places[..., 1:] == places[..., :-1]).any()):
+            mark_approximate()
             raise CannotDifferentiate(
                 "sweep: max_unpool puts two entries at one place, and torch's own gradient is then "
                 "not that of the loss"

@@ -11,6 +11,7 @@ the adjoint -Lambda would.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,7 +65,7 @@ def pass_solution(
     sweep: Sweep,
     op: Op,
     a: Value,
-    b: Value,
+    b: Value | None,
     solve: Solve,
     solve_transposed: Solve,
     part: Callable[[Tensor], Tensor],
@@ -107,6 +108,14 @@ def solution(sweep: Sweep, op: Op, a: Value, b: Value, **kwargs: Any) -> Tangent
     return pass_solution(sweep, op, a, b, inverse(False), inverse(True), lambda rows: rows)
 
 
+def inverse(sweep: Sweep, op: Op, a: Value, **kwargs: Any) -> Tangent:
+    """``torch.linalg.inv``."""
+    X = op.out.now
+    return pass_solution(
+        sweep, op, a, None, lambda sides: X @ sides, lambda sides: X.mT @ sides, lambda rows: rows
+    )
+
+
 def triangular_solution(
     sweep: Sweep,
     op: Op,
@@ -143,21 +152,57 @@ def cholesky(sweep: Sweep, op: Op, a: Value, **kwargs: Any) -> Tangent | None:
     L, k = op.out.now, len(t.first)
     eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
     phi = torch.ones_like(eye).tril() - eye / 2
-    inverse = torch.linalg.solve_triangular(L, eye, upper=False)
-    F = inverse @ (inverse @ t.rows).mT
-    F = (F + F.mT).mul_(phi / 2)  # autograd takes the symmetric part of A
+    turned = torch.linalg.solve_triangular(L, eye, upper=False).mT  # L^-T
+    A = (t.rows + t.rows.mT).mul_(0.5)  # autograd takes the symmetric part
+    F = times_upper(times_upper(A, turned).mT, turned, below=True).mul_(phi)
     F1, groups = F[:k], t.second
     if sweep.order == 3:
-        groups, F2 = add_rows([(t.first, (F1 @ F1.mT).mul_(-2 * phi)), (t.second, F[k:])])
+        bent = times_upper(F1, F1.mT, below=True).mul_(-2 * phi)
+        groups, F2 = add_rows([(t.first, bent), (t.second, F[k:])])
         F = torch.cat([F1, F2])
     delta = sweep.adjoint(op.out)
     if delta is not None:
         adjoint = (L.mT @ delta) * phi  # L^T delta_A L, twice its symmetric part
-        work = -(adjoint + adjoint.mT) @ F1
+        work = times_lower(-(adjoint + adjoint.mT), F1, below=False)
         sweep.add_Hbar(t.first, t.first, gram(work, F1))
         if sweep.order == 3:
             sweep.add_D3(groups, 3 * dots(pick(t.first, work, groups), F[k:]))
-    return Tangent(t.first, groups, L @ F) if op.wanted else None
+    return Tangent(t.first, groups, times_lower(L, F)) if op.wanted else None
+
+
+def times_upper(A: Tensor, B: Tensor, below: bool = False) -> Tensor:
+    """Return ``A B`` for stacks A and upper triangular B, some columns at a time.
+
+    ``below`` says that of the result only the lower triangle counts. Zeros are left out, which are
+    up to two thirds of the products.
+    """
+    B = B.expand(A.shape)
+    result = torch.zeros_like(A) if below else torch.empty_like(A)
+    for a, b in some_columns(A.shape[-1]):
+        start = a if below else 0
+        result[..., start:, a:b] = A[..., start:, :b] @ B[..., :b, a:b]
+    return result
+
+
+def times_lower(A: Tensor, B: Tensor, below: bool = True) -> Tensor:
+    """Return ``A B`` for stacks B of lower triangular matrices, likewise."""
+    A = A.expand(B.shape)
+    result = torch.zeros_like(B) if below else torch.empty_like(B)
+    for a, b in some_columns(A.shape[-1]):
+        start = a if below else 0
+        result[..., start:, a:b] = A[..., start:, a:] @ B[..., a:, a:b]
+    return result
+
+
+def some_columns(n: int) -> list[tuple[int, int]]:
+    """Return from where to where some columns of n are taken at a time.
+
+    >>> some_columns(20), some_columns(150)
+    ([(0, 20)], [(0, 50), (50, 100), (100, 150)])
+    """
+    parts = max(1, min(6, n // 50))
+    cuts = [n * i // parts for i in range(parts + 1)]
+    return list(pairwise(cuts))
 
 
 def log_determinant(sweep: Sweep, op: Op, a: Value) -> Any:
@@ -190,6 +235,7 @@ def _trace(rows: Tensor) -> Tensor:
 
 
 SOLVES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(["inverse", "linalg_inv"], inverse),
     "linalg_solve": solution,
     "linalg_solve_triangular": triangular_solution,
     "linalg_cholesky": cholesky,

@@ -1,4 +1,4 @@
-"""Inverses, systems of linear equations and Cholesky factors in all their forms."""
+"""Systems of linear equations and Cholesky factors in all their forms."""
 
 from __future__ import annotations
 
@@ -7,15 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-
-def _eye(A: Tensor) -> Tensor:
-    return torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
-
-
-def inverse(A: Tensor) -> Any:
-    """``A^-1``."""
-    return torch.linalg.solve(A, _eye(A).expand(A.shape))  # with as many sides: not vectors
 
 
 def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Any:
@@ -71,11 +62,11 @@ def cholesky_solve(B: Tensor, L: Tensor, upper: bool = False) -> Any:
 
 def cholesky_inverse(L: Tensor, upper: bool = False) -> Any:
     """The inverse of the matrix whose Cholesky factor is L."""
-    return cholesky_solve(_eye(L), L, upper)
+    eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
+    return cholesky_solve(eye, L, upper)
 
 
 MATRICES: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(["inverse", "linalg_inv"], inverse),
     "linalg_solve": solve,
     "linalg_solve_triangular": solve_triangular,
     "triangular_solve": triangular_solve,

@@ -59,7 +59,8 @@ def one_step(cell: Cell) -> Callable[..., Any]:
         b_hh: Tensor | None = None,
     ) -> Any:
         state = (state,) if isinstance(state, Tensor) else tuple(state)
-        new = cell(F.linear(x, w_ih, b_ih), F.linear(state[0], w_hh, b_hh), state)
+        weights = [w for w in (w_ih, w_hh, b_ih, b_hh) if w is not None]
+        _, new = one_layer(cell, x[None], None, state, weights, len(weights) == 4, False)
         return new if len(new) > 1 else new[0]
 
     return run

@@ -183,6 +183,7 @@ def _scattered_extrema(
         shares = own.to(x.dtype)
         counts = shares.scatter_add(dim, index, sent).clamp_min(1)
         shares, sent = shares / counts, sent / counts.gather(dim, index)
+    x, src = x.masked_fill(shares == 0, 0.0), src.masked_fill(sent == 0, 0.0)  # may be infinite
     return (x * shares).scatter_add(dim, index, src * sent)
 
 
