@@ -30,6 +30,7 @@ from newton_summary.derivatives import Backend
 from newton_summary.display.table import ShownAsTable, without_middle
 from newton_summary.errors import NotFiniteError
 from newton_summary.measuring.measurement import summarize
+from newton_summary.measuring.param_groups import held_by
 from newton_summary.optimizer.checkpoint import check_finite, read_counts, reporting_damage
 from newton_summary.optimizer.steering import Balance
 from newton_summary.parallel.processes import Distributed, is_sharded, local_part
@@ -131,7 +132,7 @@ class RateController(ShownAsTable):
         self.steps = 0
         self._first_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._partition = make_partition(model, "trivial")
-        self._held = _held(optimizer, self._partition.params)
+        self._held = held_by(optimizer, self._partition.params)
         sharded = any(is_sharded(p) for p in self._held.values())
         self._backend: Backend = "sweep" if sharded else "differences"
         self._balance = Balance()
@@ -461,21 +462,6 @@ def _check(optimizer: Optimizer, period: int, set_point: float, gain: float, mem
     for hook in optimizer._optimizer_step_pre_hooks.values():
         if isinstance(getattr(hook, "__self__", None), RateController):
             raise ValueError("This optimizer has a RateController already; use one of them.")
-
-
-def _held(optimizer: Optimizer, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters of the model that the optimizer moves, by name."""
-    owned = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    held = {name: p for name, p in params.items() if id(p) in owned}
-    strange = [
-        p for i, p in owned.items() if p.requires_grad and i not in set(map(id, held.values()))
-    ]
-    if strange or not held:
-        raise ValueError(
-            f"The optimizer holds {len(strange)} tensors that are not parameters of the model: it "
-            f"belongs to another model."
-        )
-    return held
 
 
 def _norm(tensors: Any) -> float:
