@@ -144,7 +144,7 @@ def test_direction_diagonal_and_groups_reach_the_steps():
 
 def test_wrong_use_is_told():
     model, batch = problem()
-    with pytest.raises(TypeError, match="of type NoneType: measure one first"):
+    with pytest.raises(TypeError, match="not NoneType: measure one first"):
         suggest_lambda_int(model, loss_fn, batch, None)
     second = summarize(model, loss_fn, batch, order=2)
     with pytest.raises(ValueError, match="no D3"):

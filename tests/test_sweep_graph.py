@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from newton_summary import NewtonSummary, make_partition, summarize
 from newton_summary.derivatives.sweep import cuda_graph
 from newton_summary.derivatives.sweep.cuda_graph import CannotCapture, SweepGraphs
-from newton_summary.derivatives.sweep.engine import Leaves
+from newton_summary.derivatives.sweep.engine import Leaves, totals_of
 
 
 class Net(nn.Module):
@@ -39,14 +39,14 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return SimpleNamespace(replay=lambda batch: None)
 
     monkeypatch.setattr(cuda_graph, "SweepGraph", capture)
-    monkeypatch.setattr(SweepGraphs, "_check", lambda self: None)
+    monkeypatch.setattr(SweepGraphs, "_check", staticmethod(lambda partition: None))
     return found
 
 
-def graphs_of(model: nn.Module) -> tuple[SweepGraphs, dict[str, Tensor]]:
-    partition = make_partition(model, "canonical")
-    u = {name: torch.ones_like(p) for name, p in partition.params.items()}
-    return SweepGraphs(model, partition, order=3), u
+def graphs_of(model: nn.Module) -> Any:
+    """Return a function that measures a batch with graphs of the model."""
+    leaves, graphs = leaves_of(model), SweepGraphs()
+    return lambda batch: graphs.replay(leaves.partition, loss_fn, batch, leaves.u, order=3)
 
 
 def new_numbers(model: Net) -> None:
@@ -79,17 +79,17 @@ def other_mode(model: Net) -> None:
 def test_what_lies_elsewhere_is_captured_anew(change: Any, count: int, captures: list) -> None:
     model = Net()
     before = [x.data for x in (*model.parameters(), *model.buffers())]  # so that nothing is freed
-    graphs, u = graphs_of(model)
-    graphs.summarize(loss_fn, (torch.randn(4, 3),), u)
+    replay = graphs_of(model)
+    replay((torch.randn(4, 3),))
     change(model)
-    graphs.summarize(loss_fn, (torch.randn(4, 3),), u)
+    replay((torch.randn(4, 3),))
     assert len(captures) == count and len(before) == 5
 
 
 def test_a_batch_that_cannot_be_compared_is_not_captured(captures: list) -> None:
-    graphs, u = graphs_of(Net())
+    replay = graphs_of(Net())
     with pytest.raises(CannotCapture, match=r"numpy\.ndarray"):
-        graphs.summarize(loss_fn, (torch.randn(4, 3), np.ones(4)), u)
+        replay((torch.randn(4, 3), np.ones(4)))
     assert not captures
 
 
@@ -99,7 +99,7 @@ def test_parameters_on_another_device_than_the_current_one(monkeypatch: pytest.M
     params = {"weight": SimpleNamespace(device=torch.device("cuda:1"))}
     partition: Any = SimpleNamespace(params=params, labels={"weight": 0})
     with pytest.raises(CannotCapture, match="on cuda:1 and the current device is cuda:0"):
-        SweepGraphs(nn.Linear(1, 1), partition, order=3)._check()
+        SweepGraphs._check(partition)
 
 
 @pytest.mark.parametrize("convert", [lambda y: y, torch.fft.fft], ids=["linear", "complex"])
@@ -111,16 +111,17 @@ def test_a_loss_without_a_place_to_read_its_slope_off(convert: Any) -> None:
 
 
 def leaves_of(model: nn.Module) -> Leaves:
-    graphs, u = graphs_of(model)
-    return Leaves(graphs.partition.params, u, graphs.partition)
+    partition = make_partition(model, "canonical")
+    u = {name: torch.ones_like(p) for name, p in partition.params.items()}
+    return Leaves(partition.params, u, partition)
 
 
 def test_what_is_captured_is_the_sweep() -> None:
     """The loss and all contributions in one vector, which a replay writes anew."""
     model, batch = Net().double(), (torch.randn(4, 3, dtype=torch.float64),)
     leaves = leaves_of(model)
-    layout, numbers = cuda_graph._run(lambda: loss_fn(model, batch), leaves, 3)
-    totals = layout.add_up(numbers[1:].numpy(), len(leaves.partition))
+    places, numbers = cuda_graph._run(lambda: loss_fn(model, batch), leaves, 3)
+    totals = totals_of(places, numbers[1:].numpy(), len(leaves.partition))
     expected = summarize(model, loss_fn, batch, direction=leaves.u, backend="nested")
     for name in ("gbar", "Hbar", "D3"):
         torch.testing.assert_close(torch.from_numpy(getattr(totals, name)), getattr(expected, name))

@@ -8,64 +8,39 @@ if TYPE_CHECKING:
     from newton_summary import data as data
     from newton_summary import figures as figures
     from newton_summary import integrations as integrations
-    from newton_summary.errors import (
-        CannotDifferentiate,
-        CoupledSamplesError,
-        NewtonSummaryError,
-        NotFiniteError,
-        RankError,
-        RankNotFiniteError,
-    )
-    from newton_summary.history import History, Measured, Trial
-    from newton_summary.measuring.advice import Advice, GroupAdvice, suggest_lrs
-    from newton_summary.measuring.lambda_int import Strengths, TriedStrength, suggest_lambda_int
-    from newton_summary.measuring.measurement import derivative_tensor, summarize, taylor_terms
-    from newton_summary.measuring.trial_steps import step_trials
-    from newton_summary.measuring.tried_rates import learning_rates
-    from newton_summary.measuring.verification import Verification, verify
-    from newton_summary.optimizer import NewtonSummary
-    from newton_summary.optimizer.controller import RateController, RateRecord
-    from newton_summary.page import report
-    from newton_summary.partition import Partition, make_partition
-    from newton_summary.solver import LearningRates
-    from newton_summary.summary import Summary, SummaryWindow
+    from newton_summary.errors import CannotDifferentiate as CannotDifferentiate
+    from newton_summary.errors import CoupledSamplesError as CoupledSamplesError
+    from newton_summary.errors import NewtonSummaryError as NewtonSummaryError
+    from newton_summary.errors import NotFiniteError as NotFiniteError
+    from newton_summary.errors import RankError as RankError
+    from newton_summary.errors import RankNotFiniteError as RankNotFiniteError
+    from newton_summary.history import History as History
+    from newton_summary.history import Measured as Measured
+    from newton_summary.history import Trial as Trial
+    from newton_summary.measuring.advice import Advice as Advice
+    from newton_summary.measuring.advice import GroupAdvice as GroupAdvice
+    from newton_summary.measuring.advice import suggest_lrs as suggest_lrs
+    from newton_summary.measuring.lambda_int import Strengths as Strengths
+    from newton_summary.measuring.lambda_int import TriedStrength as TriedStrength
+    from newton_summary.measuring.lambda_int import suggest_lambda_int as suggest_lambda_int
+    from newton_summary.measuring.measurement import derivative_tensor as derivative_tensor
+    from newton_summary.measuring.measurement import summarize as summarize
+    from newton_summary.measuring.measurement import taylor_terms as taylor_terms
+    from newton_summary.measuring.trial_steps import step_trials as step_trials
+    from newton_summary.measuring.tried_rates import learning_rates as learning_rates
+    from newton_summary.measuring.verification import Verification as Verification
+    from newton_summary.measuring.verification import verify as verify
+    from newton_summary.optimizer import NewtonSummary as NewtonSummary
+    from newton_summary.optimizer.controller import RateController as RateController
+    from newton_summary.optimizer.controller import RateRecord as RateRecord
+    from newton_summary.page import report as report
+    from newton_summary.partition import Partition as Partition
+    from newton_summary.partition import make_partition as make_partition
+    from newton_summary.solver import LearningRates as LearningRates
+    from newton_summary.summary import Summary as Summary
+    from newton_summary.summary import SummaryWindow as SummaryWindow
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "Advice",
-    "CannotDifferentiate",
-    "CoupledSamplesError",
-    "GroupAdvice",
-    "History",
-    "LearningRates",
-    "Measured",
-    "NewtonSummary",
-    "NewtonSummaryError",
-    "NotFiniteError",
-    "Partition",
-    "RankError",
-    "RankNotFiniteError",
-    "RateController",
-    "RateRecord",
-    "Strengths",
-    "Summary",
-    "SummaryWindow",
-    "Trial",
-    "TriedStrength",
-    "Verification",
-    "__version__",
-    "derivative_tensor",
-    "learning_rates",
-    "make_partition",
-    "report",
-    "step_trials",
-    "suggest_lambda_int",
-    "suggest_lrs",
-    "summarize",
-    "taylor_terms",
-    "verify",
-]
 
 _MODULES = {
     "errors": (
@@ -91,6 +66,7 @@ _MODULES = {
     "summary": ("Summary", "SummaryWindow"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = ["__version__", *sorted(_HOMES)]
 _SUBMODULES = ("analysis", "data", "figures", "integrations")
 
 

@@ -15,8 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from newton_summary.display.html import html_table, paragraph
-from newton_summary.display.table import text_table, without_middle
+from newton_summary.display.table import ShownAsTable, without_middle
 from newton_summary.solver import LearningRates, learning_rates
 from newton_summary.storage.writing import save_tensors
 from newton_summary.summary import Summary, _differing, read_state
@@ -24,7 +23,6 @@ from newton_summary.summary import Summary, _differing, read_state
 Kind = Literal["full", "optimizer"]
 Unit = Literal["epoch", "step"]
 
-_RIGHT = range(5)  # columns of numbers in the table of a history
 _ALONG = {"full": "the gradient", "optimizer": "the optimizer's last direction"}
 
 
@@ -95,7 +93,7 @@ class Measured:
 
 
 @dataclass
-class History:
+class History(ShownAsTable):
     """Measurements over a training, in order, with its curves.
 
     >>> history = History("MLP, SGD")
@@ -108,6 +106,8 @@ class History:
     >>> history.epochs, history.rates.flatten().tolist()
     ([0, 1, 2], [0.25, 0.5, 1.0])
     """
+
+    _right = range(5)
 
     name: str = "run"
     measured: list[Measured] = field(default_factory=list)
@@ -193,14 +193,8 @@ class History:
         text = ", ".join(f"{n} {word}{'' if n == 1 else 's'}" for word, n in counts.items())
         return f"History({self.name!r}, {text})"
 
-    def __str__(self) -> str:
-        """Return a table of the measurements, and where the curves end."""
-        return "\n".join([repr(self), text_table(self._rows(), right=_RIGHT), *self._ends()])
-
-    def _repr_html_(self) -> str:
-        """Return the same for a notebook."""
-        ends = paragraph("\n".join(self._ends())) if self.curves else ""
-        return paragraph(repr(self)) + html_table(self._rows(), right=_RIGHT) + ends
+    def _title(self) -> str:
+        return repr(self)
 
     def _rows(self) -> list[list[str]]:
         rows = [[self.unit, "loss", "smallest rate", "median", "largest rate", "status"]]
@@ -216,12 +210,12 @@ class History:
             rows = [[*row, along] for row, along in columns]
         return without_middle(rows)
 
-    def _ends(self) -> list[str]:
-        return [
-            f"{metric}: {points[-1][1]:.6g} at {self.unit} {points[-1][0]:g}"
-            for metric, points in self.curves.items()
-            if points
-        ]
+    def _said(self) -> str:
+        """Return where the curves end."""
+        ends = {metric: points[-1] for metric, points in self.curves.items() if points}
+        return "\n".join(
+            f"{metric}: {y:.6g} at {self.unit} {x:g}" for metric, (x, y) in ends.items()
+        )
 
     # --- files ------------------------------------------------------------------------------------
 

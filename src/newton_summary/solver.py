@@ -20,7 +20,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,9 +28,7 @@ from torch import Tensor
 
 from newton_summary.display.names import first_names
 from newton_summary.display.table import ShownAsTable
-
-if TYPE_CHECKING:
-    from newton_summary.summary import Summary
+from newton_summary.summary import Summary, need_summary
 
 Array = NDArray[np.float64]
 
@@ -153,11 +150,7 @@ def learning_rates(
     Takes O(S^3) operations, in float64 on the CPU. Multiplying ``u`` of a group by a divides its
     rate by a, to the last bit if a is a power of two.
     """
-    if not hasattr(summary, "gbar"):
-        raise TypeError(
-            f"The summary is of type {type(summary).__name__}: pass what "
-            f"summarize(model, loss_fn, data) returns."
-        )
+    need_summary(summary, "learning_rates")
     lambda_int = check_strength(lambda_int)
     g, H, D3 = _checked(summary, lambda_int)
     dtype = torch.promote_types(torch.float32, summary.gbar.dtype)
@@ -178,18 +171,17 @@ def learning_rates(
             eta, status = np.full_like(g, math.nan), "overflow"
             rates = torch.full_like(rates, math.nan)
         radius, change = math.hypot(*(D * eta)), float(eta @ (0.5 * (H @ eta) - g))
-    partition = getattr(summary, "partition", None)
     return LearningRates(
         eta=rates.to(summary.gbar.device),
         radius=radius,
         status=status,
-        names=() if partition is None else tuple(partition.names),
+        names=() if summary.partition is None else summary.names,
         lambda_int=lambda_int,
         diagonal=diagonal,
         model_change=change,
         eta_stderr=_jackknife(summary, lambda_int, diagonal),
         escaping=escaping,
-        loss=float(getattr(summary, "loss", math.nan)),
+        loss=float(summary.loss),
         no_cubic=D3 is not None and not D3.any(),
         no_effect=no_effect,
     )
@@ -255,13 +247,13 @@ def check_strength(lambda_int: float) -> float:
 
 def _jackknife(summary: Summary, lambda_int: float, diagonal: bool) -> Tensor | None:
     """Return the standard error of the rates, from leaving out one batch at a time, (S,)."""
-    parts = getattr(summary, "parts", ())
+    parts = summary.parts
     if len(parts) < 2:
         return None
     etas = []
     for i in range(len(parts)):
         rest = [*parts[:i], *parts[i + 1 :]]
-        mean = type(summary).mean(rest, [part.num_samples or 1 for part in rest])
+        mean = Summary.mean(rest, [part.num_samples or 1 for part in rest])
         etas.append(learning_rates(mean, lambda_int, diagonal=diagonal).eta)
     left_out = torch.stack(etas)
     gaps = left_out - left_out.mean(0)
@@ -277,15 +269,8 @@ def _checked(summary: Summary, lambda_int: float) -> tuple[Array, Array, Array |
             f"The summary has no D3, which lambda_int={lambda_int:g} needs: measure it with "
             f"order=3, or use lambda_int=0."
         )
-    shape = tuple(summary.gbar.shape)
-    if len(shape) != 1 or shape[0] == 0:
-        raise ValueError(f"gbar has shape {shape}: it is a vector with one entry per group.")
-    for name, value, expected in (("Hbar", summary.Hbar, shape * 2), ("D3", summary.D3, shape)):
-        if value is not None and tuple(value.shape) != expected:
-            raise ValueError(
-                f"{name} has shape {tuple(value.shape)}, where gbar of shape {shape} requires "
-                f"{expected}."
-            )
+    if not len(summary):
+        raise ValueError("gbar has shape (0,): it is a vector with one entry per group.")
     g, H = _array(summary.gbar), _array(summary.Hbar)
     return g, H / 2 + H.T / 2, None if summary.D3 is None else _array(summary.D3)
 
@@ -346,14 +331,10 @@ def _without_flat(g: Array, H: Array, free: NDArray[np.bool_]) -> tuple[str, Arr
     if not free.any():
         return "definite", H
     H = H.copy()
-    block = H[np.ix_(free, free)]
-    c = _scale(g[free], block)
-    e, V = _eigen(block / c[:, None] / c)
-    tolerance = 8 * len(e) * _EPS * np.abs(e).max()
+    block, c, e, V, x, tolerance = _free_block(g, H, free)
     null = np.abs(e) <= tolerance
     if null.any():
         Z = V[:, null]
-        x = np.column_stack([g[free], H[np.ix_(free, ~free)]]) / c[:, None]
         rounding = 1e-10 * np.abs(Z).T @ np.abs(x) + tolerance * np.linalg.norm(x, axis=0)
         if (np.abs(Z.T @ x) > rounding).any():
             return "unbounded", H
@@ -363,20 +344,31 @@ def _without_flat(g: Array, H: Array, free: NDArray[np.bool_]) -> tuple[str, Arr
     return "flat" if null.any() else "definite", H
 
 
+def _free_block(
+    g: Array, H: Array, free: NDArray[np.bool_]
+) -> tuple[Array, Array, Array, Array, Array, float]:
+    """Return Hbar on the groups without cubic term, with what classifies it.
+
+    That is their scale c, eigenvalues and eigenvectors of the scaled block, what pulls along its
+    null vectors (gbar and the coupling to the other groups), and what counts as zero.
+    """
+    block = H[np.ix_(free, free)]
+    c = _scale(g[free], block)
+    e, V = _linalg("eigh", block / c[:, None] / c)
+    x = np.column_stack([g[free], H[np.ix_(free, ~free)]]) / c[:, None]
+    return block, c, e, V, x, 8 * len(e) * _EPS * np.abs(e).max()
+
+
 def _escaping(g: Array, H: Array, free: NDArray[np.bool_]) -> tuple[int, ...]:
     """Return the groups along which a model without minimum falls.
 
     That is along the most negative curvature among the groups without cubic term; where there is
     none, along the part of gbar, or of the coupling to another group, that meets no curvature.
     """
-    block = H[np.ix_(free, free)]
-    c = _scale(g[free], block)
-    e, V = _eigen(block / c[:, None] / c)
-    tolerance = 8 * len(e) * _EPS * np.abs(e).max()
+    _, _, e, V, x, tolerance = _free_block(g, H, free)
     Z = V[:, np.abs(e) <= tolerance]
     direction = V[:, 0]
     if e[0] >= -tolerance and Z.size:
-        x = np.column_stack([g[free], H[np.ix_(free, ~free)]]) / c[:, None]
         pulls = Z @ (Z.T @ x)
         direction = pulls[:, np.linalg.norm(pulls, axis=0).argmax()]
     size = np.abs(direction)
@@ -546,9 +538,3 @@ def _solve(L: Array, x: Array, transposed: bool = False) -> Array:
     matrix, columns = L.T if transposed else L, x.reshape(len(x), -1)
     (y,) = _linalg("solve_triangular", matrix, columns, upper=transposed)
     return y.reshape(x.shape)
-
-
-def _eigen(M: Array) -> tuple[Array, Array]:
-    """Return the eigenvalues of a symmetric matrix from the lowest up, and the eigenvectors."""
-    e, V = _linalg("eigh", M)
-    return e, V

@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from newton_summary.display.html import html_heatmap, html_table, paragraph, side_by_side
+from newton_summary.display.html import html_heatmap, side_by_side
 from newton_summary.display.names import first_names
-from newton_summary.display.table import text_table, without_middle
+from newton_summary.display.table import ShownAsTable, without_middle
 from newton_summary.errors import UserError
 from newton_summary.partition import Partition
 from newton_summary.storage.reading import Damaged, load_tensors, opened
@@ -32,7 +32,7 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Summary:
+class Summary(ShownAsTable):
     """Derivatives of the loss along ``u``, seen through a partition into S groups.
 
     All three are derivatives at ``eta = 0`` of phi(eta) = L(theta + U I_{P:S} eta) (paper, Sections
@@ -52,6 +52,8 @@ class Summary:
     tensor([[ 1., -1.],
             [-1.,  2.]])
     """
+
+    _right = range(1, 6)
 
     gbar: Tensor  # (S,)    first derivative, D^(1)(u)
     Hbar: Tensor | None = None  # (S, S)  second derivative, D^(2)(u)
@@ -184,12 +186,11 @@ class Summary:
 
     def to(self, *args: Any, **kwargs: Any) -> Summary:
         """Convert dtype and device, as ``Tensor.to`` does."""
-        changed = {n: getattr(self, n).to(*args, **kwargs) for n in self._tensor_fields()}
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        tensors = {name: x for name, x in values.items() if isinstance(x, Tensor)}
+        changed: dict[str, Any] = {n: x.to(*args, **kwargs) for n, x in tensors.items()}
         parts = tuple(part.to(*args, **kwargs) for part in self.parts)
         return replace(self, **changed, parts=parts)
-
-    def _tensor_fields(self) -> list[str]:
-        return [f.name for f in fields(self) if isinstance(getattr(self, f.name), Tensor)]
 
     # --- views ------------------------------------------------------------------------------------
 
@@ -297,40 +298,27 @@ class Summary:
         change = -eta @ self.gbar
         return change if order == 1 else change + 0.5 * eta @ self.hessian() @ eta
 
-    def __str__(self) -> str:
-        """Return a table of the groups, with the diagonal of every order."""
-        rows = self._rows()
-        return f"{self._title()}\n{text_table(rows, right=range(1, len(rows[0])))}"
-
-    def _repr_html_(self) -> str:
-        """Return the table, and a heat map of ``Hbar``, for a notebook."""
-        rows = self._rows()
-        parts = [html_table(rows, right=range(1, len(rows[0])))]
-        if self.Hbar is not None:
-            parts.append(html_heatmap(self.titles, self.Hbar))
-        return paragraph(self._title()) + side_by_side(parts)
+    def _html_rows(self) -> str:
+        """Return the table, and a heat map of ``Hbar``."""
+        maps = [] if self.Hbar is None else [html_heatmap(self.titles, self.Hbar)]
+        return side_by_side([super()._html_rows(), *maps])
 
     def _rows(self) -> list[list[str]]:
-        header = ["group", "gbar"]
-        columns = [self.gbar]
-        if self.gbar_stderr is not None:
-            header.append("±")
-            columns.append(self.gbar_stderr)
-        if self.Hbar is not None:
-            header.append("Hbar_ss")
-            columns.append(self.Hbar.diagonal())
-        if self.Hbar_stderr is not None:
-            header.append("±")
-            columns.append(self.Hbar_stderr.diagonal())
-        if self.D3 is not None:
-            header.append("D3_sss")
-            columns.append(self.D3)
-        numbers = torch.stack([c.detach().double().cpu() for c in columns], 1).tolist()
-        rows = [header]
-        for name, values in zip(self.names, numbers, strict=True):
-            signs = ("" if title == "±" else "+" for title in header[1:])
-            rows.append([name, *(f"{v:{sign}.3e}" for v, sign in zip(values, signs))])
-        return without_middle(rows)
+        """Return the diagonal of every order by group."""
+        columns = [["group", *self.names]]
+        for title, values in (
+            ("gbar", self.gbar),
+            ("±", self.gbar_stderr),
+            ("Hbar_ss", self.Hbar),
+            ("±", self.Hbar_stderr),
+            ("D3_sss", self.D3),
+        ):
+            if values is not None:
+                values = values.diagonal() if values.ndim == 2 else values
+                sign = "" if title == "±" else "+"
+                numbers = values.detach().double().cpu().tolist()
+                columns.append([title, *(f"{number:{sign}.3e}" for number in numbers)])
+        return without_middle([list(row) for row in zip(*columns, strict=True)])
 
     def _title(self) -> str:
         how = f"backend {self.backend}" + (", approximate" if self.approximate else "")
@@ -386,6 +374,15 @@ class Summary:
     def load(cls, path: str | Path) -> Summary:
         """Read a summary from a file; nothing in the file is executed."""
         return read_state(path, cls.from_state_dict, "gbar", cls.__name__)
+
+
+def need_summary(summary: object, what: str) -> None:
+    """Raise unless this is a summary."""
+    if not isinstance(summary, Summary):
+        raise TypeError(
+            f"{what} needs a Summary, not {type(summary).__name__}: measure one first with "
+            f"summarize(model, loss_fn, data), or write Summary(gbar=..., Hbar=..., D3=...)."
+        )
 
 
 def read_state(

@@ -15,7 +15,7 @@ from newton_summary.display.names import nearest
 from newton_summary.display.table import ShownAsTable, without_middle
 from newton_summary.partition import Partition, make_partition
 from newton_summary.solver import learning_rates
-from newton_summary.summary import Summary
+from newton_summary.summary import Summary, need_summary
 
 
 def coarsen(summary: Summary, groups: Mapping[str, Iterable[str]]) -> Summary:
@@ -68,8 +68,7 @@ def _assignment(
     summary: Summary, groups: Mapping[str, Iterable[str]]
 ) -> dict[str, tuple[str, ...]]:
     """Return the old groups of every new one, in the order of the first of them."""
-    if not isinstance(summary, Summary):
-        raise TypeError(f"coarsen needs a Summary, not {type(summary).__name__}.")
+    need_summary(summary, "coarsen")
     if not isinstance(groups, Mapping):
         raise TypeError(
             f"The groups are of type {type(groups).__name__}: pass a mapping from names of new "
@@ -214,8 +213,7 @@ def suggest_merges(summary: Summary, spread: float = 3.0) -> Merges:
     >>> merges.groups, f"{merges.kept:.0%}"
     ({'0+1': ('0', '1'), '2': ('2',)}, '96%')
     """
-    if not isinstance(summary, Summary):
-        raise TypeError(f"suggest_merges needs a Summary, not {type(summary).__name__}.")
+    need_summary(summary, "suggest_merges")
     if not 1 <= spread < math.inf:
         raise ValueError(f"spread={spread}: write a ratio of rates, 1 or more.")
     g = summary.gbar.detach().double().cpu()
@@ -230,7 +228,7 @@ def suggest_merges(summary: Summary, spread: float = 3.0) -> Merges:
         known = [n for n, r in zip(summary.names, roles) if r == kind and not math.isnan(rates[n])]
         for members in _clusters(sorted(known, key=rates.__getitem__), rates, spread):
             inside = [name for name in summary.names if name in members]
-            name = _joint_name(inside)
+            name = "+".join(inside) if len(inside) < 3 else f"{inside[0]}+{len(inside) - 1} more"
             while name in groups or (len(inside) > 1 and name in summary.names):
                 name += "+"  # a group has that name already
             groups[name] = tuple(inside)
@@ -250,12 +248,6 @@ def _clusters(ordered: list[str], rates: Mapping[str, float], spread: float) -> 
             break
         clusters[best : best + 2] = [clusters[best] + clusters[best + 1]]
     return clusters
-
-
-def _joint_name(names: list[str]) -> str:
-    if len(names) <= 2:
-        return "+".join(names)
-    return f"{names[0]}+{len(names) - 1} more"
 
 
 def _newton_decrease(summary: Summary) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor
 from newton_summary.display.table import ShownAsTable, without_middle
 from newton_summary.history import History
 from newton_summary.solver import LearningRates, learning_rates
-from newton_summary.summary import Summary
+from newton_summary.summary import Summary, need_summary
 
 
 def normalized(summary: Summary | Tensor) -> Tensor:
@@ -198,7 +198,7 @@ def joint_gain(summary: Summary, lambda_int: float = 1.0) -> JointGain:
     its diagonal                -0.5                 -0.5  newton
     The joint step promises 1.33 times the decrease.
     """
-    _need_summary(summary, "joint_gain")
+    need_summary(summary, "joint_gain")
     summary = _double(summary)
     both = [learning_rates(summary, lambda_int, diagonal=diagonal) for diagonal in (False, True)]
 
@@ -369,14 +369,6 @@ def _as_summary(summary: Summary | Tensor) -> Summary:
     if summary.ndim != 2 or summary.shape[0] != summary.shape[1]:
         raise ValueError(f"The tensor has shape {tuple(summary.shape)}: Hbar must be (S, S).")
     return Summary(gbar=summary.new_full(summary.shape[:1], math.nan), Hbar=summary)
-
-
-def _need_summary(summary: Summary, what: str) -> None:
-    if not isinstance(summary, Summary):
-        raise TypeError(
-            f"{what} needs a Summary, not {type(summary).__name__}: make one with summarize, or "
-            f"with Summary(gbar=..., Hbar=..., D3=...)."
-        )
 
 
 def _double(summary: Summary | Tensor) -> Summary:

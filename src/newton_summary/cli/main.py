@@ -317,7 +317,8 @@ def inspect(args: list[str]) -> int:
 
     console = _console(options)
     file, function = split_target(targets[0])
-    with _only_json(options):
+    # What the user's code prints stays out of the JSON.
+    with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
         built = load_build(targets[0], options.seed)
         with progress_bar(console) as progress:
             name = f"{type(built.model).__name__} of {file.name}:{function}"
@@ -381,13 +382,6 @@ def _as_json(result: Result) -> dict[str, Any]:
         "error": result.error,
         "skipped": result.skipped,
     }
-
-
-@contextlib.contextmanager
-def _only_json(options: Output) -> Iterator[None]:
-    """Keep what the user's code prints out of the JSON."""
-    with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
-        yield
 
 
 def _tell_files(files: Sequence[Path], options: Output) -> None:

@@ -56,17 +56,15 @@ class Contraction:
             first_group: Groups before this one are not needed, and are left zero.
             last: Whether the result is not differentiated again.
         """
-        if not entry.requires_grad:  # constant in theta, e.g. Hbar of a quadratic loss
-            return entry.new_zeros(len(self.partition))
         return self._contract(entry, range(first_group, len(self.partition)), last)
 
     def along(self, entry: Tensor, s: int) -> Tensor:
         """Return <d entry / dT^s, U^s> for one group, as the last derivative."""
-        if not entry.requires_grad:
-            return entry.new_zeros(())
         return self._contract(entry, range(s, s + 1), last=True)[s]
 
     def _contract(self, entry: Tensor, groups: range, last: bool) -> Tensor:
+        if not entry.requires_grad:  # constant in theta, e.g. Hbar of a quadratic loss
+            return entry.new_zeros(len(self.partition))
         # In a fixed order, so that sums come out the same to the last bit in every process.
         needed = list(dict.fromkeys(m.name for s in groups for m in self.partition.members[s]))
         self.backward_passes += 1

@@ -12,25 +12,31 @@ MAX_ROWS = 60  # of a printed table; longer ones lose their middle
 
 
 class ShownAsTable:
-    """Prints itself as the table of ``_rows``, the header first, and the words of ``_said``."""
+    """Prints itself as a title, the table of ``_rows``, header first, and what ``_said`` says."""
 
     _right: ClassVar[Iterable[int]] = ()  # columns that are aligned to the right
+
+    def _title(self) -> str:
+        return ""
 
     def _rows(self) -> Sequence[Sequence[str]]:
         raise NotImplementedError
 
     def _said(self) -> str:
-        raise NotImplementedError
+        return ""
+
+    def _html_rows(self) -> str:
+        return html_table(self._rows(), right=self._right)
 
     def __str__(self) -> str:
-        """Return the table and the words."""
-        table, said = text_table(self._rows(), right=self._right), self._said()
-        return f"{table}\n{said}" if said else table
+        """Return the title, the table and the words."""
+        table = text_table(self._rows(), right=self._right)
+        return "\n".join(filter(None, (self._title(), table, self._said())))
 
     def _repr_html_(self) -> str:
         """Return the same for a notebook."""
-        table, said = html_table(self._rows(), right=self._right), self._said()
-        return table + paragraph(said) if said else table
+        title, said = (paragraph(x) if x else "" for x in (self._title(), self._said()))
+        return title + self._html_rows() + said
 
 
 def without_middle(rows: list[Any]) -> list[Any]:

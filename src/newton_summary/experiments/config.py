@@ -222,23 +222,20 @@ def to_dict(config: ExperimentConfig) -> dict[str, Any]:
 
 def from_dict(values: Mapping[str, Any]) -> ExperimentConfig:
     """Return what :func:`to_dict` wrote; fields of a newer version are passed over."""
-    sections: dict[str, dict[str, Any]] = {}
-    for name in ("model", "data", "optimizer", "schedule", "measure"):
-        if not isinstance(values.get(name), Mapping):
+    kinds: dict[str, Any] = {"model": ModelConfig, "data": DataConfig, "schedule": ScheduleConfig}
+    kinds |= {"measure": MeasureConfig, "optimizer": OptimizerConfig}
+    parts: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        section = values.get(name)
+        if not isinstance(section, Mapping):
             raise UserError(f"The configuration has no section {name!r}.")
-        sections[name] = dict(values[name])
-    optimizer = sections["optimizer"].get("name")
-    if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
-        raise UserError(f"Unknown optimizer {optimizer!r}.{nearest(str(optimizer), OPTIMIZERS)}")
-    root = sections["data"].get("root")
-    sections["data"]["root"] = Path(root) if isinstance(root, str) else root
-    parts = {
-        "model": _known(ModelConfig, sections["model"]),
-        "data": _known(DataConfig, sections["data"]),
-        "optimizer": _known(OPTIMIZERS[optimizer], sections["optimizer"]),
-        "schedule": _known(ScheduleConfig, sections["schedule"]),
-        "measure": _known(MeasureConfig, sections["measure"]),
-    }
+        if name == "optimizer":
+            kind = OPTIMIZERS.get(str(which := section.get("name")))
+            if kind is None:
+                raise UserError(f"Unknown optimizer {which!r}.{nearest(str(which), OPTIMIZERS)}")
+        if isinstance(section.get("root"), str):
+            section = {**section, "root": Path(section["root"])}
+        parts[name] = _known(kind, section)
     return _known(ExperimentConfig, {**values, **parts})
 
 

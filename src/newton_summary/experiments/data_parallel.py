@@ -6,10 +6,9 @@ are averaged, so that a step is that of one process. The first process writes th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,11 +16,7 @@ from torch import Tensor
 
 from newton_summary.errors import OtherRankError, UserError
 from newton_summary.experiments import torchrun
-from newton_summary.experiments.config import ExperimentConfig
 from newton_summary.experiments.datasets import Batch
-from newton_summary.experiments.rundir import Run
-from newton_summary.history import Measured
-from newton_summary.run_directory import Row
 
 T = TypeVar("T")
 Params = Sequence[Tensor]
@@ -45,11 +40,6 @@ class RankGroup:
         """Return which of ``length`` samples this process takes; none if there are too few."""
         return slice(length * self.rank // self.size, length * (self.rank + 1) // self.size)
 
-    def part_of(self, batch: Batch) -> Batch:
-        """Return this process's part of a batch."""
-        part = self.part(len(batch[0]))
-        return batch[0][part], batch[1][part]
-
     def every(self, items: Iterable[T]) -> Iterator[T]:
         """Return every size-th item, starting with the rank-th."""
         return (item for i, item in enumerate(items) if i % self.size == self.rank)
@@ -72,7 +62,8 @@ class RankGroup:
             loss = loss_of(batch)
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
-        mine = self.part_of(batch)
+        part = self.part(len(batch[0]))
+        mine = batch[0][part], batch[1][part]
         share = batch[0].new_zeros((), dtype=params[0].dtype)
         if len(mine[0]):
             loss = loss_of(mine) * (len(mine[0]) / len(batch[0]))
@@ -140,27 +131,3 @@ def assemble(device: torch.device) -> Iterator[RankGroup]:
     finally:
         if started:
             dist.destroy_process_group()
-
-
-class FollowingWriter:
-    """Takes the place of :class:`RunWriter` on all processes but the first: writes nothing."""
-
-    known: Run | None = None
-
-    def __init__(self, path: Path, config: ExperimentConfig):
-        self.path, self.config = path, config
-        self.rows: list[Row] = []
-
-    def add_summary(self, measured: Measured) -> None:
-        """Leave the summary to the first process."""
-
-    def add_row(self, row: Row, checkpoint: Mapping[str, Any] | None) -> None:
-        """Keep an epoch."""
-        self.rows.append(row)
-
-    def add_environment(self, **values: Any) -> None:
-        """Leave facts to the first process."""
-
-    def close(self) -> Run:
-        """Return the run as it is now."""
-        return Run(self.path, self.config, list(self.rows))

@@ -75,7 +75,8 @@ def read_cifar10(root: Path | None, download: bool) -> dict[str, tuple[Bytes, By
     splits = {}
     for split, names in (("train", train), ("test", ["test_batch.bin"])):
         paths = _find(names, CIFAR10_FOLDER, root, download, _fetch_cifar10)
-        records = np.concatenate([_records(path) for path in paths])
+        content = b"".join(checked(path) for path in paths)
+        records = np.frombuffer(content, np.uint8).reshape(-1, CIFAR10_RECORD)
         splits[split] = records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0]
     return splits
 
@@ -89,10 +90,6 @@ def _idx(path: Path) -> Bytes:
     axes = raw[3]
     shape = np.frombuffer(raw, ">u4", axes, offset=4)
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * axes).reshape(shape)
-
-
-def _records(path: Path) -> Bytes:
-    return np.frombuffer(checked(path), np.uint8).reshape(-1, CIFAR10_RECORD)
 
 
 def checked(path: Path) -> bytes:

@@ -147,7 +147,10 @@ def in_processes(tasks: Sequence[Task], jobs: int) -> Iterator[Result]:
                     idle.append((pipe, process))
                 except EOFError:
                     process.join()
-                    result = Result(config, path, None, _death(process.exitcode))
+                    code = process.exitcode
+                    why = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
+                    why += ", perhaps for lack of memory; run the same command to resume"
+                    result = Result(config, path, None, f"its process {why}")
                 yield result
     finally:
         for process in (*(p for _, p in idle), *(p for p, _ in busy.values())):
@@ -172,11 +175,6 @@ def _end_with_parent() -> None:
     assert parent is not None
     connection.wait([parent.sentinel])
     os._exit(1)
-
-
-def _death(code: int | None) -> str:
-    reason = f"was killed by signal {-code}" if code and code < 0 else f"exited with {code}"
-    return f"its process {reason}, perhaps for lack of memory; run the same command to resume"
 
 
 # --- dask ----------------------------------------------------------------------------------------

@@ -83,7 +83,11 @@ class KFAC(Optimizer):
     def observe(self, inputs: Tensor) -> None:
         """Update A and G from a batch, with a forward and a backward pass of its own."""
         seen: dict[Layer, tuple[Tensor, Tensor]] = {}
-        hooks = [layer.register_forward_hook(_remember(seen)) for layer in self.layers]
+
+        def remember(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            seen[layer] = inputs[0], output
+
+        hooks = [layer.register_forward_hook(remember) for layer in self.layers]
         try:
             with torch.enable_grad():
                 outputs = self.model(inputs)
@@ -217,10 +221,3 @@ def _is_plain(layer: Layer) -> bool:
     if isinstance(layer, nn.Conv2d):
         return plain and layer.groups == 1 and not isinstance(layer.padding, str)
     return plain
-
-
-def _remember(seen: dict[Layer, tuple[Tensor, Tensor]]) -> Callable[..., None]:
-    def hook(layer: Layer, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        seen[layer] = inputs[0], output
-
-    return hook

@@ -118,25 +118,28 @@ def make_stepper(
     Raises:
         UserError: For settings that the optimizer rejects.
     """
+    ranks = ranks or RankGroup()
     try:
-        return _make_stepper(config, task, train, ranks or RankGroup())
+        optimizer = _make_optimizer(config, task, train, ranks)
     except ValueError as error:
         raise UserError(f"optimizer: {error}") from None
+    kind = KFACStepper if isinstance(optimizer, KFAC) else Stepper
+    return kind(task, optimizer, ranks)
 
 
-def _make_stepper(config: OptimizerConfig, task: Task, train: Split, ranks: RankGroup) -> Stepper:
+def _make_optimizer(
+    config: OptimizerConfig, task: Task, train: Split, ranks: RankGroup
+) -> Optimizer:
     params = list(task.model.parameters())
     if isinstance(config, AdamConfig):
         betas = (config.beta1, config.beta2)
-        fused = params[0].is_cuda
-        return Stepper(task, Adam(params, lr=config.lr, betas=betas, fused=fused), ranks)
+        return Adam(params, lr=config.lr, betas=betas, fused=params[0].is_cuda)
     if isinstance(config, SGDConfig):
-        return Stepper(task, SGD(params, lr=config.lr, momentum=config.momentum), ranks)
+        return SGD(params, lr=config.lr, momentum=config.momentum)
     if isinstance(config, KFACConfig):
-        return KFACStepper(task, _kfac(config, task), ranks)
-    if isinstance(config, NewtonSummaryConfig):
-        return Stepper(task, _newton_summary(config, task, train, ranks), ranks)
-    raise UserError(f"There is no optimizer for {type(config).__name__}.")
+        return _kfac(config, task)
+    assert isinstance(config, NewtonSummaryConfig)
+    return _newton_summary(config, task, train, ranks)
 
 
 def _kfac(config: KFACConfig, task: Task) -> KFAC:

@@ -19,10 +19,9 @@ from newton_summary.experiments.results import (
     setup_label,
 )
 from newton_summary.experiments.rundir import Run
-from newton_summary.figures.charts import rates
+from newton_summary.figures.charts import block_of, rates
 from newton_summary.figures.drawing import COLOURS, PANEL, draw_matrix, figure_text
 from newton_summary.history import History, Measured
-from newton_summary.summary import Block
 
 FIXED = dict(zip(("NewtonSummary", "Adam", "K-FAC", "SGD"), COLOURS))
 STYLES = ("-", "--", "-.")  # after all colours are used up
@@ -197,16 +196,13 @@ def hessian_figure(run: Run, epoch: int | None = None) -> Figure | None:
         for row, matrix in enumerate((summary.hessian(), inverse)):
             axis = axes[row][column]
             what = "Hbar" if row == 0 else "inverse"
-            axis.set_title(f"{what}, {name}\n{title}", fontsize="small", loc="left")
+            which = name or "all groups"
+            axis.set_title(f"{what}, {which}\n{title}", fontsize="small", loc="left")
             if matrix is None:
                 axis.text(0.5, 0.5, "no inverse", ha="center", transform=axis.transAxes)
                 axis.set_axis_off()
                 continue
-            block = (
-                summary.blocks(matrix)[name]
-                if name != "all groups"
-                else Block(summary.names, summary.names, matrix)
-            )
+            block = block_of(summary, matrix, name)
             few = max(block.values.shape) <= 24
             draw_matrix(axis, block, "symlog", font_size=5 if few else 0, numbers=False)
     title = figure_text(f"{setup_label(run.config)}, {optimizer_label(run.config)}")
@@ -214,13 +210,13 @@ def hessian_figure(run: Run, epoch: int | None = None) -> Figure | None:
     return figure
 
 
-def _block_names(measured: Measured) -> list[str]:
-    """Return the blocks that are not empty, or one name for the whole matrix."""
+def _block_names(measured: Measured) -> Sequence[str | None]:
+    """Return the blocks that are not empty, or None for the whole matrix."""
     partition = measured.summary.partition
     roles = () if partition is None else partition.roles
     if "weight" in roles and "bias" in roles and "mixed" not in roles:
         return ["weight-weight", "weight-bias", "bias-bias"]
-    return ["all groups"]
+    return [None]
 
 
 # --- eta -----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from newton_summary.experiments.config import ExperimentConfig, NewtonSummaryConfig, flatten
-from newton_summary.experiments.rundir import Run
+from newton_summary.experiments.rundir import Run, finite
 
 OPTIMIZER_LABELS = {
     "newton_summary": "NewtonSummary",
@@ -94,10 +94,8 @@ def best_row(run: Run) -> dict[str, Any]:
 
 def as_dict(result: Outcome) -> dict[str, Any]:
     """Return values that JSON can represent."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in asdict(result).items()
-    }
+    values: dict[str, Any] = finite(asdict(result))
+    return values
 
 
 def _number(value: Any) -> float:

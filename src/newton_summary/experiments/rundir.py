@@ -206,16 +206,17 @@ class RunWriter:
     Args:
         path: The directory; made when the first file is written.
         config: What is to be run. If the directory holds another configuration, this is an error.
+        writes: Whether to: of several processes the first one does, for all of them.
     """
 
-    def __init__(self, path: Path, config: ExperimentConfig):
-        self.path, self.config = path, config
+    def __init__(self, path: Path, config: ExperimentConfig, writes: bool = True):
+        self.path, self.config, self.writes = path, config, writes
         self.rows: list[Row] = []
         self.summaries: list[Measured] = []
         self.environment: dict[str, Any] = {"sessions": []}
         self._manifest: dict[str, Any] = {}
         self._lock: int | None = None  # a descriptor of the directory
-        self.known = self._check()
+        self.known = self._check() if writes else None
 
     def _check(self) -> Run | None:
         """Return the run in the directory, or raise if this one may not be written there."""
@@ -331,6 +332,8 @@ class RunWriter:
         The manifest before it is kept if it was that of other epochs: what is lost with a damaged
         file is found there.
         """
+        if not self.writes:
+            return
         for name, write in contents.items():
             with replacing(self.path / name, keep=True) as stream:
                 write(stream)

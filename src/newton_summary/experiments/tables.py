@@ -44,6 +44,9 @@ PAPER_TIMES = {
 }
 
 
+Row = list[tuple[str, str]]  # the title of each column, and the cell
+
+
 @dataclass(frozen=True)
 class Table:
     """Rows of text, with a name for files and a title for readers."""
@@ -53,6 +56,12 @@ class Table:
     header: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     note: str = ""
+
+    @classmethod
+    def of(cls, name: str, title: str, rows: Sequence[Row], note: str = "") -> Table:
+        """Return the table of at least one row."""
+        header, *_ = (tuple(title for title, _ in row) for row in rows)
+        return cls(name, title, header, [tuple(cell for _, cell in row) for row in rows], note)
 
     def markdown(self) -> str:
         """Return the table in Markdown."""
@@ -73,31 +82,29 @@ class Table:
 def results_table(runs: Sequence[Run]) -> Table:
     """Return losses and accuracy by setup and optimizer, over seeds (Section 6.2, App. I)."""
     rows = []
-    for (setup, optimizer), group in _by_method(runs).items():
+    labels = method_labels(runs)
+    methods = group_by(runs, lambda run: (setup_label(run.config), labels[run.path]))
+    for (setup, optimizer), group in methods.items():
         results = [outcome(run) for run in group]
         rows.append(
-            (
-                setup,
-                optimizer,
-                str(len(group)),
-                _range([result.epochs for result in results]),
-                str(spread(results, "train_loss")),
-                str(spread(results, "best_train_loss")),
-                str(spread(results, "test_loss")),
-                _percent(spread(results, "test_accuracy")),
-                _troubles([result.status for result in results]),
-            )
+            [
+                ("setup", setup),
+                ("optimizer", optimizer),
+                ("seeds", str(len(group))),
+                ("epochs", _range([result.epochs for result in results])),
+                ("train loss", str(spread(results, "train_loss"))),
+                ("best train loss", str(spread(results, "best_train_loss"))),
+                ("test loss", str(spread(results, "test_loss"))),
+                ("test accuracy", _percent(spread(results, "test_accuracy"))),
+                ("", _troubles([result.status for result in results])),
+            ]
         )
-    header = (
-        *("setup", "optimizer", "seeds", "epochs", "train loss", "best train loss"),
-        *("test loss", "test accuracy", ""),
-    )
     note = (
         "Training loss: mean over the last epoch, and the lowest of all epochs. Test: at the epoch "
         "of the lowest validation loss. Mean ± standard deviation over seeds. The paper shows "
         "these as curves, without numbers."
     )
-    return Table("results", "Results", header, rows, note)
+    return Table.of("results", "Results", rows, note)
 
 
 def partition_table(runs: Sequence[Run]) -> Table | None:
@@ -114,28 +121,22 @@ def partition_table(runs: Sequence[Run]) -> Table | None:
             results = [outcome(run) for run in by_partition[partition]]
             paper = PAPER_PARTITIONS.get(partition) if known else None
             rows.append(
-                (
-                    setup,
-                    partition,
-                    _range([result.epochs for result in results]),
-                    str(spread(results, "train_loss")),
-                    "-" if paper is None else f"{paper[0]:.3g}",
-                    str(spread(results, "seconds")),
-                    "-" if paper is None else str(paper[1]),
-                    str(spread(results, "memory_gib")),
-                    "-" if paper is None else f"{paper[2]} GB",
-                )
+                [
+                    ("setup", setup),
+                    ("partition", partition),
+                    ("epochs", _range([result.epochs for result in results])),
+                    ("train loss", str(spread(results, "train_loss"))),
+                    ("paper", "-" if paper is None else f"{paper[0]:.3g}"),
+                    ("training s", str(spread(results, "seconds"))),
+                    ("paper", "-" if paper is None else str(paper[1])),
+                    ("memory GiB", str(spread(results, "memory_gib"))),
+                    ("paper", "-" if paper is None else f"{paper[2]} GB"),
+                ]
             )
-    header = (
-        *("setup", "partition", "epochs", "train loss", "paper", "training s", "paper"),
-        *("memory GiB", "paper"),
-    )
+    if not rows:
+        return None
     note = "The paper's values are those of 100 epochs."
-    return (
-        Table("partitions", "Choice of the partition (App. J)", header, rows, note)
-        if rows
-        else None
-    )
+    return Table.of("partitions", "Choice of the partition (App. J)", rows, note)
 
 
 def diagonal_table(runs: Sequence[Run]) -> Table | None:
@@ -157,25 +158,21 @@ def diagonal_table(runs: Sequence[Run]) -> Table | None:
         for (diagonal, lr, lambda_int), same in sorted(group_by(group, settings).items()):
             results = [outcome(run) for run in same]
             rows.append(
-                (
-                    setup,
-                    "diagonal" if diagonal else "full",
-                    str(lr),
-                    str(lambda_int),
-                    _range([result.epochs for result in results]),
-                    str(spread(results, "best_train_loss")),
-                    str(spread(results, "train_loss")),
-                    _troubles([result.status for result in results]),
-                )
+                [
+                    ("setup", setup),
+                    ("Hbar", "diagonal" if diagonal else "full"),
+                    ("lambda_1", str(lr)),
+                    ("lambda_int", str(lambda_int)),
+                    ("epochs", _range([result.epochs for result in results])),
+                    ("best train loss", str(spread(results, "best_train_loss"))),
+                    ("train loss", str(spread(results, "train_loss"))),
+                    ("", _troubles([result.status for result in results])),
+                ]
             )
-    header = (
-        *("setup", "Hbar", "lambda_1", "lambda_int", "epochs", "best train loss", "train loss"),
-        "",
-    )
+    if not rows:
+        return None
     note = 'The paper (App. K): the diagonal approximation "performs worse or is more unstable".'
-    return (
-        Table("diagonal", "Diagonal approximation (App. K)", header, rows, note) if rows else None
-    )
+    return Table.of("diagonal", "Diagonal approximation (App. K)", rows, note)
 
 
 def times_table(runs: Sequence[Run]) -> Table:
@@ -194,26 +191,22 @@ def times_table(runs: Sequence[Run]) -> Table:
             measured = [run.environment().get("adam_seconds") for run in same]
             beside = Spread(tuple(float(value) for value in measured if value)).mean
             rows.append(
-                (
-                    setup,
-                    label,
-                    str(times[label]),
-                    _ratio(times[label].mean, adam),
-                    _ratio(times[label].mean, beside),
-                    _ratio(paper.get(label), paper.get("Adam")),
-                    str(spread([outcome(run) for run in same], "memory_gib")),
-                    _devices(same),
-                )
+                [
+                    ("setup", setup),
+                    ("optimizer", label),
+                    ("s per epoch", str(times[label])),
+                    ("over Adam", _ratio(times[label].mean, adam)),
+                    ("over Adam, same process", _ratio(times[label].mean, beside)),
+                    ("paper, over Adam", _ratio(paper.get(label), paper.get("Adam"))),
+                    ("memory GiB", str(spread([outcome(run) for run in same], "memory_gib"))),
+                    ("machine", _devices(same)),
+                ]
             )
-    header = (
-        *("setup", "optimizer", "s per epoch", "over Adam", "over Adam, same process"),
-        *("paper, over Adam", "memory GiB", "machine"),
-    )
     note = (
         "Seconds of training alone, without evaluation and measurements. In the same process: "
         "against some steps of Adam that were timed at the end of the run."
     )
-    return Table("times", "Times and memory (App. M)", header, rows, note)
+    return Table.of("times", "Times and memory (App. M)", rows, note)
 
 
 def runs_table(runs: Sequence[Run]) -> Table:
@@ -223,18 +216,17 @@ def runs_table(runs: Sequence[Run]) -> Table:
         sessions = run.environment().get("sessions") or [{}]
         last = sessions[-1]
         rows.append(
-            (
-                str(run.path),
-                str(run.config.seed),
-                outcome(run).status,
-                str(last.get("started", "-")),
-                str(last.get("gpu") or last.get("device") or "-"),
-                str(last.get("torch", "-")),
-                str(last.get("commit") or "-"),
-            )
+            [
+                ("run", str(run.path)),
+                ("seed", str(run.config.seed)),
+                ("status", outcome(run).status),
+                ("started", str(last.get("started", "-"))),
+                ("machine", str(last.get("gpu") or last.get("device") or "-")),
+                ("torch", str(last.get("torch", "-"))),
+                ("commit", str(last.get("commit") or "-")),
+            ]
         )
-    header = ("run", "seed", "status", "started", "machine", "torch", "commit")
-    return Table("runs", "Runs", header, rows)
+    return Table.of("runs", "Runs", rows)
 
 
 def all_tables(runs: Sequence[Run]) -> list[Table]:
@@ -257,11 +249,6 @@ def _csv_cell(text: str) -> str:
 
 
 # --- cells ---------------------------------------------------------------------------------------
-
-
-def _by_method(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
-    labels = method_labels(runs)
-    return group_by(runs, lambda run: (setup_label(run.config), labels[run.path]))
 
 
 def _optimizer(run: Run) -> NewtonSummaryConfig:

@@ -11,10 +11,11 @@ import itertools
 import math
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -36,7 +37,7 @@ from newton_summary.experiments.config import (
     NewtonSummaryConfig,
     check,
 )
-from newton_summary.experiments.data_parallel import FollowingWriter, RankGroup, assemble
+from newton_summary.experiments.data_parallel import RankGroup, assemble
 from newton_summary.experiments.datasets import Batches, Dataset, Split, load_dataset
 from newton_summary.experiments.optimizers import GraphedGradient, checked_partition, make_stepper
 from newton_summary.experiments.rundir import Run, RunWriter
@@ -97,53 +98,27 @@ def train(
     check(config)
     try:
         device = find_device(config.device)
-        with assemble(device) as ranks:
-            session = partial(Session, config, device, ranks, checkpoint_seconds)
+        with assemble(device) as ranks, _precision(config), _memory_errors():
+            writer = ranks.agreed(lambda: RunWriter(path, config, writes=ranks.rank == 0))
+            known = ranks.from_first(lambda: writer.known)
+            if known is not None and known.finished:
+                return known
             facts = environment(device) | {"side_by_side": side_by_side}
-            if ranks.size > 1:
-                facts["ranks"] = ranks.size
-            listener = reporter or Reporter()
-            return _train(config, path, listener, session, ranks, facts, compare_speed)
+            facts |= {"ranks": ranks.size} if ranks.size > 1 else {}
+            session = ranks.agreed(lambda: Session(config, device, ranks, checkpoint_seconds))
+            try:
+                state, writer.rows = ranks.from_first(lambda: (writer.start(facts), writer.rows))
+                ranks.agreed(lambda: session.restore(state, path / CHECKPOINT))
+                session.run(writer, reporter or Reporter())
+                if compare_speed and not isinstance(config.optimizer, AdamConfig):
+                    writer.add_environment(adam_seconds=session.adam_seconds())
+            finally:
+                run = writer.close()
+            return run
     except UserError as error:
         if not isinstance(error, OtherRankError):
             error.rank = torchrun.rank()
         raise
-
-
-def _train(
-    config: ExperimentConfig,
-    path: Path,
-    reporter: Reporter,
-    make_session: Callable[[], Session],
-    ranks: RankGroup,
-    facts: dict[str, Any],
-    compare_speed: bool,
-) -> Run:
-    kind = RunWriter if ranks.rank == 0 else FollowingWriter
-    writer: Writer = ranks.agreed(lambda: kind(path, config))
-    known = ranks.from_first(lambda: writer.known)
-    if known is not None and known.finished:
-        return known
-    with _precision(config), _memory_errors():
-        session = ranks.agreed(make_session)
-        try:
-            state, writer.rows = ranks.from_first(lambda: _start(writer, facts))
-            ranks.agreed(lambda: session.restore(state, path / CHECKPOINT))
-            session.run(writer, reporter)
-            if compare_speed and not isinstance(config.optimizer, AdamConfig):
-                writer.add_environment(adam_seconds=session.adam_seconds())
-        finally:
-            run = writer.close()
-    return run
-
-
-Writer = RunWriter | FollowingWriter
-
-
-def _start(writer: Writer, facts: dict[str, Any]) -> tuple[dict[str, Any] | None, list[Row]]:
-    assert isinstance(writer, RunWriter)
-    state = writer.start(facts)
-    return state, writer.rows
 
 
 class Session:
@@ -186,7 +161,7 @@ class Session:
 
     # --- the loop ---------------------------------------------------------------------------------
 
-    def run(self, writer: Writer, reporter: Reporter) -> None:
+    def run(self, writer: RunWriter, reporter: Reporter) -> None:
         """Train to the last epoch, or until the loss is not finite."""
         reporter.start(self.config, len(self.batches), self.epoch)
         if not writer.rows:
@@ -226,7 +201,7 @@ class Session:
                 reporter.step(self.epoch + 1, i)
         return float(self.ranks.total(total)) / len(self.data.train)
 
-    def _complete(self, row: Row, writer: Writer, reporter: Reporter) -> None:
+    def _complete(self, row: Row, writer: RunWriter, reporter: Reporter) -> None:
         """Evaluate, measure and write the present epoch."""
         fine = row["train_loss"] is None or math.isfinite(row["train_loss"])
         row["status"] = "ok" if fine else "diverged"
@@ -235,7 +210,8 @@ class Session:
             row |= {f"{name}_{key}": value for key, value in self.evaluate(split).items()}
         row["evaluation_seconds"] = max(time.perf_counter() - start, 0.0)
         row |= self._optimizer_facts(writer)
-        if fine and self._measurement_due():
+        every = self.config.measure.every
+        if fine and every and (self.epoch % every == 0 or self.epoch == self.config.epochs):
             start = time.perf_counter()
             row |= self._measure(writer, reporter)
             row["measure_seconds"] = max(time.perf_counter() - start, 0.0)
@@ -265,7 +241,7 @@ class Session:
         loss, accuracy = (self.ranks.total(sums) / len(split)).tolist()
         return {"loss": loss, "accuracy": None if self.task.accuracy is None else accuracy}
 
-    def _optimizer_facts(self, writer: Writer) -> Row:
+    def _optimizer_facts(self, writer: RunWriter) -> Row:
         """Return the counters and rates of NewtonSummary, and keep its last summary."""
         optimizer = self.stepper.optimizer
         if not isinstance(optimizer, NewtonSummary) or optimizer.last_rates is None:
@@ -289,11 +265,7 @@ class Session:
         self.saved = now if due else self.saved
         return due
 
-    def _measurement_due(self) -> bool:
-        every = self.config.measure.every
-        return every > 0 and (self.epoch % every == 0 or self.epoch == self.config.epochs)
-
-    def _measure(self, writer: Writer, reporter: Reporter) -> Row:
+    def _measure(self, writer: RunWriter, reporter: Reporter) -> Row:
         """Measure along the gradient of the whole training set (Section 6.1)."""
         config = self.config.measure
         samples = self.data.train[slice(config.samples)]
@@ -417,9 +389,10 @@ def environment(device: torch.device) -> dict[str, Any]:
     from newton_summary import __version__
 
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    program = Path(sys.argv[0]).name.replace("__main__.py", "newton-summary")
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": [_program(), *sys.argv[1:]],
+        "command": [program, *sys.argv[1:]],
         "newton_summary": __version__,
         "commit": _commit(),
         "python": platform.python_version(),
@@ -431,11 +404,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "process": os.getpid(),
     }
-
-
-def _program() -> str:
-    name = Path(sys.argv[0]).name
-    return "newton-summary" if name == "__main__.py" else name
 
 
 def _commit() -> str | None:
@@ -520,10 +488,6 @@ class Speed:
 
 def speed(run: Run) -> Speed | None:
     """Return the median time of an epoch, leaving out the first if there are several."""
-    times = sorted(row["seconds"] for row in run.rows[1:])
-    if len(times) > 1:
-        times = sorted(row["seconds"] for row in run.rows[2:])
-    if not times or not times[len(times) // 2] > 0:
-        return None
-    adam = run.environment().get("adam_seconds")
-    return Speed(times[len(times) // 2], adam)
+    times = [row["seconds"] for row in run.rows[2:] or run.rows[1:]]
+    seconds = statistics.median_high(times) if times else 0.0
+    return Speed(seconds, run.environment().get("adam_seconds")) if seconds > 0 else None

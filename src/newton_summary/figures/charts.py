@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from newton_summary.analysis.interactions import _need_summary, normalized, strongest_pairs
+from newton_summary.analysis.interactions import normalized, strongest_pairs
 from newton_summary.figures.drawing import (
     AGAINST,
     COLOURS,
@@ -39,7 +39,7 @@ from newton_summary.figures.drawing import (
 )
 from newton_summary.history import History
 from newton_summary.solver import LearningRates, learning_rates
-from newton_summary.summary import Block, Summary
+from newton_summary.summary import Block, Summary, need_summary
 
 Matrix = Literal["Hbar", "normalized", "inverse"]
 BlockName = Literal["weight-weight", "weight-bias", "bias-bias"]
@@ -72,7 +72,7 @@ def heatmap(
     """
     if what not in TITLES:
         raise ValueError(f"what={what!r}: write {', '.join(map(repr, TITLES))}.")
-    _need_summary(summary, "heatmap")
+    need_summary(summary, "heatmap")
     title = TITLES[what] + ("" if block is None else f", {block}")
     summary.hessian()  # raises if there is none
     try:
@@ -84,7 +84,7 @@ def heatmap(
         matrix = makers[what]()
     except ValueError as error:
         return message_figure(title, str(error))
-    shown = _titled(summary, _block(summary, matrix, block))
+    shown = _titled(summary, block_of(summary, matrix, block))
     if 0 in shown.values.shape:
         return message_figure(title, f"No group is in the block {block}.")
     rows, columns = shown.values.shape
@@ -98,7 +98,8 @@ def heatmap(
     return figure
 
 
-def _block(summary: Summary, matrix: torch.Tensor, name: str | None) -> Block:
+def block_of(summary: Summary, matrix: torch.Tensor, name: str | None) -> Block:
+    """Return a block of a matrix by its name; without one, all of it."""
     if name is None:
         return Block(summary.names, summary.names, matrix)
     blocks = summary.blocks(matrix)
@@ -201,9 +202,8 @@ def rate_bars(summary: Summary | LearningRates, lambda_int: float = 1.0) -> Figu
     names = summary.titles if isinstance(summary, Summary) else names
     error = found.eta_stderr
     errors = np.zeros_like(eta) if error is None else error.detach().double().cpu().numpy()
-    figure = Picture(
-        figsize=(1.6 * PANEL[0], 0.9 + _row(len(eta)) * len(eta)), layout="constrained"
-    )
+    row = 0.24 if len(eta) <= 45 else 0.09  # inches
+    figure = Picture(figsize=(1.6 * PANEL[0], 0.9 + row * len(eta)), layout="constrained")
     axis = figure.subplots()
     rows = np.arange(len(eta))
     handles = []
@@ -343,7 +343,3 @@ def _need_histories(histories: Sequence[object], what: str) -> None:
                 f"{what} draws a History, and this is of type {type(history).__name__}. Use "
                 f"History.of(summary) for a single measurement."
             )
-
-
-def _row(count: int) -> float:
-    return 0.24 if count <= 45 else 0.09

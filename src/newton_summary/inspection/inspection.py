@@ -27,7 +27,7 @@ from newton_summary.measuring.measurement import summarize
 from newton_summary.measuring.trial_steps import step_trials
 from newton_summary.measuring.tried_rates import learning_rates
 from newton_summary.partition import make_partition
-from newton_summary.probe.cutting import map_batch
+from newton_summary.probe.cutting import to_device
 from newton_summary.probe.inputs import as_batches
 from newton_summary.solver import LearningRates
 from newton_summary.summary import Summary
@@ -157,7 +157,7 @@ def inspect_model(
         batches = take_batches(data, settings.max_batches)
         if settings.device is not None:
             device = _device(settings.device)
-            model, batches = model.to(device), [_moved(batch, device) for batch in batches]
+            model, batches = model.to(device), [to_device(batch, device) for batch in batches]
         groups = make_partition(model, settings.partition)
         start = time.perf_counter()
         summary = summarize(
@@ -238,10 +238,6 @@ def _device(name: str) -> torch.device:
     from newton_summary.experiments.training import find_device
 
     return find_device(name)
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
-    return map_batch(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def _facts(

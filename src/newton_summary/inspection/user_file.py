@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from torch import nn
 
 from newton_summary.display.names import nearest
 from newton_summary.errors import CannotDifferentiate, UserError
-from newton_summary.probe.probe import LossFn
+from newton_summary.probe.inputs import LossFn, check_loss_fn
 
 EXPECTED = {
     "model": "a torch.nn.Module",
@@ -112,25 +112,11 @@ def _checked(returned: Any, function: str) -> Built:
                 f"{function} returned {what} as the {place} of model, loss_fn, data: {name} is "
                 f"{EXPECTED[name]}."
             )
-    if isinstance(loss_fn, nn.Module):
-        raise UserError(
-            f"{function} returned a {kind_of(loss_fn)} as loss_fn, which compares outputs with "
-            f"targets. Write def loss_fn(model, batch): x, y = batch; return criterion(model(x), y)"
-        )
-    with contextlib.suppress(ValueError):  # some built-in functions have no signature
-        _check_arguments(loss_fn, function)
-    return Built(model, loss_fn, data)
-
-
-def _check_arguments(loss_fn: Callable[..., Any], function: str) -> None:
-    signature = inspect.signature(loss_fn)
     try:
-        signature.bind(None, None)
-    except TypeError:
-        raise UserError(
-            f"{function} returned a loss_fn with the arguments {signature}: loss_fn is called with "
-            f"the model and a batch."
-        ) from None
+        check_loss_fn(loss_fn)
+    except TypeError as error:
+        raise UserError(f"{function} returned a wrong loss_fn: {error}") from None
+    return Built(model, loss_fn, data)
 
 
 def kind_of(value: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from newton_summary.integrations.lightning_loss import quiet, step_loss, to_device, training_loss
-from newton_summary.integrations.loggers import PREFIX, Logger
+from newton_summary.integrations.loggers import PREFIX, Logger, NumbersOnly
 from newton_summary.integrations.monitor import Monitor
 from newton_summary.integrations.sampling import sample_batches
 from newton_summary.integrations.tensorboard import TensorBoard
@@ -163,7 +163,7 @@ class SummaryCallback(Monitor, Callback):
             self.finish(directory)
 
 
-class _CallbackMetrics:
+class _CallbackMetrics(NumbersOnly):
     """The trainer's metrics, which other callbacks can watch."""
 
     def __init__(self, trainer: Any):
@@ -173,11 +173,8 @@ class _CallbackMetrics:
         """Write numbers by name."""
         self.trainer.callback_metrics.update({k: Tensor([v])[0] for k, v in values.items()})
 
-    def figure(self, name: str, figure: Any, step: int) -> None:
-        """Ignore pictures."""
 
-
-class _Metrics:
+class _Metrics(NumbersOnly):
     """Any other logger of Lightning, which takes numbers."""
 
     def __init__(self, logger: Any):
@@ -186,9 +183,6 @@ class _Metrics:
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Write numbers by name."""
         self.logger.log_metrics(dict(values), step=step)
-
-    def figure(self, name: str, figure: Any, step: int) -> None:
-        """Ignore pictures."""
 
 
 def _adapted(logger: Any) -> Logger:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-NOT_KEPT = frozenset(vars(nn.Module()))  # parameters, buffers, modes: a measurement restores these
+from newton_summary.probe.state import PlainAttributes
 
 
 def training_loss(module: Any, batch: Any) -> Tensor:
@@ -73,36 +73,18 @@ def quiet(module: Any) -> Iterator[None]:
 def attributes_kept(module: nn.Module) -> Iterator[None]:
     """Restore the attributes of a module and its submodules, such as counters and lists of outputs.
 
-    The contents of containers are restored, and the tensors of metrics (torchmetrics). Other
-    tensors that are changed in place are not: they belong in buffers.
+    The contents of containers are restored, and tensors, such as those of metrics (torchmetrics).
     """
-    saved = []
     with torch._C.DisableTorchFunction():  # not part of what a measurement records
-        for part in module.modules():
-            live = vars(part)
-            is_metric = hasattr(type(part), "metric_state")
-            saved.append((live, {k: (v, _copied(v, is_metric)) for k, v in live.items()}))
+        attributes = PlainAttributes(list(module.modules()))
+        tensors = [(tensor.data, tensor.clone()) for tensor in attributes.tensors()]
     try:
         yield
     finally:
-        for live, before in saved:
-            for name in [name for name in live if name not in before]:
-                del live[name]
-            for name, (value, copy) in before.items():
-                if name in NOT_KEPT:
-                    continue
-                live[name] = copy if isinstance(value, Tensor) else value
-                if isinstance(value, list):
-                    value[:] = copy
-                elif isinstance(value, dict | set):
-                    value.clear()
-                    value.update(copy)
-
-
-def _copied(value: Any, is_metric: bool) -> Any:
-    if isinstance(value, Tensor) and is_metric:
-        return value.clone()
-    return value.copy() if isinstance(value, list | dict | set) else value
+        with torch._C.DisableTorchFunction():
+            attributes.restore()
+            for tensor, before in tensors:
+                tensor.copy_(before)
 
 
 def _say_nothing(*args: Any, **kwargs: Any) -> None:

@@ -27,6 +27,13 @@ class Logger(Protocol):
         """Write a picture."""
 
 
+class NumbersOnly:
+    """A log that ignores pictures."""
+
+    def figure(self, name: str, figure: Figure, step: int) -> None:
+        """Ignore pictures."""
+
+
 def advice_scalars(advice: Advice) -> dict[str, float]:
     """Return the best factor on each learning rate of an optimizer, and its standard error."""
     values = {}

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from newton_summary.integrations.loggers import PREFIX, Logger
+from newton_summary.integrations.loggers import PREFIX, Logger, NumbersOnly
 from newton_summary.integrations.monitor import Monitor
 from newton_summary.integrations.sampling import sample_batches
 from newton_summary.partition import unwrap
-from newton_summary.probe.cutting import map_batch
+from newton_summary.probe.cutting import to_device
 
 try:
     from transformers import TrainerCallback
@@ -43,7 +43,7 @@ def model_loss(model: nn.Module, batch: Any) -> Tensor:
     and pass the optimizer to the Trainer: ``optimizers=(optimizer, scheduler)``, with None for the
     scheduler of the arguments.
     """
-    output = model(**to_device(model, batch))
+    output = model(**to_device(batch, next(model.parameters()).device))
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
         raise ValueError(
@@ -51,12 +51,6 @@ def model_loss(model: nn.Module, batch: Any) -> Tensor:
             f"labels, or pass loss_fn=..., with loss_fn(model, batch) -> mean loss."
         )
     return loss
-
-
-def to_device(model: nn.Module, batch: Any) -> Any:
-    """Return a batch with its tensors on the device of the model."""
-    device = next(model.parameters()).device
-    return map_batch(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 class SummaryCallback(Monitor, TrainerCallback):
@@ -86,7 +80,7 @@ class SummaryCallback(Monitor, TrainerCallback):
         """Return the mean loss of a batch, by the model or by ``loss_fn``."""
         if self.loss_fn is None:
             return model_loss(model, batch)
-        return self.loss_fn(model, to_device(model, batch))
+        return self.loss_fn(model, to_device(batch, next(model.parameters()).device))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find the logs, and the history of a resumed run; measure before the start."""
@@ -177,7 +171,7 @@ def _plain(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-class _LogHistory:
+class _LogHistory(NumbersOnly):
     """The Trainer's own log, which it saves in trainer_state.json."""
 
     def __init__(self, state: Any):
@@ -186,9 +180,6 @@ class _LogHistory:
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Write numbers by name."""
         self.state.log_history.append({**values, "epoch": self.state.epoch or 0, "step": step})
-
-    def figure(self, name: str, figure: Any, step: int) -> None:
-        """Ignore pictures."""
 
 
 @contextmanager

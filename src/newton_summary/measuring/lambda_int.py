@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 from newton_summary.display.table import ShownAsTable
-from newton_summary.measuring.trial_steps import as_floats, find_groups, need_summary, try_steps
+from newton_summary.measuring.trial_steps import as_floats, find_groups, try_steps
 from newton_summary.parallel.processes import Distributed
 from newton_summary.partition import Partition, Spec
 from newton_summary.probe.directions import Direction
 from newton_summary.probe.inputs import NumSamples
 from newton_summary.probe.probe import LossFn
 from newton_summary.solver import LearningRates, learning_rates
-from newton_summary.summary import Summary
+from newton_summary.summary import Summary, need_summary
 
 STRENGTHS = tuple(10.0**k for k in range(9))
 """Tried by default: 1, 10, 100, ... 1e8."""
@@ -154,7 +154,8 @@ def suggest_lambda_int(
           1000          0 of 5           -0.4247      -0.3364
     The loss is 2.243; lambda_int = 100 lowers it most.
     """
-    need_summary(summary)
+    need_summary(summary, "suggest_lambda_int")
+    summary.hessian()  # raises if there is none
     strengths = as_floats(strengths, "strengths")
     if not strengths:
         raise ValueError("There are no strengths to try: write for example (1, 10, 100).")

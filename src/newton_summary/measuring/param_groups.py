@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,17 +28,25 @@ _MULTIPLIES = (  # the present rate; the other schedulers compute rates from tho
 )
 
 
-def leave_out_others(model: nn.Module, optimizer: Optimizer, partition: Any, thaw: Journal) -> None:
-    """Freeze the parameters that the optimizer does not hold, until the end of ``thaw``."""
-    kept = partition.params.values() if isinstance(partition, Partition) else ()
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    params = dict(unwrap(model).named_parameters())
-    strange = held - {id(p) for p in params.values()}
-    if strange:
+def held_by(optimizer: Optimizer, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters of a model that an optimizer moves, by name; raise if it has others."""
+    owned = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    held = {name: p for name, p in params.items() if id(p) in owned}
+    known = set(map(id, held.values()))
+    strange = [p for i, p in owned.items() if p.requires_grad and i not in known]
+    if strange or not held:
         raise ValueError(
             f"The optimizer holds {len(strange)} tensors that are not parameters of the model: it "
             f"belongs to another model."
         )
+    return held
+
+
+def leave_out_others(model: nn.Module, optimizer: Optimizer, partition: Any, thaw: Journal) -> None:
+    """Freeze the parameters that the optimizer does not hold, until the end of ``thaw``."""
+    kept = partition.params.values() if isinstance(partition, Partition) else ()
+    params = dict(unwrap(model).named_parameters())
+    held = {id(p) for p in held_by(optimizer, params).values()}
     for p in params.values():
         if p.requires_grad and id(p) not in held and not any(p is q for q in kept):
             thaw.undo_later(partial(p.requires_grad_, True))

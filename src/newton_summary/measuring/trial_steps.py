@@ -19,7 +19,7 @@ from newton_summary.probe.inputs import NumSamples
 from newton_summary.probe.probe import LossFn, check_finite
 from newton_summary.probe.state import Journal, unmoved
 from newton_summary.solver import LearningRates, learning_rates
-from newton_summary.summary import Summary
+from newton_summary.summary import Summary, need_summary
 
 
 def step_trials(
@@ -136,7 +136,8 @@ def try_steps(
 
 
 def _rates(summary: Summary, rates: LearningRates | Tensor | None) -> Tensor:
-    need_summary(summary)
+    need_summary(summary, "step_trials")
+    summary.hessian()  # raises if there is none
     if rates is None:
         rates = learning_rates(summary, lambda_int=1.0 if summary.order == 3 else 0.0)
     try:
@@ -159,16 +160,6 @@ def as_floats(values: Any, name: str) -> tuple[float, ...]:
         return tuple(float(value) for value in values)
     except (TypeError, ValueError):
         raise TypeError(f"{name}={values!r}: write a list of numbers.") from None
-
-
-def need_summary(summary: Any) -> None:
-    """Raise unless this is a summary with Hbar."""
-    if not isinstance(summary, Summary):
-        raise TypeError(
-            f"The summary is of type {type(summary).__name__}: measure one first with "
-            f"summarize(model, loss_fn, data), and pass the same model, loss and data here."
-        )
-    summary.hessian()  # raises if there is none
 
 
 def find_groups(

@@ -61,8 +61,11 @@ class Verification(ShownAsTable):
     def verdicts(self) -> tuple[Verdict, ...]:
         """``agrees``, ``differs``, or ``unclear`` where the differences depend on their step."""
         columns = (self.Hbar_error, self.Hbar_doubt, self.D3_error, self.D3_doubt)
-        rows = torch.stack(columns, 1).tolist()
-        return tuple(_worse(_verdict(*row[:2]), _verdict(*row[2:])) for row in rows)
+        pairs = [
+            (_verdict(*row[:2]), _verdict(*row[2:])) for row in torch.stack(columns, 1).tolist()
+        ]
+        order: tuple[Verdict, ...] = ("differs", "unclear", "agrees")  # the worse one counts
+        return tuple(next(v for v in order if v in pair) for pair in pairs)
 
     @property
     def status(self) -> Verdict:
@@ -103,11 +106,6 @@ def _verdict(error: float, doubt: float) -> Verdict:
     if error <= TOLERANCE:
         return "agrees"
     return "unclear" if doubt > error / 10 else "differs"
-
-
-def _worse(a: Verdict, b: Verdict) -> Verdict:
-    order: tuple[Verdict, ...] = ("differs", "unclear", "agrees")
-    return next(v for v in order if v in (a, b))
 
 
 def verify(

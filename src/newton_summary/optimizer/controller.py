@@ -36,6 +36,7 @@ from newton_summary.display.table import ShownAsTable, without_middle
 from newton_summary.errors import NotFiniteError
 from newton_summary.history import History
 from newton_summary.measuring.measurement import summarize
+from newton_summary.measuring.param_groups import held_by
 from newton_summary.optimizer.checkpoint import check_finite, read_counts, reporting_damage
 from newton_summary.optimizer.steering import Balance, EndSlopes
 from newton_summary.parallel.processes import Distributed, is_sharded, local_part
@@ -138,7 +139,7 @@ class RateController(ShownAsTable):
         self.steps = 0
         self._first_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._partition = make_partition(model, "trivial")
-        self._held = _held(optimizer, self._partition.params)
+        self._held = held_by(optimizer, self._partition.params)
         self._sharded = any(is_sharded(p) for p in self._held.values())
         self._backend: Backend = "sweep" if self._sharded else "differences"
         self._balance = Balance()
@@ -415,8 +416,8 @@ class RateController(ShownAsTable):
             history = [RateRecord(**record) for record in state["history"]]
             numbers = [float(state[name]) for name in ("multiplier", "rate", "envelope")]
             first_lrs = [float(lr) for lr in state["first_lrs"]]
-            known = [numbers, first_lrs, list(asdict(balance).values())]
-            check_finite([*known, list(asdict(ends).values())], "The state")
+            values = [numbers, first_lrs, list(asdict(balance).values())]
+            check_finite([*values, list(asdict(ends).values())], "The state")
             if not numbers[0] > 0:
                 raise ValueError(f"The state has the multiplier {numbers[0]}: it is above 0.")
         self.multiplier, self._rate, self._envelope = numbers
@@ -499,21 +500,6 @@ def _check(optimizer: Optimizer, period: int, set_point: float, gain: float, mem
     for hook in optimizer._optimizer_step_pre_hooks.values():
         if isinstance(getattr(hook, "__self__", None), RateController):
             raise ValueError("This optimizer has a RateController already; use one of them.")
-
-
-def _held(optimizer: Optimizer, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters of the model that the optimizer moves, by name."""
-    owned = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    held = {name: p for name, p in params.items() if id(p) in owned}
-    strange = [
-        p for i, p in owned.items() if p.requires_grad and i not in set(map(id, held.values()))
-    ]
-    if strange or not held:
-        raise ValueError(
-            f"The optimizer holds {len(strange)} tensors that are not parameters of the model: it "
-            f"belongs to another model."
-        )
-    return held
 
 
 def _norm(tensors: Any) -> float:

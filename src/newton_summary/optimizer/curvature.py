@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import UserList
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any, TypedDict
 import numpy as np
 import torch
 
+from newton_summary.derivatives.sweep.cuda_graph import SweepGraphs
 from newton_summary.display.names import nearest
 from newton_summary.errors import NotFiniteError
 from newton_summary.measuring.measurement import (
@@ -21,7 +23,6 @@ from newton_summary.measuring.measurement import (
     measure,
     open_probe,
 )
-from newton_summary.optimizer.captured import CapturedSweep
 from newton_summary.optimizer.checks import Closure, as_loss_fn
 from newton_summary.parallel.processes import find_processes
 from newton_summary.partition import Params, Partition
@@ -70,9 +71,9 @@ class Curvature:
         self.loss_fn = loss_fn
         self.data: CurvatureData | None = None
         self.count = 0
-        self._captured: CapturedSweep | None = None
+        self._graphs: SweepGraphs | None = None
         if how.get("cuda_graph", False):
-            self._captured = CapturedSweep(self._unfit_to_capture(given))
+            self._graphs = SweepGraphs(self._unfit_to_capture(given))
         if given is None:
             return
         if not (isinstance(given, tuple) and len(given) == 2 and callable(given[0])):
@@ -89,9 +90,9 @@ class Curvature:
         processes = find_processes(self.distributed, partition.params)
         with processes.joint(), torch.enable_grad(), thawed(partition):
             loss_fn, data = get()
-            if self._captured is not None and isinstance(data, OneBatch):
-                known = (partition, loss_fn, data.batch, u, order)
-                summary = self._captured.summarize(*known, ranks=processes.count)
+            if self._graphs is not None and isinstance(data, UserList) and len(data) == 1:
+                known = (partition, loss_fn, data[0], u, order)
+                summary = self._graphs.summarize(*known, ranks=processes.count)
                 if summary is not None:
                     return summary
             model = partition.model
@@ -123,17 +124,19 @@ class Curvature:
     def next(self, partition: Partition, closure: Closure | None, batch: Any) -> tuple[LossFn, Any]:
         """Return the loss and the data of the next measurement.
 
+        A batch of its own is in a UserList: a list could count as a batch itself.
+
         Args:
             partition: The groups.
             closure: Returns the loss of a batch, if there is neither loss nor data.
             batch: The batch that is trained on, if there is a loss without data.
         """
         if self.data is not None and self.loss_fn is not None:
-            return self.loss_fn, OneBatch(self.data.next_batch())
+            return self.loss_fn, UserList([self.data.next_batch()])
         if self.loss_fn is not None and batch is not None:
             return self.loss_fn, batch
         if self.loss_fn is None and closure is not None:
-            return as_loss_fn(closure, partition), OneBatch(None)
+            return as_loss_fn(closure, partition), UserList([None])
         how = "call step(batch) with the batch that is trained on"
         if self.loss_fn is None:
             how = (
@@ -168,18 +171,6 @@ def thawed(partition: Partition) -> Iterator[None]:
 
 
 # --- batches --------------------------------------------------------------------------------------
-
-
-class OneBatch:
-    """One batch as a series of batches, whatever its type: :func:`summarize` takes it as it is."""
-
-    def __init__(self, batch: Any):
-        """Hold the batch."""
-        self.batch = batch
-
-    def __iter__(self) -> Iterator[Any]:
-        """Give the batch."""
-        yield self.batch
 
 
 class CurvatureData:

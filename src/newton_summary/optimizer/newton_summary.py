@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,10 +30,10 @@ from newton_summary.optimizer.checks import (
 )
 from newton_summary.optimizer.controller import check_rates, steering_history
 from newton_summary.optimizer.curvature import Curvature
-from newton_summary.optimizer.rates import WindowAverage, plain_summary, restored_summary, solve
 from newton_summary.optimizer.schedule import Schedule, Variant
 from newton_summary.optimizer.steered import Steered, period_within, swap_average
 from newton_summary.optimizer.update import Update
+from newton_summary.optimizer.window import WindowAverage, plain_summary, restored_summary
 from newton_summary.parallel.fsdp import own_memory
 from newton_summary.parallel.processes import find_processes
 from newton_summary.partition import Params, Partition
@@ -409,9 +409,8 @@ class NewtonSummary(Optimizer):
         if steered.history[-1].why == "not finite":
             self._fail(self._not_finite(), steered.reason)
         elif steered.summary is not None:
-            self.last_summary, settings = steered.summary, self.param_groups[0]
-            given = {name: settings[name] for name in ("lambda_int", "diagonal")}
-            self.last_rates = learning_rates(self.last_summary, **given)
+            self.last_summary = steered.summary
+            self.last_rates = self._solve(self.last_summary)
         self._eta = torch.full((len(self.partition),), steered.eta, dtype=torch.float64)
         self._show_rates()
 
@@ -444,17 +443,25 @@ class NewtonSummary(Optimizer):
         if not self._schedule.ready:
             return
         settings = self.param_groups[0]
-        self.last_rates = solve(self._average.mean(), settings["lambda_int"], settings["diagonal"])
-        if not self.last_rates.ok:
-            self._fail(self.last_rates, self.last_rates.detail)
-        if not self.last_rates.eta.isfinite().all():
+        rates = self._solve(self._average.mean())
+        if rates.ok and not bool((rates.eta > 0).any()):
+            rates = replace(rates, status="no-positive-rate")
+        self.last_rates = rates
+        if not rates.ok:
+            self._fail(rates, rates.detail)
+        if not rates.eta.isfinite().all():
             return
-        eta = self.last_rates.eta.double().clamp_min(0)
+        eta = rates.eta.double().clamp_min(0)
         if self._eta is not None:
             eta += settings["eta_momentum"] * self._eta
         self._eta = eta
         update.hold(eta)
         self._show_rates()
+
+    def _solve(self, summary: Summary) -> LearningRates:
+        """Return the minimum of the cubic model, with negative entries."""
+        settings = self.param_groups[0]
+        return learning_rates(summary, settings["lambda_int"], diagonal=settings["diagonal"])
 
     def _get_update(self) -> Update:
         """Return the buffers, made at the first step: a model may move to its device until then."""

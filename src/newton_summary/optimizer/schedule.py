@@ -34,11 +34,6 @@ class Schedule:
         self.tried = 0  # measurements since the start, or since groups were added
 
     @property
-    def needed(self) -> int:
-        """How many measurements give the first rates."""
-        return self.warmup + 1
-
-    @property
     def due(self) -> bool:
         """Whether the next step measures."""
         return self.t >= self.next
@@ -46,12 +41,12 @@ class Schedule:
     @property
     def rests(self) -> bool:
         """Whether the next step does nothing at all."""
-        return self.variant == "as-run" and 0 < self.tried < self.needed and not self.due
+        return self.variant == "as-run" and 0 < self.tried <= self.warmup and not self.due
 
     @property
     def ready(self) -> bool:
         """Whether there are enough measurements for rates."""
-        return self.tried >= self.needed
+        return self.tried > self.warmup
 
     def begin(self) -> None:
         """Count a measurement, and plan the next."""

@@ -148,7 +148,7 @@ class Update:
         self.device = next((d for d in devices if d.type != "cpu"), devices[0])
         self.dtype = result_dtype(partition.params)
         self.finite: Tensor | bool = True  # whether the last direction was
-        self._eta: Tensor | None = None  # the rates that are held, (S,)
+        self._eta: Tensor | None = None  # the rates that are held, (S,), on the CPU
         self._made: Tensor | int = 0  # how many of the steps asked for were
         self._asked = skipped
 
@@ -197,16 +197,7 @@ class Update:
 
     def hold(self, eta: Tensor) -> None:
         """Take over the rates of a refresh, (S,), for the moves to come."""
-        on_host = not any(bucket.divided for bucket in self.buckets)
-        self._eta = eta if on_host else self.put(eta)
-
-    def put(self, values: Tensor) -> Tensor:
-        """Copy a vector from the CPU to the device without waiting."""
-        if self.device.type == "cpu":
-            return values
-        values = values.to(self.dtype)
-        values = values.pin_memory() if self.device.type == "cuda" else values
-        return values.to(self.device, non_blocking=True)
+        self._eta = eta
 
     def move(self, lrs: Sequence[float | Tensor]) -> None:
         """Subtract U I_{P:S} (lr eta) from the parameters.
@@ -216,18 +207,17 @@ class Update:
         Args:
             lrs: The factor on the rates of each group; of all groups, if there is but one.
         """
-        if self._eta is not None:
-            rates = self._eta * self._factors(lrs, self._eta.device)
-            for bucket in self.buckets:
-                bucket.move(rates)
-
-    def _factors(self, lrs: Sequence[float | Tensor], device: torch.device) -> Tensor | float:
-        if any(isinstance(lr, Tensor) for lr in lrs):
-            return torch.stack([torch.as_tensor(x, device=self.device) for x in lrs]).to(self.dtype)
-        if len(set(lrs)) == 1:
-            return lrs[0]
-        factors = torch.tensor(lrs, dtype=torch.float64)
-        return factors if device.type == "cpu" else self.put(factors)
+        if self._eta is None:
+            return
+        if any(isinstance(lr, Tensor) for lr in lrs):  # on the device, where one of them may be
+            factors = torch.stack([torch.as_tensor(x, device=self.device) for x in lrs])
+            rates = self._eta.to(self.device, self.dtype, non_blocking=True) * factors.to(
+                self.dtype
+            )
+        else:
+            rates = self._eta * torch.tensor(lrs, dtype=torch.float64)
+        for bucket in self.buckets:
+            bucket.move(rates)
 
 
 def _is_finite(number: Tensor) -> Tensor | bool:

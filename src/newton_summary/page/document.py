@@ -33,7 +33,8 @@ def page(histories: Sequence[History], title: str | None = None) -> str:
     title = title or _title(histories)
     parts = {
         "title": html.escape(title),
-        "heading": _breakable(title),
+        # It may break after a part of a path or of a list of options.
+        "heading": re.sub(r"([/,=_])", r"\1<wbr>", html.escape(title)),
         "size": "long" if len(title) > 60 else "short",
         "lead": html.escape(_lead(histories)),
         "banner": _banner(histories),
@@ -44,11 +45,6 @@ def page(histories: Sequence[History], title: str | None = None) -> str:
     }
     # In one pass, so that nothing inside the parts is treated as a place to fill.
     return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _file("page.html"))
-
-
-def _breakable(title: str) -> str:
-    """Return HTML that may break after a part of a path or of a list of options."""
-    return re.sub(r"([/,=_])", r"\1<wbr>", html.escape(title))
 
 
 def _file(name: str) -> str:

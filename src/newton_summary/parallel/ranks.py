@@ -222,7 +222,8 @@ class Ranks:
 
     def _norms(self, tensors: Iterable[Tensor]) -> Tensor:
         """Return the norm of each tensor, in float64 where messages lie."""
-        norms = [torch.linalg.vector_norm(x.detach(), dtype=_wide(x.dtype)) for x in tensors]
+        wide = ((x.detach(), torch.promote_types(x.dtype, torch.float32)) for x in tensors)
+        norms = [torch.linalg.vector_norm(x, dtype=dtype) for x, dtype in wide]
         return torch.stack([self._send(x) for x in norms or [torch.zeros(())]])
 
     def _flag_device(self) -> torch.device:
@@ -315,10 +316,6 @@ def _difference(known: Sequence[Mapping[str, str]], numbers: Sequence[int]) -> s
                     f"rank {number}. All ranks have to make the same call, for the same model."
                 )
     raise AssertionError("the facts are the same")
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _in_words(error: BaseException) -> str:

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from newton_summary.display.html import html_table, paragraph
 from newton_summary.display.names import nearest
-from newton_summary.display.table import text_table, without_middle
+from newton_summary.display.table import ShownAsTable, without_middle
 from newton_summary.parallel.processes import Params, aliases_of, is_sharded, whole
 from newton_summary.partition.layers import Types, layers_of, module_path, module_types, role
 
@@ -37,7 +36,7 @@ class Member:
         return self.count == int(np.prod(self.shape))
 
 
-class Partition:
+class Partition(ShownAsTable):
     """The parameters of a model, divided into S named groups.
 
     Made by :func:`make_partition`. ``len(partition)`` is S, ``partition.names`` are the names of
@@ -58,6 +57,8 @@ class Partition:
     >>> partition.titles[0], partition.roles[0], partition.sizes[0], partition.layers
     ('0.weight (Linear)', 'weight', 6, (0, 0, 1, 1))
     """
+
+    _right = (0, 4)
 
     def __init__(
         self,
@@ -121,9 +122,9 @@ class Partition:
     @property
     def titles(self) -> tuple[str, ...]:
         """Names for readers: with the type of a module that has a number for a name."""
-        return tuple(self._title(name) for name in self.names)
+        return tuple(self._titled(name) for name in self.names)
 
-    def _title(self, name: str) -> str:
+    def _titled(self, name: str) -> str:
         path = module_path(name) if name in self.params else name
         kind = self.types.get(path)
         return f"{name} ({kind})" if kind and path.rpartition(".")[2].isdecimal() else name
@@ -296,15 +297,11 @@ class Partition:
         plural = "" if len(self) == 1 else "s"
         return f"Partition({len(self)} group{plural}, {sum(self.sizes):,} parameters)"
 
-    def __str__(self) -> str:
-        """Return a table: number, name, modules, role, entries and parameters of each group."""
-        return f"{self!r}\n{text_table(self._rows(), right=(0, 4))}"
-
-    def _repr_html_(self) -> str:
-        """Return the same for a notebook."""
-        return paragraph(repr(self)) + html_table(self._rows(), right=(0, 4))
+    def _title(self) -> str:
+        return repr(self)
 
     def _rows(self) -> list[tuple[str, ...]]:
+        """Return number, name, modules, role, entries and parameters of each group."""
         rows = [("", "group", "module", "role", "entries", "parameters")]
         aliases = {} if self.model is None else aliases_of(self.model)
         for s, (name, kind, size) in enumerate(

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from newton_summary.probe.inputs import has_length, is_dataclass, leaves
@@ -40,6 +41,11 @@ def map_batch(change: Callable[[Any], Any], batch: Any) -> Any:
 
 def _fields(batch: Any) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(batch) if field.init]
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors on a device."""
+    return map_batch(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def take_samples(batch: Any, size: int, samples: slice) -> Any:

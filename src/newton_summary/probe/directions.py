@@ -92,12 +92,11 @@ def _checked(direction: Mapping[str, Tensor], params: Params, model: nn.Module) 
             raise ValueError(f"The direction of {name!r} has entries that are not finite.")
     # A copy if it lies in the memory of a parameter, which may be moved while it is used.
     live = {local_part(p).untyped_storage().data_ptr() for p in params.values()}
-    return {name: _own(direction[name].detach(), live) for name in params}
-
-
-def _own(value: Tensor, live: set[int]) -> Tensor:
-    shared = value.is_inference() or local_part(value).untyped_storage().data_ptr() in live
-    return value.clone() if shared else value
+    own = {name: direction[name].detach() for name in params}
+    for name, u in own.items():
+        if u.is_inference() or local_part(u).untyped_storage().data_ptr() in live:
+            own[name] = u.clone()
+    return own
 
 
 def _unknown_name(name: str, params: Params, model: nn.Module) -> str:

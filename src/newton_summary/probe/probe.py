@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -157,14 +156,9 @@ class Probe:
         with torch._C.DisableTorchFunction():
             self._model_state.release()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Put everything back, also after an error."""
-        self._journal.__exit__(kind, error, trace)
+        self._journal.__exit__(*error)
 
     # --- the data, as closures --------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
-from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -83,12 +82,7 @@ class Journal:
         _here.journal = self
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Undo everything that this journal, and interrupted ones inside of it, still hold."""
         try:
             _end_contexts(sys.exc_info()[1])
@@ -230,7 +224,7 @@ class ModelState:
         self.modes = [(module, module.training) for module in modules]
         own = (module._buffers for module in modules)
         self.buffers = [(buffers, dict(buffers)) for buffers in own if isinstance(buffers, dict)]
-        self.attributes = _PlainAttributes(modules)
+        self.attributes = PlainAttributes(modules)
         found = (buffer for _, buffers in self.buffers for buffer in buffers.values())
         plain = list(self.attributes.tensors())
         if plain:  # a view of a parameter moves with it
@@ -290,7 +284,7 @@ class ModelState:
         parametrize._cache.update({k: v for k, v in self.cached.items() if v is not None})
 
 
-class _PlainAttributes:
+class PlainAttributes:
     """What modules hold besides parameters, buffers and modules: states, counters, caches.
 
     References are put back, and the contents of lists, dicts, sets and deques.

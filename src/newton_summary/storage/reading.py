@@ -66,9 +66,7 @@ def opened(file: Path) -> Iterator[BinaryIO]:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise Damaged("it is not an ordinary file")
             yield stream
-    except FileNotFoundError:
-        raise
-    except UserError:
+    except (FileNotFoundError, UserError):
         raise
     except Exception as error:  # pickle and zip raise many kinds, and strangers find more
         reason = error.strerror if isinstance(error, OSError) else str(error)

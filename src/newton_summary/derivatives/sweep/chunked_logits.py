@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ from newton_summary.derivatives.sweep.tape import (
     Tape,
     Value,
     find_values,
+    parts_of,
 )
 
 if TYPE_CHECKING:
@@ -79,8 +79,9 @@ def find_chunked_logits(
             chain.insert(0, makers[slot])
             if rows is not None:
                 chosen[chain[0]] = rows
-        last = tape.ops[end]
-        if not _is_layer(tape.ops[chain[0]]) or last.out.slot in curving:
+        layer, last = tape.ops[chain[0]], tape.ops[end]
+        is_layer = layer.name == "linear" and layer.args[1].tensor.dim() == 2
+        if not is_layer or last.out.slot in curving:
             continue
         logits = last.out.tensor
         most = AT_A_TIME.get(logits.device.type, AT_A_TIME_ELSEWHERE)
@@ -139,10 +140,6 @@ def _left_rows(op: Op) -> Tensor | None:
     return places[..., 0].flatten()
 
 
-def _is_layer(op: Op) -> bool:
-    return op.name == "linear" and op.args[1].tensor.dim() == 2
-
-
 def pass_in_pieces(sweep: Sweep, logits: ChunkedLogits) -> None:
     """Pass the operations of chunked logits for some rows, then for the next ones."""
     ops = [sweep.tape.ops[i] for i in logits.ops]
@@ -150,7 +147,7 @@ def pass_in_pieces(sweep: Sweep, logits: ChunkedLogits) -> None:
     x = ops[0].args[0]
     t = sweep.tangent(x)
     rows = None if t is None else t.rows.flatten(1, -2)
-    for part in pieces(logits):
+    for part in parts_of(logits.rows, logits.at_a_time):
         parts = [logits.chosen[i][part] if i in logits.chosen else part for i in logits.ops]
         piece = copy(sweep)  # with the same lists of contributions
         piece.tangents = {s: sweep.tangents[s] for s in ops[0].inputs if s in sweep.tangents}
@@ -172,12 +169,6 @@ def pass_in_pieces(sweep: Sweep, logits: ChunkedLogits) -> None:
             p = of_rows(ops[-1].out.now, part).exp()
             before = delta - p * delta.sum(-1, keepdim=True)  # the adjoint of what goes in
             piece.read_gbar(Cut(logits.ops[-1], ops[-1].args[0], before))
-
-
-def pieces(logits: ChunkedLogits) -> Iterator[slice]:
-    """Give the rows that are passed at a time."""
-    for start in range(0, logits.rows, logits.at_a_time):
-        yield slice(start, start + logits.at_a_time)
 
 
 def of_rows(tensor: Any, part: slice | Tensor) -> Any:

@@ -19,14 +19,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from newton_summary.derivatives.sweep.engine import (
-    Layout,
     Leaves,
+    Place,
     contributions,
     joined,
     prepared,
+    totals_of,
     with_totals,
     without_autocast,
 )
+from newton_summary.display.warn import warn_user
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.partition import Params, Partition, result_dtype
 from newton_summary.probe.inputs import count_samples
@@ -34,6 +36,7 @@ from newton_summary.probe.probe import Closure, LossFn, Probe, check_finite
 from newton_summary.summary import Summary
 
 WARM_UP = 2  # runs on the capturing stream, in which libraries make their choices
+BEFORE_CAPTURE = 3  # measurements without a graph, whose errors are in their own words
 MOST_GRAPHS = 4  # each holds the memory of a sweep
 
 
@@ -44,35 +47,56 @@ class CannotCapture(Exception):
 class SweepGraphs:
     """Graphs of the sweep of one model, one for each shape of batch.
 
+    Captures the sweep after the first measurements, and replays it.
+
     Args:
-        model: The model.
-        partition: Its groups, of whole tensors.
-        order: 2 or 3.
+        unfit: Why nothing can be captured, if that is known.
     """
 
-    def __init__(self, model: nn.Module, partition: Partition, order: int):
-        self.model, self.partition, self.order = model, partition, order
+    def __init__(self, unfit: str | None = None):
+        self.unfit, self._asked, self._stopped = unfit, 0, False
         self._graphs: dict[Any, SweepGraph] = {}
 
-    def summarize(self, loss_fn: LossFn, batch: Any, u: Params) -> Summary:
-        """Measure a summary of one batch, as the sweep does.
+    def summarize(
+        self, partition: Partition, loss_fn: LossFn, batch: Any, u: Params, order: int, ranks: int
+    ) -> Summary | None:
+        """Return a summary as the sweep measures it; None where that has to be done without."""
+        self._asked += 1
+        if self._stopped or self._asked <= BEFORE_CAPTURE:
+            return None
+        try:
+            if self.unfit is not None or ranks > 1:
+                raise CannotCapture(self.unfit or "there are several ranks")
+            return self.replay(partition, loss_fn, batch, u, order)
+        except CannotCapture as error:
+            self._stopped, self._graphs = True, {}
+            warn_user(f"NewtonSummary: cuda_graph=True has no effect, because {error}.")
+            return None
+
+    def replay(
+        self, partition: Partition, loss_fn: LossFn, batch: Any, u: Params, order: int
+    ) -> Summary:
+        """Measure a summary of one batch.
 
         Raises:
             CannotCapture: If that cannot be captured.
             NotFiniteError: If the loss is not finite.
         """
-        self._check()
-        key = self._key(loss_fn, batch, u)
+        self._check(partition)
+        key = self._key(partition, loss_fn, batch, u)
         if key not in self._graphs:
             if len(self._graphs) >= MOST_GRAPHS:
                 self._graphs.clear()
-            self._graphs[key] = SweepGraph(
-                self.model, loss_fn, batch, u, self.partition, self.order
-            )
+            self._graphs[key] = SweepGraph(loss_fn, batch, u, partition, order)
         return self._graphs[key].replay(batch)
 
-    def _check(self) -> None:
-        devices = {p.device for p in self.partition.params.values()}
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the graphs, which cannot be copied and are captured again."""
+        return self.__dict__ | {"_graphs": {}}
+
+    @staticmethod
+    def _check(partition: Partition) -> None:
+        devices = {p.device for p in partition.params.values()}
         if {d.type for d in devices} != {"cuda"} or len(devices) > 1:
             raise CannotCapture(f"the parameters are on {', '.join(sorted(map(str, devices)))}")
         current = torch.cuda.current_device()  # what runs on another one is not captured
@@ -80,21 +104,25 @@ class SweepGraphs:
             raise CannotCapture(
                 f"the parameters are on {devices.pop()} and the current device is cuda:{current}"
             )
-        if not all(isinstance(label, int) for label in self.partition.labels.values()):
+        if not all(isinstance(label, int) for label in partition.labels.values()):
             raise CannotCapture("the partition divides tensors")
 
-    def _key(self, loss_fn: LossFn, batch: Any, u: Params) -> Any:
+    @staticmethod
+    def _key(partition: Partition, loss_fn: LossFn, batch: Any, u: Params) -> Any:
         """Return all that must be the same for a graph to be used again."""
         leaves, structure = pytree.tree_flatten(batch)
         # Also buffers and frozen parameters: a graph reads them where they were at its capture.
-        tensors = (*self.model.parameters(), *self.model.buffers(), *u.values())
+        model = partition.model
+        assert model is not None
+        tensors = (*model.parameters(), *model.buffers(), *u.values())
         key = (
+            partition,
             loss_fn,
             structure,
             tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves),
             tuple((x.data_ptr(), x.dtype) for x in tensors),
-            tuple(p.requires_grad for p in self.partition.params.values()),
-            tuple(module.training for module in self.model.modules()),
+            tuple(p.requires_grad for p in partition.params.values()),
+            tuple(module.training for module in model.modules()),
             torch.is_autocast_enabled("cuda"),
             torch.get_autocast_dtype("cuda"),
         )
@@ -111,7 +139,6 @@ class SweepGraph:
     """The sweep of one batch, and of all others of its shape.
 
     Args:
-        model: The model.
         loss_fn: ``loss_fn(model, batch)``.
         batch: The first batch; it is copied.
         u: The direction, in tensors that stay where they are.
@@ -119,15 +146,7 @@ class SweepGraph:
         order: 2 or 3.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFn,
-        batch: Any,
-        u: Params,
-        partition: Partition,
-        order: int,
-    ):
+    def __init__(self, loss_fn: LossFn, batch: Any, u: Params, partition: Partition, order: int):
         self.partition, self.order = partition, order
         self.samples = count_samples(batch) or 0
         leaves, structure = pytree.tree_flatten(batch)
@@ -136,10 +155,11 @@ class SweepGraph:
         self._inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
         held = pytree.tree_unflatten(self._inputs, structure)
         self._graph = torch.cuda.CUDAGraph()
-        with Probe(model, loss_fn, [held], partition) as probe:
+        assert partition.model is not None
+        with Probe(partition.model, loss_fn, [held], partition) as probe:
             given = Leaves(probe.params, u, partition)
 
-            def run() -> tuple[Layout, Tensor]:
+            def run() -> tuple[list[Place], Tensor]:
                 return _run(lambda: loss_fn(probe.model, held), given, order)
 
             try:
@@ -151,7 +171,7 @@ class SweepGraph:
                         run()
                 torch.cuda.current_stream().wait_stream(stream)
                 with torch.cuda.graph(self._graph):
-                    self._layout, self._numbers = run()
+                    self._places, self._numbers = run()
             except (CannotDifferentiate, RuntimeError) as error:
                 raise CannotCapture(str(error).splitlines()[0]) from error
 
@@ -165,7 +185,7 @@ class SweepGraph:
         numbers = self._numbers.cpu()
         loss = numbers[0]
         check_finite(loss)
-        totals = self._layout.add_up(numbers[1:].numpy(), len(self.partition))
+        totals = totals_of(self._places, numbers[1:].numpy(), len(self.partition))
         dtype = result_dtype(self.partition.params)
         first = Summary(
             torch.from_numpy(totals.gbar).to(dtype),
@@ -177,11 +197,11 @@ class SweepGraph:
         return with_totals(first, totals, self.order)
 
 
-def _run(closure: Closure, leaves: Leaves, order: int) -> tuple[Layout, Tensor]:
+def _run(closure: Closure, leaves: Leaves, order: int) -> tuple[list[Place], Tensor]:
     """Sweep without waiting for the device.
 
     Returns:
-        The loss and all contributions end to end, in float64, and what the latter belong to.
+        The loss and all contributions end to end, in float64, and where the latter belong.
     """
     tape = prepared(closure, leaves, order)
     if tape.cut is None:
@@ -189,8 +209,8 @@ def _run(closure: Closure, leaves: Leaves, order: int) -> tuple[Layout, Tensor]:
     with without_autocast(tape.loss.device.type):
         _, adjoints = leaves.backward(tape)
         groups = range(len(leaves.partition))
-        layout, numbers = contributions(tape, adjoints, leaves, order, groups)
-    return layout, joined([tape.loss.detach().reshape(1), numbers]).double()
+        places, numbers = contributions(tape, adjoints, leaves, order, groups)
+    return places, joined([tape.loss.detach().reshape(1), numbers]).double()
 
 
 def _check_repeatable(model: nn.Module, run: Callable[[], Any]) -> None:

@@ -20,10 +20,9 @@ captures its parts, :func:`prepared` and :func:`contributions`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,6 +56,7 @@ from newton_summary.summary import Summary
 
 KNOWN = frozenset(RULES)
 SMALL = 2**23  # bytes: stacks that take less together are not counted, divided or split
+Place = tuple[str, Groups, Groups]  # gbar, Hbar or D3, its groups, and those of Hbar's columns
 Adjoints = dict[int, Tensor | None]  # of the loss, by the slot of a value; None for zero
 
 
@@ -109,9 +109,7 @@ class Sweep:
         self.adjoints = adjoints
         self.order = order
         self.tangents = leaves.tangents(tape.leaves, set(groups))
-        self._gbar: list[tuple[Groups, Tensor]] = []
-        self._Hbar: list[tuple[Groups, Groups, Tensor]] = []
-        self._D3: list[tuple[Groups, Tensor]] = []
+        self.found: list[tuple[Place, Tensor]] = []  # contributions, and where they belong
 
     # --- what rules use ---------------------------------------------------------------------------
 
@@ -128,11 +126,11 @@ class Sweep:
 
     def add_Hbar(self, rows: Groups, columns: Groups, entries: Tensor) -> None:
         """Add entries to Hbar: Hbar[rows[i], columns[j]] += entries[i, j]."""
-        self._Hbar.append((rows, columns, entries))
+        self.found.append((("Hbar", rows, columns), entries))
 
     def add_D3(self, groups: Groups, entries: Tensor) -> None:
         """Add entries to D3."""
-        self._D3.append((groups, entries))
+        self.found.append((("D3", groups, ()), entries))
 
     # --- the sweep --------------------------------------------------------------------------------
 
@@ -170,7 +168,7 @@ class Sweep:
         """Add what is read off at a cut to gbar."""
         t = self.tangent(cut.value)
         if t is not None and cut.adjoint is not None:
-            self._gbar.append((t.first, gram(t.y1, cut.adjoint[None])))
+            self.found.append((("gbar", t.first, ()), gram(t.y1, cut.adjoint[None])))
 
     def pass_op(self, op: Op) -> None:
         """Apply an operation's rule."""
@@ -189,15 +187,10 @@ class Sweep:
             if value is not None and tangent is not None and value.slot in self.tape.needed:
                 self.tangents[value.slot] = tangent.to(value.tensor.dtype)
 
-    def contributions(self) -> tuple[Layout, Tensor]:
-        """Return all contributions end to end, and what they belong to."""
-        layout = Layout(
-            [groups for groups, _ in self._gbar],
-            [(rows, columns) for rows, columns, _ in self._Hbar],
-            [groups for groups, _ in self._D3],
-        )
-        every = [*self._gbar, *((rows, x) for rows, _, x in self._Hbar), *self._D3]
-        return layout, joined([entries.reshape(-1) for _, entries in every])
+    def contributions(self) -> tuple[list[Place], Tensor]:
+        """Return all contributions end to end, and where they belong."""
+        entries = joined([entries.reshape(-1) for _, entries in self.found])
+        return [place for place, _ in self.found], entries
 
 
 class Totals(NamedTuple):
@@ -208,31 +201,18 @@ class Totals(NamedTuple):
     D3: np.ndarray  # (S,)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Which groups the contributions of a sweep belong to, in the order in which they came."""
-
-    gbar: list[Groups]
-    Hbar: list[tuple[Groups, Groups]]
-    D3: list[Groups]
-
-    def add_up(self, numbers: np.ndarray, S: int) -> Totals:
-        """Return the totals from all contributions end to end."""
-        totals = Totals(np.zeros(S), np.zeros((S, S)), np.zeros(S))
-        start = 0
-
-        def take(*shape: int) -> np.ndarray:
-            nonlocal start
-            start += math.prod(shape)
-            return numbers[start - math.prod(shape) : start].reshape(shape)
-
-        for groups in self.gbar:
-            totals.gbar[list(groups)] += take(len(groups))
-        for rows, columns in self.Hbar:
-            totals.Hbar[np.array(rows)[:, None], columns] += take(len(rows), len(columns))
-        for groups in self.D3:
-            totals.D3[list(groups)] += take(len(groups))
-        return totals._replace(Hbar=(totals.Hbar + totals.Hbar.T) / 2)
+def totals_of(places: Sequence[Place], numbers: np.ndarray, S: int) -> Totals:
+    """Return the totals from all contributions end to end."""
+    totals = Totals(np.zeros(S), np.zeros((S, S)), np.zeros(S))
+    start = 0
+    for name, rows, columns in places:
+        end = start + len(rows) * (len(columns) if name == "Hbar" else 1)
+        part, start = numbers[start:end], end
+        if name == "Hbar":
+            totals.Hbar[np.array(rows)[:, None], columns] += part.reshape(len(rows), -1)
+        else:
+            getattr(totals, name)[list(rows)] += part
+    return totals._replace(Hbar=(totals.Hbar + totals.Hbar.T) / 2)
 
 
 def joined(pieces: list[Tensor]) -> Tensor:
@@ -450,8 +430,8 @@ def swept(tape: Tape, adjoints: Adjoints, leaves: Leaves, order: int, parts: int
     S = len(leaves.partition)
     whole = Totals(np.zeros(S), np.zeros((S, S)), np.zeros(S))
     for groups in [range(S)] if parts == 1 else group_chunks(S, parts):
-        layout, numbers = contributions(tape, adjoints, leaves, order, groups, consume=parts == 1)
-        totals = layout.add_up(numbers.double().cpu().numpy(), S)
+        places, numbers = contributions(tape, adjoints, leaves, order, groups, consume=parts == 1)
+        totals = totals_of(places, numbers.double().cpu().numpy(), S)
         whole.gbar[list(groups)] = totals.gbar[list(groups)]
         whole.Hbar[np.ix_(groups, groups)] = totals.Hbar[np.ix_(groups, groups)]
         whole.D3[list(groups)] = totals.D3[list(groups)]
@@ -466,11 +446,11 @@ def contributions(
     order: int,
     groups: Sequence[int],
     consume: bool = True,
-) -> tuple[Layout, Tensor]:
+) -> tuple[list[Place], Tensor]:
     """Sweep once, without waiting for the device.
 
     Returns:
-        All contributions end to end, and what they belong to.
+        All contributions end to end, and where they belong.
     """
     sweep = Sweep(tape, adjoints, leaves, order, groups)
     sweep.run(consume)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from newton_summary.derivatives.sweep.engine import KNOWN, Adjoints, Leaves, backward, leaf_tangent
 from newton_summary.derivatives.sweep.recorder import Recorder
 from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE
-from newton_summary.derivatives.sweep.tape import Tangent, Tape, Value
+from newton_summary.derivatives.sweep.tape import Tangent, Tape, Value, map_tree
 from newton_summary.derivatives.sweep.torch_functions import look_up
 from newton_summary.parallel.fsdp import Shards, check_shards, rest_hooks, scattered_sum
 from newton_summary.parallel.processes import is_sharded, like_sharded, local_part
@@ -114,20 +114,13 @@ class Gathering(TorchFunctionMode):
         if call.passes or call.accesses:
             return func(*args, **kwargs)
         found: dict[int, Tensor] = {}
-        return func(*self._gather(args, found), **self._gather(kwargs, found))
 
-    def _gather(self, tree: Any, found: dict[int, Tensor]) -> Any:
-        if isinstance(tree, tuple) and type(tree) is tuple:
-            return tuple(self._gather(x, found) for x in tree)
-        if isinstance(tree, list):
-            return [self._gather(x, found) for x in tree]
-        if isinstance(tree, dict):
-            return {key: self._gather(x, found) for key, x in tree.items()}
-        if not is_sharded(tree):
-            return tree
-        if id(tree) not in found:
-            found[id(tree)] = self.shards.leaf(tree)
-        return found[id(tree)]
+        def gather(x: Any) -> Any:
+            if is_sharded(x) and id(x) not in found:
+                found[id(x)] = self.shards.leaf(x)
+            return found.get(id(x), x)
+
+        return func(*map_tree(gather, args), **map_tree(gather, kwargs))
 
 
 class ShardedValue(Value):

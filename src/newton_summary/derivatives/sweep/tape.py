@@ -186,17 +186,20 @@ def _collect(tree: Any, kind: type, found: list[Any]) -> None:
             _collect(x, kind, found)
 
 
+def map_tree(change: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply a function to everything in nested tuples, lists and dicts."""
+    if type(tree) is tuple:
+        return tuple([map_tree(change, x) for x in tree])
+    if isinstance(tree, list):
+        return [map_tree(change, x) for x in tree]
+    if isinstance(tree, dict):
+        return {key: map_tree(change, x) for key, x in tree.items()}
+    return change(tree)
+
+
 def plain(tree: Any) -> Any:
     """Replace every value by its tensor."""
-    if isinstance(tree, Value):
-        return tree.now
-    if isinstance(tree, tuple):
-        return tuple(plain(x) for x in tree)
-    if isinstance(tree, list):
-        return [plain(x) for x in tree]
-    if isinstance(tree, dict):
-        return {key: plain(x) for key, x in tree.items()}
-    return tree
+    return map_tree(lambda x: x.now if isinstance(x, Value) else x, tree)
 
 
 # --- derivatives along the lines of the groups, stacked in one tensor of rows ---------------------
@@ -289,26 +292,11 @@ def align(tangents: Sequence[Tangent]) -> tuple[Groups, Groups, list[Tensor]]:
 
 
 def add_rows(terms: Sequence[tuple[Groups, Tensor]]) -> tuple[Groups, Tensor]:
-    """Add stacks of rows group by group; where no two of them share a group this is one copy."""
-    terms = [term for term in terms if term[0]]
-    if len(terms) == 1:
-        return terms[0]
-    groups = union(*(g for g, _ in terms))
-    if sum(len(g) for g, _ in terms) == len(groups):
-        return groups, torch.cat([rows for _, rows in terms])
-    total: Tensor | None = None
-    for g, rows in terms:
-        if total is None:
-            total = spread(g, rows, groups)
-            total = total.clone() if total is rows else total
-        else:
-            where = [groups.index(s) for s in g]
-            if where == list(range(where[0], where[0] + len(where))):
-                total[where[0] : where[0] + len(where)] += rows
-            else:
-                total.index_add_(0, torch.tensor(where, device=rows.device), rows)
+    """Add stacks of rows group by group."""
+    some = [(groups, rows) for groups, rows in terms if groups]
+    total = add_up(some, (), some[0][1][0])
     assert total is not None
-    return groups, total
+    return total.first, total.rows
 
 
 # A function (out, which, add) that writes some of its rows to a tensor, or adds them to it.
@@ -437,9 +425,16 @@ def add_tangents(tangents: Sequence[Tangent]) -> Tangent:
         for t in tangents[1:]:
             total = total + t.rows
         return Tangent(tangents[0].first, tangents[0].second, total)
-    first = add_rows([(t.first, t.y1) for t in tangents])
-    second = [(t.second, t.y2) for t in tangents if t.second]
-    return join(first, add_rows(second) if second else None)
+    first, second = [(t.first, t.y1) for t in tangents], [(t.second, t.y2) for t in tangents]
+    added = add_up(first, second, tangents[0].rows[0])
+    assert added is not None
+    return added
+
+
+def parts_of(n: int, at_a_time: int) -> Iterator[slice]:
+    """Give slices that cover n."""
+    for start in range(0, n, at_a_time):
+        yield slice(start, min(n, start + at_a_time))
 
 
 def lift(rows: Tensor, ndim: int) -> Tensor:

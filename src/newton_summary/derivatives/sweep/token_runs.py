@@ -24,10 +24,11 @@ from newton_summary.derivatives.sweep.tape import (
     TokenRun,
     Value,
     find_values,
+    parts_of,
 )
 
 if TYPE_CHECKING:
-    from newton_summary.derivatives.sweep.engine import Sweep
+    from newton_summary.derivatives.sweep.engine import Place, Sweep
 
 # Bytes of the widest derivatives that are taken at a time.
 AT_A_TIME = {"cpu": 2**24}
@@ -124,12 +125,10 @@ def pass_tokens(sweep: Sweep, run: TokenRun) -> None:
     }
     flat = {s: t.rows.flatten(1, -2) for s, t in inputs.items() if s in tokens}
     results: dict[int, Tangent] = {}
-    Hbar: dict[tuple[Any, ...], Tensor] = {}
-    D3: dict[tuple[Any, ...], Tensor] = {}
-    for start in range(0, run.tokens, run.at_a_time):
-        part = slice(start, start + run.at_a_time)
+    found: dict[Place, Tensor] = {}
+    for part in parts_of(run.tokens, run.at_a_time):
         piece = copy(sweep)
-        piece._Hbar, piece._D3 = [], []
+        piece.found = []
         piece.tangents = {
             slot: Tangent(t.first, t.second, flat[slot][:, part]) if slot in flat else t
             for slot, t in inputs.items()
@@ -151,21 +150,13 @@ def pass_tokens(sweep: Sweep, run: TokenRun) -> None:
                     rows = t.rows.new_empty((len(t.rows), *value.tensor.shape))
                     results[slot] = Tangent(t.first, t.second, rows)
                 results[slot].rows.flatten(1, -2)[:, part] = t.rows
-        add_to(Hbar, piece._Hbar)
-        add_to(D3, piece._D3)
+        for place, entries in piece.found:
+            if place in found:
+                found[place] += entries
+            else:
+                found[place] = entries.clone()
     sweep.tangents.update(results)
-    sweep._Hbar += [(rows, columns, x) for (rows, columns), x in Hbar.items()]
-    sweep._D3 += [(groups, x) for (groups,), x in D3.items()]
-
-
-def add_to(sums: dict[tuple[Any, ...], Tensor], contributions: list[tuple[Any, ...]]) -> None:
-    """Add contributions to those of the same groups."""
-    for *groups, entries in contributions:
-        key = tuple(groups)
-        if key in sums:
-            sums[key] += entries
-        else:
-            sums[key] = entries.clone()
+    sweep.found += found.items()
 
 
 def some_tokens(op: Op, part: slice) -> Op:

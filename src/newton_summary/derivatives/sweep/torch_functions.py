@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from newton_summary.derivatives.norms import elementary_form
@@ -71,15 +72,7 @@ class Call:
         )
 
 
-class Calls(dict[Callable[..., Any], Call]):
-    """What is known of functions, found out once for each."""
-
-    def __missing__(self, func: Callable[..., Any]) -> Call:
-        """Find out what is known of a function."""
-        return self.setdefault(func, Call.of(func))
-
-
-look_up = Calls().__getitem__
+look_up = cache(Call.of)  # what is known of a function, found out once for each
 
 
 def canonical_name(func: Callable[..., Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from newton_summary.derivatives.sweep.rules.linear import without_mean
 from newton_summary.derivatives.sweep.rules.normalize import pass_softmax
-from newton_summary.derivatives.sweep.tape import Groups, Tangent, dots, gram
+from newton_summary.derivatives.sweep.tape import Groups, Tangent, dots, gram, parts_of
 
 # Bytes of the scores' derivatives that are taken at a time.
 AT_A_TIME = {"cpu": 2**21}  # which stay in its cache with what is computed from them
@@ -100,19 +99,13 @@ class Attention:
     def run(self) -> None:
         """Pass all tiles."""
         queries, heads, samples = tile_size(self)
-        for b in parts(self.heads.B, samples):
-            for h in parts(self.heads.H, heads):
+        for b in parts_of(self.heads.B, samples):
+            for h in parts_of(self.heads.H, heads):
                 keys = Keys(self, b, h)
-                for rows in parts(self.heads.L, queries):
+                for rows in parts_of(self.heads.L, queries):
                     Tile(self, keys, b, h, rows).run()
                 if keys.sums is not None and keys.V is not None:
                     self.add_pairs(keys.sums, keys.V)
-
-
-def parts(n: int, at_a_time: int) -> Iterator[slice]:
-    """Give slices that cover n."""
-    for start in range(0, n, at_a_time):
-        yield slice(start, min(n, start + at_a_time))
 
 
 def tile_size(a: Attention) -> tuple[int, int, int]:

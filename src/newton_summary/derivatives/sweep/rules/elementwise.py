@@ -60,10 +60,9 @@ def curved(derivatives: Callable[..., Derivatives], relative: bool = False) -> C
         if f2 is None:
             return t.map(lambda rows: rows * f1)
         delta = sweep.adjoint(op.out)
-        if (
-            f1.is_cuda and fused.available(f1) and f1.dtype == op.out.tensor.dtype
-        ):  # not so under autocast
-            passed = fused.pass_elementwise(t, f1, f2, f3, delta, sweep.order, op.wanted)
+        if f1.is_cuda and f1.dtype == op.out.tensor.dtype:  # not so under autocast
+            how = (f2, f3, delta, sweep.order == 3, op.wanted)
+            passed = fused.run("pass_elementwise", t, f1, *how)
             if passed is not None:
                 return fused.contributed(sweep, t, passed)
         return _pass_curved(sweep, t, (f1, f2, f3), delta, op.wanted)
@@ -115,15 +114,7 @@ def broadcast(t: Tangent | None, op: Op) -> Tangent | None:
 
 def piecewise_linear(slope: Callable[..., Tensor]) -> Callable[..., Any]:
     """Return the rule for a function made of straight pieces, given its slope."""
-
-    def rule(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Tangent | None:
-        t = broadcast(sweep.tangent(x), op)
-        if t is None:
-            return None
-        f1 = slope(x.now, op.out.now, *plain(args), **plain(kwargs))
-        return t.map(lambda rows: rows * f1)
-
-    return rule
+    return curved(lambda *args, **kwargs: (slope(*args, **kwargs), None, None))
 
 
 # --- functions made of straight pieces -----------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -59,26 +60,19 @@ def memory_layout(shape: Sequence[int], d: list[int]) -> tuple[int, int, int] | 
     return math.prod(sizes[:samples]), math.prod(sizes[samples:first]), together
 
 
+@dataclass
 class FusedCentredRows:
     """The rows of x inside of a standardisation, in two passes over memory.
 
     Does what ``normalize.CentredRows`` does, with the same arguments.
     """
 
-    def __init__(
-        self,
-        parts: list[fused.Piece],
-        c: Tensor,
-        delta: Tensor | None,
-        sizes: tuple[int, int, int],
-        third: bool,
-        cells: torch.Size,
-    ):
-        self.parts, self.sizes, self.third, self.cells = parts, sizes, third, cells
-        self.c = c.contiguous()
-        self.delta = None if delta is None else delta.to(c.dtype).contiguous()
-        self.k = sum(len(part.x1) for part in parts)
-        self.means = c.new_empty((2, self.k, sizes[1]))  # of x1 and of x2
+    parts: list[fused.Piece]
+    c: Tensor
+    delta: Tensor | None
+    sizes: tuple[int, int, int]
+    third: bool
+    cells: torch.Size
 
     @classmethod
     def make(
@@ -92,27 +86,19 @@ class FusedCentredRows:
         if parts is None or any(part.x1.dtype != c.dtype for part in parts):
             return None
         cells = torch.Size([1 if i - c.dim() in d else n for i, n in enumerate(c.shape)])
-        return cls(parts, c, delta, sizes, third, cells)
+        delta = None if delta is None else delta.to(c.dtype).contiguous()
+        return cls(parts, c.contiguous(), delta, sizes, third, cells)
 
     def sums(self) -> Sums:
         """Return the sums of products over each cell, for all groups."""
-        sums = self.c.new_empty((len(Sums._fields), self.k, self.sizes[1]))
-        for start, part in fused.started(self.parts):
-            fused.compiled().norm_sums(
-                part, self.c, self.delta, self.means, sums, start, self.sizes, self.third
-            )
-        return Sums(*sums.reshape(len(sums), self.k, *self.cells))
+        given = (self.parts, self.c, self.delta, self.sizes, self.third)
+        self.means, sums = fused.kernels().norm_sums(*given)  # type: ignore[union-attr]
+        return Sums(*sums.reshape(*sums.shape[:2], *self.cells))
 
     def finish(
         self, r: Tensor, r1: Tensor, r2: Tensor | None, weight: Tensor | None, wanted: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the rows of the result, and the weighted products of c1 with itself."""
-        c, k = self.c, self.k
-        result = c.new_empty(((1 if r2 is None else 2) * k, *c.shape)) if wanted else None
-        pair = None if weight is None else c.new_empty((2, k, *c.shape))  # c1, and weighted
-        factors = [x if x is None else x.contiguous() for x in (r, r1, r2, weight)]
-        for start, part in fused.started(self.parts):
-            fused.compiled().standardized(
-                part, c, self.means, factors, result, pair, start, self.sizes, fused.BLOCK
-            )
+        given = (self.parts, self.c, self.means, [r, r1, r2, weight], self.sizes, wanted)
+        result, pair = fused.kernels().standardized(*given)  # type: ignore[union-attr]
         return result, None if pair is None else gram(pair[1], pair[0])

@@ -87,7 +87,8 @@ def pass_softmax(
     dimension, counted from the end.
     """
     third = sweep.order == 3
-    passed = fused.pass_softmax(t, p, weight, d, third, wanted, log)
+    how = (weight, third, wanted, log)
+    passed = None if d != -1 else fused.run("pass_softmax", t, p, *how)
     if passed is not None:
         return fused.contributed(sweep, t, passed)
     k = len(t.first)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from newton_summary.derivatives.sweep.tape import Op, Tangent, Value, align, find_values
+from newton_summary.derivatives.sweep.tape import Op, Tangent, Value, align, find_values, map_tree
 from newton_summary.derivatives.sweep.torch_functions import names
 
 if TYPE_CHECKING:
@@ -80,17 +80,17 @@ def without_vmap_fallback() -> Iterator[None]:
 
 def fill(tree: Any, given: dict[int | None, Tensor], keep_constants: bool) -> Any:
     """Put rows in the place of values."""
-    if isinstance(tree, Value):
-        if tree.slot in given:
-            return given[tree.slot].to(tree.tensor.dtype)
-        number = tree.tensor.dtype.is_floating_point or tree.tensor.is_complex()
+
+    def row(value: Any) -> Any:
+        if not isinstance(value, Value):
+            return value
+        if value.slot in given:
+            return given[value.slot].to(value.tensor.dtype)
+        number = value.tensor.dtype.is_floating_point or value.tensor.is_complex()
         keep = keep_constants or not number
-        return tree.now.detach() if keep else torch.zeros_like(tree.tensor)
-    if isinstance(tree, tuple | list):
-        return type(tree)(fill(x, given, keep_constants) for x in tree)
-    if isinstance(tree, dict):
-        return {key: fill(x, given, keep_constants) for key, x in tree.items()}
-    return tree
+        return value.now.detach() if keep else torch.zeros_like(value.tensor)
+
+    return map_tree(row, tree)
 
 
 def linear_part(op: Op) -> Callable[..., Any]:

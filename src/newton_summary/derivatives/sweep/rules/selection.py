@@ -81,7 +81,8 @@ def extremum(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Any:
         return t.map(lambda rows: share(rows, x.now, op.saved, dims))
     indices = op.saved[1]
     default = -1
-    dim = kwargs.get("dim", next((a for a in args[_position(op.name) :][:1]), default))
+    before = 1 if op.name in ("topk", "kthvalue") else 0  # arguments before the dimension
+    dim = kwargs.get("dim", next((a for a in args[before:][:1]), default))
     dim = default if dim is None or isinstance(dim, bool) else index(dim)
     keepdim = indices.dim() == x.tensor.dim()
     along = dim % x.tensor.dim() + 1
@@ -92,11 +93,6 @@ def extremum(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Any:
         return chosen if keepdim else chosen.squeeze(along)
 
     return [t.map(choose), None]
-
-
-def _position(name: str) -> int:
-    """Where the dimension stands among the arguments behind the tensor."""
-    return 1 if name in ("topk", "kthvalue") else 0
 
 
 def share(rows: Tensor, x: Tensor, y: Tensor, dims: Any) -> Tensor:

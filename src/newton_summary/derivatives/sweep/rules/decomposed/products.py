@@ -11,19 +11,13 @@ import torch
 from torch import Tensor
 
 
-def addmm(input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """``beta input + alpha a @ b``; also baddbmm and addmv."""
-    return torch.add(input if beta == 1 else input * beta, torch.matmul(a, b), alpha=alpha)
+def plus(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Return how to record ``beta input + alpha product(a, b)``."""
 
+    def add(input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        return torch.add(input if beta == 1 else input * beta, product(a, b), alpha=alpha)
 
-def addbmm(input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """``beta input + alpha sum_i a_i @ b_i``."""
-    return torch.add(input if beta == 1 else input * beta, torch.matmul(a, b).sum(0), alpha=alpha)
-
-
-def addr(input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """``beta input + alpha a b^T``."""
-    return torch.add(input if beta == 1 else input * beta, outer(a, b), alpha=alpha)
+    return add
 
 
 def contract(equation: str, operands: Sequence[Tensor]) -> Tensor:
@@ -159,9 +153,9 @@ def _written_out(equation: str, operands: Sequence[Tensor]) -> str:
 
 
 PRODUCTS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(["addmm", "addmv", "baddbmm"], addmm),
-    "addbmm": addbmm,
-    "addr": addr,
+    **dict.fromkeys(["addmm", "addmv", "baddbmm"], plus(torch.matmul)),
+    "addbmm": plus(lambda a, b: torch.matmul(a, b).sum(0)),
+    "addr": plus(outer),
     **dict.fromkeys(["outer", "ger"], outer),
     "inner": inner,
     "linalg_vecdot": vecdot,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -11,6 +11,8 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.rules.fused import Piece
+
+BLOCK = 1024  # entries that one program handles, for all groups
 
 
 @triton.jit(do_not_specialize=["start", "k", "k1", "k2"])  # type: ignore[untyped-decorator]
@@ -73,57 +75,45 @@ def _elementwise(  # type: ignore[no-untyped-def]
 
 
 def pass_elementwise(
-    piece: Piece,
-    curved: list[Tensor | None],
-    rows: Tensor | None,
-    x1: Tensor | None,
-    work: Tensor | None,
-    sums: Tensor | None,
-    start: int,
-    k: int,
-    n: int,
-    block: int,
-) -> None:
-    """Pass one piece: write y1 and y2 to ``rows``, x1, delta f'' x1 and the partial sums of D3.
-
-    Args:
-        piece: x1 and x2 of consecutive groups.
-        curved: f', f'', f''' and delta, the last two None for zero.
-        rows: (2 k, ...), or (k, ...) where no second derivatives are wanted.
-        x1: (k, ...), where a copy of x1 is wanted.
-        work: (k, ...), where there is a delta.
-        sums: (k, programs), where there is a delta and the third order is wanted.
-        start: Place of the piece's first group.
-        k: Number of groups of all pieces.
-        n: Entries in a row.
-        block: Entries for one program.
-    """
-    f1, f2, f3, delta = curved
-    assert f1 is not None
-    anything: Any = f1  # in the place of what is not there, and is not touched
-    third = sums is not None or (rows is not None and len(rows) == 2 * k)
-    k2 = 0 if piece.x2 is None else len(piece.x2)
-    with torch.cuda.device(f1.device):
-        _elementwise[(triton.cdiv(n, block),)](
-            piece.x1,
-            anything if piece.x2 is None else piece.x2,
-            f1,
-            f2,
-            anything if f3 is None else f3,
-            anything if delta is None else delta,
-            anything if rows is None else rows,
-            anything if x1 is None else x1,
-            anything if work is None else work,
-            anything if sums is None else sums,
-            start,
-            k,
-            n,
-            len(piece.x1),
-            k2,
-            HAS_F3=f3 is not None,
-            HAS_DELTA=delta is not None,
-            WANTED=rows is not None,
-            COPY=x1 is not None,
-            THIRD=third,
-            BLOCK=block,
-        )
+    parts: list[Piece],
+    f1: Tensor,
+    f2: Tensor,
+    f3: Tensor | None,
+    delta: Tensor | None,
+    third: bool,
+    wanted: bool,
+) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
+    """Pass a curved function with the derivatives f1, f2 and f3; return what ``Passed`` has."""
+    k, n = sum(len(part.x1) for part in parts), f1.numel()
+    alone, blocks = len(parts) == 1, triton.cdiv(n, BLOCK)
+    rows = f1.new_empty(((2 if third else 1) * k, *f1.shape)) if wanted else None
+    x1 = parts[0].x1 if alone else f1.new_empty((k, *f1.shape))
+    work = None if delta is None else f1.new_empty((k, *f1.shape))
+    sums = f1.new_empty((k, blocks)) if third and delta is not None else None
+    f1, f2 = f1.contiguous(), f2.to(f1.dtype).contiguous()
+    others = [f1 if x is None else x.to(f1.dtype).contiguous() for x in (f3, delta)]
+    for part in parts:
+        with torch.cuda.device(f1.device):
+            _elementwise[(blocks,)](
+                part.x1,
+                f1 if part.x2 is None else part.x2,  # f1 for what is not there, nor touched
+                f1,
+                f2,
+                *others,
+                f1 if rows is None else rows,
+                x1,
+                f1 if work is None else work,
+                f1 if sums is None else sums,
+                part.start,
+                k,
+                n,
+                len(part.x1),
+                0 if part.x2 is None else len(part.x2),
+                HAS_F3=f3 is not None,
+                HAS_DELTA=delta is not None,
+                WANTED=wanted,
+                COPY=not alone,
+                THIRD=third,
+                BLOCK=BLOCK,
+            )
+    return rows, x1, work, None if sums is None else sums.sum(1)

@@ -12,6 +12,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.rules.fused import Piece
 
+BLOCK = 1024  # entries that one program handles, for all groups
+
 
 @triton.jit(do_not_specialize=["start", "k", "k2"])  # type: ignore[untyped-decorator]
 def _norm_sums(  # type: ignore[no-untyped-def]
@@ -92,46 +94,36 @@ def _norm_sums(  # type: ignore[no-untyped-def]
 
 
 def norm_sums(
-    piece: Piece,
-    c: Tensor,
-    delta: Tensor | None,
-    means: Tensor,
-    sums: Tensor,
-    start: int,
-    sizes: tuple[int, int, int],
-    third: bool,
-) -> None:
-    """Write the means of x1 and x2 over each cell, and the sums of products, of one piece.
+    parts: list[Piece], c: Tensor, delta: Tensor | None, sizes: tuple[int, int, int], third: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the means of x1 and x2 over each cell, (2, k, cells), and the sums of products.
 
-    Args:
-        piece: x1 and x2 of consecutive groups.
-        c: x less its mean, (N, cells, L) in memory.
-        delta: The adjoint of the result, or None.
-        means: (2, k, cells).
-        sums: (6, k, cells), in the order of ``Sums``.
-        start: Place of the piece's first group.
-        sizes: N, cells and L.
-        third: Whether there are second derivatives.
+    The latter are (6, k, cells), in the order of ``Sums``. Of c and delta, (N, cells, L) numbers in
+    memory, ``sizes`` has N, cells and L.
     """
     N, cells, together = sizes
-    with torch.cuda.device(c.device):
-        _norm_sums[(cells, len(piece.x1))](
-            piece.x1,
-            c if piece.x2 is None else piece.x2,
-            c,
-            c if delta is None else delta,
-            means,
-            sums,
-            start,
-            sums.shape[1],
-            0 if piece.x2 is None else len(piece.x2),
-            N * together,
-            cells,
-            together,
-            HAS_DELTA=delta is not None,
-            THIRD=third,
-            BLOCK=min(1024, triton.next_power_of_2(N * together)),
-        )
+    k = sum(len(part.x1) for part in parts)
+    means, sums = c.new_empty((2, k, cells)), c.new_empty((6, k, cells))
+    for part in parts:
+        with torch.cuda.device(c.device):
+            _norm_sums[(cells, len(part.x1))](
+                part.x1,
+                c if part.x2 is None else part.x2,  # c for what is not there, nor touched
+                c,
+                c if delta is None else delta,
+                means,
+                sums,
+                part.start,
+                k,
+                0 if part.x2 is None else len(part.x2),
+                N * together,
+                cells,
+                together,
+                HAS_DELTA=delta is not None,
+                THIRD=third,
+                BLOCK=min(1024, triton.next_power_of_2(N * together)),
+            )
+    return means, sums
 
 
 @triton.jit(do_not_specialize=["start", "k", "k1", "k2"])  # type: ignore[untyped-decorator]
@@ -188,54 +180,45 @@ def _standardized(  # type: ignore[no-untyped-def]
 
 
 def standardized(
-    piece: Piece,
+    parts: list[Piece],
     c: Tensor,
     means: Tensor,
     factors: list[Tensor | None],
-    rows: Tensor | None,
-    pair: Tensor | None,
-    start: int,
     sizes: tuple[int, int, int],
-    block: int,
-) -> None:
-    """Write y1 and y2, and c1 without and with its weight, of one piece.
+    wanted: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return y1 and y2, where wanted, and c1 without and with its weight, (2, k, ...).
 
-    Args:
-        piece: x1 and x2 of consecutive groups.
-        c: x less its mean.
-        means: As written by :func:`norm_sums`.
-        factors: r, its derivatives r1 and r2, and the weight; the last two may be None.
-        rows: (2 k, ...), or (k, ...) without second derivatives, or None if not wanted.
-        pair: (2, k, ...), or None without a weight.
-        start: Place of the piece's first group.
-        sizes: N, cells and L.
-        block: Entries for one program.
+    The factors are r, its derivatives r1 and r2, and the weight; the last two may be None.
     """
-    r, r1, r2, weight = factors
-    N, cells, together = sizes
-    n = N * cells * together
-    k2 = 0 if piece.x2 is None else len(piece.x2)
-    with torch.cuda.device(c.device):
-        _standardized[(triton.cdiv(n, block),)](
-            piece.x1,
-            c if piece.x2 is None else piece.x2,
-            c,
-            means,
-            r,
-            r1,
-            c if r2 is None else r2,
-            c if weight is None else weight,
-            c if rows is None else rows,
-            c if pair is None else pair,
-            start,
-            means.shape[1],
-            n,
-            len(piece.x1),
-            k2,
-            cells,
-            together,
-            WANTED=rows is not None,
-            WEIGHTED=pair is not None,
-            THIRD=r2 is not None,
-            BLOCK=block,
-        )
+    r, r1, r2, weight = (x if x is None else x.contiguous() for x in factors)
+    _, cells, together = sizes
+    k, n = means.shape[1], c.numel()
+    rows = c.new_empty(((1 if r2 is None else 2) * k, *c.shape)) if wanted else None
+    pair = None if weight is None else c.new_empty((2, k, *c.shape))
+    for part in parts:
+        with torch.cuda.device(c.device):
+            _standardized[(triton.cdiv(n, BLOCK),)](
+                part.x1,
+                c if part.x2 is None else part.x2,
+                c,
+                means,
+                r,
+                r1,
+                c if r2 is None else r2,
+                c if weight is None else weight,
+                c if rows is None else rows,
+                c if pair is None else pair,
+                part.start,
+                k,
+                n,
+                len(part.x1),
+                0 if part.x2 is None else len(part.x2),
+                cells,
+                together,
+                WANTED=wanted,
+                WEIGHTED=weight is not None,
+                THIRD=r2 is not None,
+                BLOCK=BLOCK,
+            )
+    return rows, pair

@@ -94,40 +94,37 @@ def _softmax(  # type: ignore[no-untyped-def]
 
 
 def pass_softmax(
-    piece: Piece,
-    p: Tensor,
-    weight: Tensor | None,
-    rows: Tensor | None,
-    pair: Tensor | None,
-    sums: Tensor | None,
-    start: int,
-    k: int,
-    third: bool,
-    log: bool,
-) -> None:
-    """Pass one piece through a softmax, or its logarithm, along the last dimension.
+    parts: list[Piece], p: Tensor, weight: Tensor | None, third: bool, wanted: bool, log: bool
+) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
+    """Pass a softmax p along the last dimension, or its logarithm; return what ``Passed`` has.
 
-    The first of its groups is number ``start`` of k. Where wanted, y1 and y2 go to ``rows``, (2 k,
-    ...) or (k, ...), c1 and c1 times its weight to ``pair``, (2, k, ...), and the contributions to
-    D3 to ``sums``, (k, rows of p).
+    There, x1 is less its mean, and work is that times its weight.
     """
-    size = p.shape[-1]
-    with torch.cuda.device(p.device):
-        _softmax[(p.numel() // size, len(piece.x1))](
-            piece.x1,
-            p if piece.x2 is None else piece.x2,
-            p,
-            p if weight is None else weight,
-            p if rows is None else rows,
-            p if pair is None else pair,
-            p if sums is None else sums,
-            start,
-            k,
-            0 if piece.x2 is None else len(piece.x2),
-            size,
-            WEIGHTED=weight is not None,
-            WANTED=rows is not None,
-            THIRD=third,
-            LOG=log,
-            BLOCK=min(2048, triton.next_power_of_2(size)),
-        )
+    k, size = sum(len(part.x1) for part in parts), p.shape[-1]
+    cells = p.numel() // size
+    p = p.contiguous()
+    rows = p.new_empty(((2 if third else 1) * k, *p.shape)) if wanted else None
+    pair = None if weight is None else p.new_empty((2, k, *p.shape))
+    sums = p.new_empty((k, cells)) if third and weight is not None else None
+    for part in parts:
+        with torch.cuda.device(p.device):
+            _softmax[(cells, len(part.x1))](
+                part.x1,
+                p if part.x2 is None else part.x2,  # p for what is not there, nor touched
+                p,
+                p if weight is None else weight.to(p.dtype).contiguous(),
+                p if rows is None else rows,
+                p if pair is None else pair,
+                p if sums is None else sums,
+                part.start,
+                k,
+                0 if part.x2 is None else len(part.x2),
+                size,
+                WEIGHTED=weight is not None,
+                WANTED=wanted,
+                THIRD=third,
+                LOG=log,
+                BLOCK=min(2048, triton.next_power_of_2(size)),
+            )
+    c1, work = (p, None) if pair is None else pair
+    return rows, c1, work, None if sums is None else sums.sum(1)

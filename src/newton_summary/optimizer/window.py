@@ -1,4 +1,4 @@
-"""From the summaries of a training to its rates, as in Algorithm 2: window and cubic model."""
+"""The summaries of a training that are averaged, as in Algorithm 2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 from newton_summary.optimizer.checkpoint import check_finite, read_counts
 from newton_summary.partition import Partition
-from newton_summary.solver import LearningRates, learning_rates
 from newton_summary.summary import Summary
 
 
@@ -65,17 +64,3 @@ def plain_summary(summary: Summary) -> dict[str, Any]:
 def restored_summary(state: Mapping[str, Any], partition: Partition) -> Summary:
     """Return a summary from its plain values, with its partition."""
     return replace(Summary.from_state_dict(state), partition=partition)
-
-
-def solve(summary: Summary, lambda_int: float, diagonal: bool = False) -> LearningRates:
-    """Return the minimum of the cubic model, with negative entries.
-
-    Args:
-        summary: The averaged summary.
-        lambda_int: Strength of the cubic term.
-        diagonal: Leave out the interactions between groups (App. K).
-    """
-    rates = learning_rates(summary, lambda_int, diagonal=diagonal)
-    if rates.ok and not bool((rates.eta > 0).any()):
-        return replace(rates, status="no-positive-rate")
-    return rates
