@@ -50,7 +50,7 @@ SHORTEST = 1e-3  # of the norm of the parameters: the step from which the start 
 LONGEST = 0.1  # of the same: a step of this length is not lengthened where curvature is negative
 LOWEST = 0.3  # of the highest rate so far times 1 / sqrt(steps since then): no lower than that
 REACH = 0.5  # of the peak of a schedule: below, the rate is not raised against it
-FALLING = 0.8  # of the set point, while a schedule is below its peak
+FALLING = 0.92  # of the set point, while a schedule is below its peak
 TRIALS = 12  # gradients that the start may take
 STRIDE = 2  # one step in so many has its slope taken from the next gradient of the training
 
@@ -124,7 +124,7 @@ class RateController(ShownAsTable):
         loss_fn: LossFn,
         *,
         period: int = 10,
-        set_point: float = 0.75,
+        set_point: float = 0.65,
         gain: float = 0.5,
         memory: float = 0.9,
         distributed: Distributed = "auto",

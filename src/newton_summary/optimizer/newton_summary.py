@@ -88,7 +88,7 @@ class NewtonSummary(Optimizer):
     The direction ``u`` is Adam's step, the update ``theta - lr * eta u``. At a *refresh*, every ten
     steps or more, the summary of the loss along the last step is measured on the next batch, which
     had no part in that step, and ``eta`` is steered by it as :class:`RateController` steers (see
-    there): so that slope over curvature, the best multiple of a step, stays at 0.75. In between a
+    there): so that slope over curvature, the best multiple of a step, stays at 0.65. In between a
     step costs what one of Adam does.
 
     Give the batch to ``step``, a list of batches if gradients are accumulated. Or leave ``loss_fn``
