@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from newton_summary.derivatives.sweep.chunked_logits import find_chunked_logits, pass_in_pieces
+from newton_summary.derivatives.sweep.eager_attention import join_eager_attention
 from newton_summary.derivatives.sweep.memory import (
     StackTooLarge,
     default_limit,
@@ -414,6 +415,7 @@ def prepared(closure: Closure, leaves: Leaves, order: int, stack_limit: int | No
     """Record the loss, and find out what a sweep of the tape has to carry along."""
     tape = leaves.record(closure)
     if order > 1:
+        join_eager_attention(tape)
         for op in tape.ops:
             op.curved = is_curved(op)
         tape.cut = find_cut(tape)

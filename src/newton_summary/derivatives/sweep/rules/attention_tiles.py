@@ -121,7 +121,8 @@ def tile_size(a: Attention) -> tuple[int, int, int]:
     rows = a.S * (2 if a.order == 3 else 1) * a.heads.shared * a.heads.T
     room = max(1, most // (rows * a.wide.itemsize))  # queries of one head
     L, H = a.heads.L, a.heads.H
-    longest = max(4 * FEWEST_QUERIES, -(-L // 8)) if a.causal else L  # to skip what is masked
+    masked = a.causal or (a.mask is not None and not a.q.is_cuda)
+    longest = max(4 * FEWEST_QUERIES, -(-L // 8)) if masked else L  # to skip what is masked
     queries = min(L, longest, max(room, FEWEST_QUERIES))
     if a.q.device.type == "cpu":
         return queries, 1, 1  # what all groups share is then not copied for each
@@ -158,17 +159,21 @@ class Keys:
 
 
 class Tile:
-    """Some queries of some heads, and the keys up to the last one that they may attend to."""
+    """Some queries of some heads, and the keys that they may attend to."""
 
     def __init__(self, a: Attention, keys: Keys, b: slice, h: slice, rows: slice):
         """Take them."""
         self.a, self.keys, self.b, self.h, self.rows = a, keys, b, h, rows
-        self.T = min(a.heads.T, rows.stop) if a.causal else a.heads.T
-        self.k, self.v = keys.k[:, : self.T], keys.v[:, : self.T]
-        self.K, self.V = (None if x is None else x[:, :, : self.T] for x in (keys.K, keys.V))
+        self.take(slice(0, min(a.heads.T, rows.stop) if a.causal else a.heads.T))
         self.q = self.some(a.q)[0] * a.factor  # (N, R, d)
         self.Q = None if a.Q is None else self.some(a.Q) * a.factor  # (rows, N, R, d)
         self.N, self.R = self.q.shape[:2]
+
+    def take(self, span: slice) -> None:
+        """Take some of the keys."""
+        keys, self.span, self.T = self.keys, span, span.stop - span.start
+        self.k, self.v = keys.k[:, span], keys.v[:, span]
+        self.K, self.V = (None if x is None else x[:, :, span] for x in (keys.K, keys.V))
 
     def some(self, x: Tensor) -> Tensor:
         """Return the queries of the tile as (rows, N, R, features)."""
@@ -176,8 +181,13 @@ class Tile:
 
     def run(self) -> None:
         """Add the contributions, and write the derivatives of the result."""
-        a, T = self.a, self.T
+        a = self.a
         P = self.weights()
+        if a.mask is not None and not P.is_cuda:  # there, asking which takes longer
+            seen = P.flatten(0, 1).any(0).nonzero()
+            span = slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, 1)
+            P = P[..., span]
+            self.take(span)
         delta = W = None
         if a.delta is not None:
             delta = self.some(a.delta)[0]  # (N, R, features)
@@ -195,7 +205,8 @@ class Tile:
             moved = None if t is None else t.rows.to(self.q.dtype).flatten(0, 1)
         if moved is not None and delta is not None and self.keys.sums is not None:
             adjoints = torch.bmm(moved.mT, stacked(delta, len(moved) // self.N))
-            self.keys.sums[:, :, :T] += adjoints.view(-1, self.N, T, adjoints.shape[-1])
+            sums = self.keys.sums[:, :, self.span]
+            sums += adjoints.view(-1, self.N, self.T, adjoints.shape[-1])
         if a.out is not None:
             self.write(a.out, P.to(self.q.dtype), moved)
 
