@@ -35,7 +35,7 @@ from newton_summary.derivatives.sweep.eager_attention import join_eager_attentio
 from newton_summary.derivatives.sweep.memory import (
     StackTooLarge,
     default_limit,
-    group_chunks,
+    plan_of_sweeps,
     stack_bytes,
 )
 from newton_summary.derivatives.sweep.recorder import Recorder
@@ -448,8 +448,10 @@ def swept(tape: Tape, adjoints: Adjoints, leaves: Leaves, order: int, parts: int
     """Sweep all groups, or sets of them one after the other, and return the totals."""
     S = len(leaves.partition)
     whole = Totals(np.zeros(S), np.zeros((S, S)), np.zeros(S))
-    for groups in [range(S)] if parts == 1 else group_chunks(S, parts):
-        layout, numbers = contributions(tape, adjoints, leaves, order, groups, consume=parts == 1)
+    plan = plan_of_sweeps(S, parts, order)
+    for i, (groups, highest) in enumerate(plan):
+        last = i == len(plan) - 1
+        layout, numbers = contributions(tape, adjoints, leaves, highest, groups, consume=last)
         totals = layout.add_up(numbers.double().cpu().numpy(), S)
         whole.gbar[list(groups)] = totals.gbar[list(groups)]
         whole.Hbar[np.ix_(groups, groups)] = totals.Hbar[np.ix_(groups, groups)]
