@@ -105,7 +105,7 @@ class Joining:
     def _transposed(self, keys: Value) -> tuple[Value, list[Op]]:
         """Return k, given k^T, and the operation that makes it if there is none yet."""
         op = self.maker(keys, only_use=False)
-        if op is not None and op.name == "transpose":
+        if op is not None and op.name == "transpose" and not op.args[0].forgotten:
             n = keys.tensor.dim()
             if sorted(d % n for d in op.args[1:3]) == [n - 2, n - 1]:
                 return op.args[0], []
@@ -131,7 +131,7 @@ class Joining:
                 return None
             chain.append(tuple(op.out.tensor.shape))
             x = op.args[0]
-        if x.tensor.dim() != 4:
+        if x.tensor.dim() != 4 or x.forgotten:
             return None
         B, H, T, d = x.tensor.shape
         n = chain[1][2] if len(chain[1]) == 5 else 0

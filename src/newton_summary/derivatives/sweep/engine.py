@@ -48,6 +48,8 @@ from newton_summary.derivatives.sweep.rules import (
     STRAIGHT,
     generic,
 )
+from newton_summary.derivatives.sweep.rules.linear import SAME_ORDER
+from newton_summary.derivatives.sweep.rules.reads import forget_unread, values_read
 from newton_summary.derivatives.sweep.tape import Cut, Groups, Op, Tangent, Tape, Value, gram
 from newton_summary.derivatives.sweep.token_runs import find_token_runs, pass_tokens
 from newton_summary.errors import CannotDifferentiate
@@ -76,7 +78,7 @@ class Leaves:
 
     def record(self, closure: Closure) -> Tape:
         """Run the loss and return its tape."""
-        tape = Recorder(self.params, KNOWN, PREPARE, DECOMPOSED).record(closure)
+        tape = Recorder(self.params, KNOWN, PREPARE, DECOMPOSED, values_read).record(closure)
         check_depends(tape.loss, self.params)
         return tape
 
@@ -260,6 +262,13 @@ def is_curved(op: Op) -> bool:
     return op.name not in STRAIGHT
 
 
+def is_view_of_leaf(op: Op, tape: Tape) -> bool:
+    """Whether an operation only changes the shape of a parameter."""
+    x, y = op.args[0], op.outputs[0]
+    leaf = op.name in SAME_ORDER and op.inputs[0] in tape.leaves and op.inputs[0] == x.slot
+    return leaf and y is not None and y.tensor.dtype == x.tensor.dtype
+
+
 def leaf_tangent(U: Tensor, label: int | Tensor, chosen: set[int]) -> Tangent | None:
     """Return the derivatives of a parameter: U^s along its own group or groups."""
     present = [label] if isinstance(label, int) else torch.unique(label).tolist()
@@ -416,6 +425,9 @@ def prepared(closure: Closure, leaves: Leaves, order: int, stack_limit: int | No
     tape = leaves.record(closure)
     if order > 1:
         join_eager_attention(tape)
+        # Views of parameters come first: between other operations they would end a run of tokens.
+        tape.ops.sort(key=lambda op: not is_view_of_leaf(op, tape))
+        forget_unread(tape)
         for op in tape.ops:
             op.curved = is_curved(op)
         tape.cut = find_cut(tape)

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from newton_summary.derivatives.sweep.engine import KNOWN, Adjoints, Leaves, backward, leaf_tangent
 from newton_summary.derivatives.sweep.recorder import Recorder
 from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE
+from newton_summary.derivatives.sweep.rules.reads import values_read
 from newton_summary.derivatives.sweep.tape import Tangent, Tape, Value
 from newton_summary.derivatives.sweep.torch_functions import look_up
 from newton_summary.parallel.fsdp import Shards, check_shards, rest_hooks, scattered_sum
@@ -185,7 +186,7 @@ class ShardedLeaves(Leaves):
 
     def record(self, closure: Closure) -> Tape:
         """Run the loss and return its tape."""
-        recorder = ShardedRecorder({}, KNOWN, PREPARE, DECOMPOSED)
+        recorder = ShardedRecorder({}, KNOWN, PREPARE, DECOMPOSED, values_read)
         self.params.gathered = partial(recorder.meet, self.params)
         tape = recorder.record(closure)
         self.params.gathered = None
