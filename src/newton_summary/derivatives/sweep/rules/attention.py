@@ -23,7 +23,6 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from newton_summary.derivatives.sweep.rules.attention_tiles import Attention, Heads, Stack
