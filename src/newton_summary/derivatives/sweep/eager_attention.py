@@ -28,8 +28,6 @@ SOFTMAX = frozenset(("softmax", "special_softmax", "_safe_softmax"))
 
 def join_eager_attention(tape: Tape) -> None:
     """Put one operation in the place of each attention that is written out on a tape."""
-    if not any(op.name in SOFTMAX for op in tape.ops):
-        return
     joining = Joining(tape)
     ops: list[Op] = []
     for op in tape.ops:

@@ -31,12 +31,14 @@ import torch
 from torch import Tensor
 
 from newton_summary.derivatives.sweep.chunked_logits import find_chunked_logits, pass_in_pieces
-from newton_summary.derivatives.sweep.eager_attention import join_eager_attention
+from newton_summary.derivatives.sweep.eager_attention import SOFTMAX, join_eager_attention
 from newton_summary.derivatives.sweep.memory import (
     StackTooLarge,
     default_limit,
+    forget_unread,
     plan_of_sweeps,
     stack_bytes,
+    values_read,
 )
 from newton_summary.derivatives.sweep.recorder import Recorder
 from newton_summary.derivatives.sweep.rules import (
@@ -49,7 +51,6 @@ from newton_summary.derivatives.sweep.rules import (
     generic,
 )
 from newton_summary.derivatives.sweep.rules.linear import SAME_ORDER
-from newton_summary.derivatives.sweep.rules.reads import forget_unread, values_read
 from newton_summary.derivatives.sweep.tape import Cut, Groups, Op, Tangent, Tape, Value, gram
 from newton_summary.derivatives.sweep.token_runs import find_token_runs, pass_tokens
 from newton_summary.errors import CannotDifferentiate
@@ -424,7 +425,8 @@ def prepared(closure: Closure, leaves: Leaves, order: int, stack_limit: int | No
     """Record the loss, and find out what a sweep of the tape has to carry along."""
     tape = leaves.record(closure)
     if order > 1:
-        join_eager_attention(tape)
+        if any(op.name in SOFTMAX for op in tape.ops):
+            join_eager_attention(tape)
         # Views of parameters come first: between other operations they would end a run of tokens.
         tape.ops.sort(key=lambda op: not is_view_of_leaf(op, tape))
         forget_unread(tape)

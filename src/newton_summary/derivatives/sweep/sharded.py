@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from newton_summary.derivatives.sweep.engine import KNOWN, Adjoints, Leaves, backward, leaf_tangent
+from newton_summary.derivatives.sweep.memory import values_read
 from newton_summary.derivatives.sweep.recorder import Recorder
 from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE
-from newton_summary.derivatives.sweep.rules.reads import values_read
 from newton_summary.derivatives.sweep.tape import Tangent, Tape, Value
 from newton_summary.derivatives.sweep.torch_functions import look_up
 from newton_summary.parallel.fsdp import Shards, check_shards, rest_hooks, scattered_sum

@@ -36,6 +36,7 @@ AT_A_TIME = {"cpu": 2**24}
 AT_A_TIME_ELSEWHERE = 2**29
 FEWEST_TOKENS = 8  # with fewer, reading the weights takes longer than the products
 ONE_VALUE = {*CURVED, *RELATIVE, *PIECEWISE_LINEAR, *SAME_ORDER, "neg", "negative"}
+WORKS_ALONE = {*CURVED, *RELATIVE, "standardize"}  # takes several stacks to work with
 TWO_VALUES = {*("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide")}
 
 
@@ -134,7 +135,9 @@ def find_token_runs(
     found: list[TokenRun] = []
     for run, axis in sorted(both, key=lambda x: -len(x[0])):  # of two that overlap, the longer one
         values = [tape.ops[i].out.tensor for i in run if tape.ops[i].passed]
-        if len(values) < 2 or not elsewhere.isdisjoint(run):
+        if len(values) < 2 and tape.ops[run[0]].name not in WORKS_ALONE:
+            continue
+        if not values or not elsewhere.isdisjoint(run):
             continue
         most = AT_A_TIME.get(values[0].device.type, AT_A_TIME_ELSEWHERE)
         most = min(most, (stack_limit or 8 * most) // 8)  # the rest is for what is held whole

@@ -61,8 +61,8 @@ def convolution(transposed: bool, n: int) -> Callable[..., Any]:
             """Write a few rows at a time: a convolution makes a tensor of its own for them."""
             few = max(1, AT_A_TIME // op.out.tensor.nbytes)
             for start in range(0, len(rows), few):
-                some, target = left(rows[start : start + few]), out[start : start + few]
-                target.add_(some) if add else target.copy_(some)
+                some, target = rows[start : start + few], out[start : start + few]
+                target.add_(left(some)) if add else target.copy_(left(some))
 
         h = Product(
             left=left,
