@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import get_overridable_functions
 
 from newton_summary import Summary, make_partition, summarize
-from newton_summary.derivatives.sweep import memory
-from newton_summary.derivatives.sweep.engine import rule_for
-from newton_summary.derivatives.sweep.memory import values_read
+from newton_summary.derivatives.sweep import engine
+from newton_summary.derivatives.sweep.engine import rule_for, values_read
 from newton_summary.derivatives.sweep.recorder import Recorder
 from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE, RULES, generic
 from newton_summary.derivatives.sweep.tape import Op, gram, sums
@@ -55,7 +54,7 @@ def in_natural_units(actual: Summary, like: Summary) -> tuple[Tensor, Tensor]:
 def test_operation_agrees_with_central_differences(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "LARGE", 0)  # forget all that no rule reads, small as it is
+    monkeypatch.setattr(engine, "LARGE", 0)  # forget all that no rule reads, small as it is
     case = CASES[name]
     torch.manual_seed(0)
     model = Around(case).double()

@@ -35,10 +35,8 @@ from newton_summary.derivatives.sweep.eager_attention import SOFTMAX, join_eager
 from newton_summary.derivatives.sweep.memory import (
     StackTooLarge,
     default_limit,
-    forget_unread,
     plan_of_sweeps,
     stack_bytes,
-    values_read,
 )
 from newton_summary.derivatives.sweep.recorder import Recorder
 from newton_summary.derivatives.sweep.rules import (
@@ -51,7 +49,17 @@ from newton_summary.derivatives.sweep.rules import (
     generic,
 )
 from newton_summary.derivatives.sweep.rules.linear import SAME_ORDER
-from newton_summary.derivatives.sweep.tape import Cut, Groups, Op, Tangent, Tape, Value, gram
+from newton_summary.derivatives.sweep.rules.reads import ARGUMENTS, NOTHING, RESULT
+from newton_summary.derivatives.sweep.tape import (
+    Cut,
+    Groups,
+    Op,
+    Tangent,
+    Tape,
+    Value,
+    find_values,
+    gram,
+)
 from newton_summary.derivatives.sweep.token_runs import find_token_runs, pass_tokens
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.partition import Params, Partition
@@ -60,6 +68,7 @@ from newton_summary.summary import Summary
 
 KNOWN = frozenset(RULES)
 SMALL = 2**23  # bytes: stacks that take less together are not counted, divided or split
+LARGE = 2**16  # bytes: smaller values are kept on the tape whoever reads them
 Adjoints = dict[int, Tensor | None]  # of the loss, by the slot of a value; None for zero
 
 
@@ -295,6 +304,26 @@ def mark_needed(tape: Tape) -> None:
             tape.needed.update(op.inputs)
 
 
+def values_read(op: Op) -> list[Value]:
+    """Return the values with a slot whose numbers the rule of an operation may read."""
+    if op.name in NOTHING and not op.complex:
+        return []
+    arguments = [] if op.name in RESULT else find_values((op.args, op.kwargs))
+    results = [] if op.name in ARGUMENTS else [value for value in op.outputs if value is not None]
+    return [value for value in (*arguments, *results) if value.slot is not None]
+
+
+def forget_unread(tape: Tape) -> None:
+    """Keep only the shapes of large values that no rule reads."""
+    read = {value.slot for op in tape.ops for value in values_read(op)}
+    for op in tape.ops:
+        for value in op.outputs:
+            if value is not None and value.slot not in read and not value.forgotten:
+                x = value.tensor
+                if x.dim() > 0 and x.layout == torch.strided and x.nbytes >= LARGE:
+                    value.forget()
+
+
 def find_cut(tape: Tape) -> Cut | None:
     """Return the place where gbar is read off; None where it has to come from the gradient.
 
@@ -462,7 +491,7 @@ def swept(tape: Tape, adjoints: Adjoints, leaves: Leaves, order: int, parts: int
     """Sweep all groups, or sets of them one after the other, and return the totals."""
     S = len(leaves.partition)
     whole = Totals(np.zeros(S), np.zeros((S, S)), np.zeros(S))
-    plan = plan_of_sweeps(S, parts, order)
+    plan = [(range(S), order)] if parts == 1 else plan_of_sweeps(S, parts, order)
     for i, (groups, highest) in enumerate(plan):
         last = i == len(plan) - 1
         layout, numbers = contributions(tape, adjoints, leaves, highest, groups, consume=last)

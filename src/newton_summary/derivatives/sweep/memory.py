@@ -1,4 +1,4 @@
-"""How much memory a sweep takes, and how to keep it within a limit."""
+"""How much memory the stack of a sweep will take, and how to keep it within a limit."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from newton_summary.derivatives.sweep.rules.reads import ARGUMENTS, NOTHING, RESULT
-from newton_summary.derivatives.sweep.tape import Op, Tape, Value, find_values
+from newton_summary.derivatives.sweep.tape import Tape
 from newton_summary.partition import Partition
 
 SMALL = 2**30  # bytes; assumed to be free
 UNKNOWN = 2**33  # bytes; assumed to be free where it is unknown
-LARGE = 2**16  # bytes: smaller values are kept whoever reads them
 WORKING_COPIES = 3  # of the largest stack, while a rule computes
 
 
@@ -125,8 +123,6 @@ def plan_of_sweeps(S: int, parts: int, order: int) -> list[tuple[Sequence[int], 
     >>> plan_of_sweeps(4, 2, 3)
     [([0, 1, 2, 3], 2), (range(0, 4, 2), 3), (range(1, 4, 2), 3)]
     """
-    if parts == 1:
-        return [(range(S), order)]
     if order == 2:
         return [(groups, 2) for groups in group_chunks(S, parts)]
     pairs = [(groups, 2) for groups in group_chunks(S, -(-parts // 2))]
@@ -151,23 +147,3 @@ def group_chunks(S: int, parts: int) -> Iterator[Sequence[int]]:
     for i, first in enumerate(chunks):
         for second in chunks[i + 1 :]:
             yield sorted([*first, *second])
-
-
-def values_read(op: Op) -> list[Value]:
-    """Return the values with a slot whose numbers the rule of an operation may read."""
-    if op.name in NOTHING and not op.complex:
-        return []
-    arguments = [] if op.name in RESULT else find_values((op.args, op.kwargs))
-    results = [] if op.name in ARGUMENTS else [value for value in op.outputs if value is not None]
-    return [value for value in (*arguments, *results) if value.slot is not None]
-
-
-def forget_unread(tape: Tape) -> None:
-    """Keep only the shapes of large values that no rule reads."""
-    read = {value.slot for op in tape.ops for value in values_read(op)}
-    for op in tape.ops:
-        for value in op.outputs:
-            if value is not None and value.slot not in read and not value.forgotten:
-                x = value.tensor
-                if x.dim() > 0 and x.layout == torch.strided and x.nbytes >= LARGE:
-                    value.forget()

@@ -17,8 +17,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from newton_summary.derivatives.sweep.engine import KNOWN, Adjoints, Leaves, backward, leaf_tangent
-from newton_summary.derivatives.sweep.memory import values_read
+from newton_summary.derivatives.sweep.engine import (
+    KNOWN,
+    Adjoints,
+    Leaves,
+    backward,
+    leaf_tangent,
+    values_read,
+)
 from newton_summary.derivatives.sweep.recorder import Recorder
 from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE
 from newton_summary.derivatives.sweep.tape import Tangent, Tape, Value

@@ -29,7 +29,7 @@ class Value:
 
     def forget(self) -> None:
         """Keep nothing but the shape, dtype and device: no rule reads the numbers."""
-        self.tensor = self.tensor.detach().new_empty(1).expand(self.tensor.shape)
+        self.tensor = self.tensor.detach().new_empty(()).expand(self.tensor.shape)
         self.version, self.forgotten = version_of(self.tensor), True
 
     def cut(self, take: Callable[[Tensor], Tensor]) -> Value:
