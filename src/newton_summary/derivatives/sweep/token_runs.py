@@ -130,14 +130,14 @@ def find_token_runs(
         stack_limit: Bytes that all stacks may take, if there is a limit.
     """
     elsewhere = {i for logits in tape.chunked for i in logits.ops}
-    axes = (Tokens(), Channels())
+    cpu = tape.loss.device.type == "cpu"  # elsewhere channels are not measured yet
+    axes = (Tokens(), Channels()) if cpu else (Tokens(),)
     both = [(run, axis) for axis in axes for run in consecutive(tape, axis, elsewhere)]
     found: list[TokenRun] = []
     for run, axis in sorted(both, key=lambda x: -len(x[0])):  # of two that overlap, the longer one
         values = [tape.ops[i].out.tensor for i in run if tape.ops[i].passed]
-        if len(values) < 2 and tape.ops[run[0]].name not in WORKS_ALONE:
-            continue
-        if not values or not elsewhere.isdisjoint(run):
+        alone = cpu and tape.ops[run[0]].name in WORKS_ALONE
+        if len(values) < (1 if alone else 2) or not elsewhere.isdisjoint(run):
             continue
         most = AT_A_TIME.get(values[0].device.type, AT_A_TIME_ELSEWHERE)
         most = min(most, (stack_limit or 8 * most) // 8)  # the rest is for what is held whole
