@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import newton_summary as ns
+from newton_summary.derivatives.sweep import engine
 from newton_summary.derivatives.sweep.rules import attention_tiles
 from newton_summary.derivatives.sweep.rules.decomposed import layers
 
@@ -21,6 +23,23 @@ from peak_memory import peak_bytes
 
 attend = F.scaled_dot_product_attention
 L, T = 7, 9
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Attention as transformers write it out, which needs a key for each query."""
+    if q.shape[:-2] != k.shape[:-2]:
+        B, H, keys, size = k.shape
+        n = q.shape[-3] // H
+        k = k[:, :, None].expand(B, H, n, keys, size).reshape(B, H * n, keys, size)
+        v = v[:, :, None].expand(B, H, n, *v.shape[2:]).reshape(B, H * n, *v.shape[2:])
+    scores = torch.matmul(q, k.transpose(-1, -2)) * k.shape[-1] ** -0.5
+    if mask is not None and mask.dtype == torch.bool:
+        mask[..., 0, 0] = True
+        scores = scores.masked_fill(~mask, -math.inf)
+    elif mask is not None:
+        scores = scores + mask.clamp_min(torch.finfo(mask.dtype).min)
+    weights = torch.softmax(scores, -1, dtype=torch.promote_types(q.dtype, torch.float32))
+    return torch.matmul(F.dropout(weights.to(q.dtype), 0.0), v)
 
 
 def visible(*shape: int) -> Tensor:
@@ -53,6 +72,12 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int, int, int, Callable
         lambda *x: attend(*x, is_causal=True, enable_gqa=True),
     ),
     "grouped, mask": ((1, 4), (1, 2), T, 4, 4, lambda *x: attend(*x, visible(4), enable_gqa=True)),
+    "eager": ((2, 3), (2, 3), T, 4, 4, lambda *x: eager(*x)),
+    "eager, no heads": ((), (), T, 4, 3, lambda *x: eager(*x)),
+    "eager, bias": ((2, 2), (2, 2), T, 4, 5, lambda *x: eager(*x, additive(2).to(x[0].dtype))),
+    "eager, mask": ((2, 2), (2, 2), T, 4, 4, lambda *x: eager(*x, visible(2, 1))),
+    "eager, grouped": ((2, 6), (2, 2), T, 4, 4, lambda *x: eager(*x, visible())),
+    "eager, keys alone": ((2, 2), (2, 2), T, 4, 4, lambda q, k, v: eager(q.detach(), k, v)),
     "keys alone": ((2, 2), (2, 2), T, 4, 4, lambda q, k, v: attend(q.detach(), k, v.detach())),
     "values alone": ((2, 2), (2, 2), T, 4, 4, lambda q, k, v: attend(q.detach(), k.detach(), v)),
 }
@@ -107,11 +132,67 @@ def test_tiles_agree_with_single_operations(
         actual.append(measure(name, dtype))
     second = measure(name, dtype, order=2)
     monkeypatch.setattr(layers, "in_tiles", lambda *x: False)
+    monkeypatch.setattr(engine, "join_eager_attention", lambda tape: None)
     expected = measure(name, torch.float64 if dtype == torch.bfloat16 else dtype)
     assert max(largest_error(a, expected) for a in actual) < TOLERANCE[dtype]
     assert float((second.Hbar - actual[0].Hbar).abs().max()) <= (
         TOLERANCE[dtype] * float(expected.Hbar.abs().max())
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "joined"),
+    {"eager": 2, "eager, mask": 2, "eager, grouped": 2, "eager, keys alone": 2}.items(),
+)
+def test_what_is_written_out_becomes_one_operation(
+    name: str, joined: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = recorded(monkeypatch)
+    measure(name, torch.float64)
+    assert names.count("scaled_dot_product_attention") == joined
+    assert "softmax" not in names and "masked_fill" not in names
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that will have the names of the operations that are swept."""
+    names: list[str] = []
+    prepare = engine.prepared
+
+    def prepared(*args: Any) -> Any:
+        tape = prepare(*args)
+        names.extend(op.name for op in tape.ops if op.passed)
+        return tape
+
+    monkeypatch.setattr(engine, "prepared", prepared)
+    return names
+
+
+# What keeps the single operations, as functions of (scores, values): the weights or the scores are
+# used elsewhere, scores are changed after the mask, the softmax is over queries.
+KEPT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "weights": lambda s, v: (w := s.softmax(-1)).square().sum() + (w @ v).square().sum(),
+    "scores": lambda s, v: s.square().sum() + (s.softmax(-1) @ v).square().sum(),
+    "capped": lambda s, v: (s.tanh().softmax(-1) @ v).square().sum(),
+    "scaled after": lambda s, v: (
+        (((s + additive(2).clamp(-5)) * 0.5).softmax(-1) @ v).square().sum()
+    ),
+    "over queries": lambda s, v: (s.softmax(-2) @ v).square().sum(),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_used_elsewhere_stays_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = recorded(monkeypatch)
+    torch.manual_seed(0)
+    model = nn.ParameterList([torch.randn(2, 2, n, 4) for n in (L, T, T)]).double()
+
+    def loss(model: nn.ParameterList, batch: None) -> Tensor:
+        q, k, v = model
+        return KEPT[name](q @ k.mT, v)
+
+    actual = ns.summarize(model, loss, None, backend="sweep")
+    assert "scaled_dot_product_attention" not in names
+    assert largest_error(actual, ns.summarize(model, loss, None, backend="nested")) < 1e-10
 
 
 def test_memory_grows_linearly_with_the_length(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_parts_of_a_batch_are_even():
     net, loss_fn = make_net(), Counted()
     for _ in range(2):
         loss_fn.sizes.clear()
-        ns.summarize(net, loss_fn, make_batch(), stack_limit=11 * 2**14)
+        ns.summarize(net, loss_fn, make_batch(), stack_limit=8 * 2**14)
     assert loss_fn.sizes[-3:] == [8, 8, 8]
 
 

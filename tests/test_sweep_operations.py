@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import get_overridable_functions
 
 from newton_summary import Summary, make_partition, summarize
-from newton_summary.derivatives.sweep.engine import rule_for
+from newton_summary.derivatives.sweep import engine
+from newton_summary.derivatives.sweep.engine import rule_for, values_read
 from newton_summary.derivatives.sweep.recorder import Recorder
 from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE, RULES, generic
 from newton_summary.derivatives.sweep.tape import Op, gram, sums
@@ -31,7 +32,7 @@ def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
 def operations_on_the_tape(model: nn.Module, batch: Tensor) -> list[Op]:
     with Probe(model, loss_fn, BATCH, make_partition(model, "canonical")) as probe:
         ((closure, _),) = probe.closures()
-        recorder = Recorder(probe.params, frozenset(RULES), PREPARE, DECOMPOSED)
+        recorder = Recorder(probe.params, frozenset(RULES), PREPARE, DECOMPOSED, values_read)
         return recorder.record(closure).ops
 
 
@@ -50,7 +51,10 @@ def in_natural_units(actual: Summary, like: Summary) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_operation_agrees_with_central_differences(name: str) -> None:
+def test_operation_agrees_with_central_differences(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "LARGE", 0)  # forget all that no rule reads, small as it is
     case = CASES[name]
     torch.manual_seed(0)
     model = Around(case).double()

@@ -50,13 +50,35 @@ def gpt() -> tuple[nn.Module, Tensor]:
     return models.GPT(11, 8, 8, 2, 2).double(), torch.randint(0, 11, (3, 9))
 
 
+class Residual(nn.Module):
+    """Images with batch norms, in training, and what they were added to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(2, 5, 3, padding=1), nn.BatchNorm2d(5), nn.Tanh())
+        self.inner = nn.Sequential(nn.Conv2d(5, 5, 3, padding=1), nn.BatchNorm2d(5))
+        self.gain = nn.Parameter(torch.rand(1, 5, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = F.silu(x + self.inner(x) * self.gain) / 1.5
+        return x
+
+
+def residual() -> tuple[nn.Module, Tensor]:
+    return Residual().double(), torch.randn(3, 2, 4, 4).double()
+
+
 def gated_loss(model: nn.Module, x: Tensor) -> Tensor:
     y = model(x)
     return (y.sin() * y.mean(1, keepdim=True)).sum()
 
 
 @pytest.mark.parametrize(
-    ("make", "loss"), [(gated, gated_loss), (gpt, next_token_loss)], ids=["gated", "gpt"]
+    ("make", "loss"),
+    [(gated, gated_loss), (gpt, next_token_loss), (residual, gated_loss)],
+    ids=["gated", "gpt", "residual"],
 )
 @pytest.mark.parametrize("tokens", [1, 4, 7])
 def test_some_tokens_at_a_time_change_nothing(make, loss, tokens, monkeypatch) -> None:
@@ -79,7 +101,7 @@ def test_some_tokens_at_a_time_change_nothing(make, loss, tokens, monkeypatch) -
     monkeypatch.setattr(token_runs, "AT_A_TIME", {"cpu": 1})
     monkeypatch.setattr(token_runs, "FEWEST_TOKENS", tokens)
     actual = measure()
-    assert max(len(run.ops) for run in runs) > 8
+    assert max(len(run.ops) for run in runs) > 5
     for name in ("gbar", "Hbar", "D3"):
         a, e = getattr(actual, name), getattr(expected, name)
         torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12 * float(e.abs().max()))

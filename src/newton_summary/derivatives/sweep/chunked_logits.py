@@ -187,7 +187,7 @@ def cut_op(op: Op, part: slice | Tensor) -> Op:
     """Return an operation as it would have been for some of the rows."""
 
     def cut(value: Value) -> Value:
-        return Value(of_rows(value.now, part), value.slot)
+        return value.cut(lambda tensor: of_rows(tensor, part))
 
     x, *others = op.args
     kwargs = op.kwargs

@@ -30,10 +30,11 @@ import torch
 from torch import Tensor
 
 from newton_summary.derivatives.sweep.chunked_logits import find_chunked_logits, pass_in_pieces
+from newton_summary.derivatives.sweep.eager_attention import SOFTMAX, join_eager_attention
 from newton_summary.derivatives.sweep.memory import (
     StackTooLarge,
     default_limit,
-    group_chunks,
+    plan_of_sweeps,
     stack_bytes,
 )
 from newton_summary.derivatives.sweep.recorder import Recorder
@@ -46,8 +47,18 @@ from newton_summary.derivatives.sweep.rules import (
     STRAIGHT,
     generic,
 )
-from newton_summary.derivatives.sweep.rules.linear import MASKED, warn_of_hidden_rows
-from newton_summary.derivatives.sweep.tape import Cut, Groups, Op, Tangent, Tape, Value, gram
+from newton_summary.derivatives.sweep.rules.linear import MASKED, SAME_ORDER, warn_of_hidden_rows
+from newton_summary.derivatives.sweep.rules.reads import ARGUMENTS, NOTHING, RESULT
+from newton_summary.derivatives.sweep.tape import (
+    Cut,
+    Groups,
+    Op,
+    Tangent,
+    Tape,
+    Value,
+    find_values,
+    gram,
+)
 from newton_summary.derivatives.sweep.token_runs import find_token_runs, pass_tokens
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.partition import Params, Partition
@@ -56,6 +67,7 @@ from newton_summary.summary import Summary
 
 KNOWN = frozenset(RULES)
 SMALL = 2**23  # bytes: stacks that take less together are not counted, divided or split
+LARGE = 2**16  # bytes: smaller values are kept on the tape whoever reads them
 Place = tuple[str, Groups, Groups]  # gbar, Hbar or D3, its groups, and those of Hbar's columns
 Adjoints = dict[int, Tensor | None]  # of the loss, by the slot of a value; None for zero
 
@@ -76,7 +88,7 @@ class Leaves:
 
     def record(self, closure: Closure) -> Tape:
         """Run the loss and return its tape."""
-        tape = Recorder(self.params, KNOWN, PREPARE, DECOMPOSED).record(closure)
+        tape = Recorder(self.params, KNOWN, PREPARE, DECOMPOSED, values_read).record(closure)
         check_depends(tape.loss, self.params)
         return tape
 
@@ -240,6 +252,13 @@ def is_curved(op: Op) -> bool:
     return op.name not in STRAIGHT
 
 
+def is_view_of_leaf(op: Op, tape: Tape) -> bool:
+    """Whether an operation only changes the shape of a parameter."""
+    x, y = op.args[0], op.outputs[0]
+    leaf = op.name in SAME_ORDER and op.inputs[0] in tape.leaves and op.inputs[0] == x.slot
+    return leaf and y is not None and y.tensor.dtype == x.tensor.dtype
+
+
 def leaf_tangent(U: Tensor, label: int | Tensor, chosen: set[int]) -> Tangent | None:
     """Return the derivatives of a parameter: U^s along its own group or groups."""
     present = [label] if isinstance(label, int) else torch.unique(label).tolist()
@@ -263,6 +282,26 @@ def mark_needed(tape: Tape) -> None:
         if op.passed:
             op.finishes = [slot for slot in dict.fromkeys(op.inputs) if slot not in tape.needed]
             tape.needed.update(op.inputs)
+
+
+def values_read(op: Op) -> list[Value]:
+    """Return the values with a slot whose numbers the rule of an operation may read."""
+    if op.name in NOTHING and not op.complex:
+        return []
+    arguments = [] if op.name in RESULT else find_values((op.args, op.kwargs))
+    results = [] if op.name in ARGUMENTS else [value for value in op.outputs if value is not None]
+    return [value for value in (*arguments, *results) if value.slot is not None]
+
+
+def forget_unread(tape: Tape) -> None:
+    """Keep only the shapes of large values that no rule reads."""
+    read = {value.slot for op in tape.ops for value in values_read(op)}
+    for op in tape.ops:
+        for value in op.outputs:
+            if value is not None and value.slot not in read and not value.forgotten:
+                x = value.tensor
+                if x.dim() > 0 and x.layout == torch.strided and x.nbytes >= LARGE:
+                    value.forget()
 
 
 def find_cut(tape: Tape) -> Cut | None:
@@ -378,7 +417,6 @@ def sweep_batch(
     """Compute a summary; arguments as for :func:`summarize_sweep`."""
     tape = prepared(closure, leaves, order, stack_limit)
     loss = tape.loss.detach().reshape(())
-    hidden = [op.saved for op in tape.ops if op.name in MASKED]
     parts = (
         1 if order == 1 else leaves.in_parts(_parts(tape, leaves, order, stack_limit, may_split))
     )
@@ -386,7 +424,7 @@ def sweep_batch(
         gbar, adjoints = leaves.backward(tape)
         totals = None if order == 1 else swept(tape, adjoints, leaves, order, parts)
     check_finite(loss)  # only now, when the GPU has been waited for anyway
-    warn_of_hidden_rows(hidden)
+    warn_of_hidden_rows(tape.hidden)
     if totals is not None and tape.cut is not None:
         gbar = torch.from_numpy(totals.gbar).to(gbar)
     summary = Summary(gbar, loss=loss, partition=leaves.partition, backend="sweep")
@@ -396,7 +434,13 @@ def sweep_batch(
 def prepared(closure: Closure, leaves: Leaves, order: int, stack_limit: int | None = None) -> Tape:
     """Record the loss, and find out what a sweep of the tape has to carry along."""
     tape = leaves.record(closure)
+    tape.hidden = [op.saved for op in tape.ops if op.name in MASKED]
     if order > 1:
+        if any(op.name in SOFTMAX for op in tape.ops):
+            join_eager_attention(tape)
+        # Views of parameters come first: between other operations they would end a run of tokens.
+        tape.ops.sort(key=lambda op: not is_view_of_leaf(op, tape))
+        forget_unread(tape)
         for op in tape.ops:
             op.curved = is_curved(op)
         tape.cut = find_cut(tape)
@@ -429,8 +473,10 @@ def swept(tape: Tape, adjoints: Adjoints, leaves: Leaves, order: int, parts: int
     """Sweep all groups, or sets of them one after the other, and return the totals."""
     S = len(leaves.partition)
     whole = Totals(np.zeros(S), np.zeros((S, S)), np.zeros(S))
-    for groups in [range(S)] if parts == 1 else group_chunks(S, parts):
-        places, numbers = contributions(tape, adjoints, leaves, order, groups, consume=parts == 1)
+    plan = [(range(S), order)] if parts == 1 else plan_of_sweeps(S, parts, order)
+    for i, (groups, highest) in enumerate(plan):
+        last = i == len(plan) - 1
+        places, numbers = contributions(tape, adjoints, leaves, highest, groups, consume=last)
         totals = totals_of(places, numbers.double().cpu().numpy(), S)
         whole.gbar[list(groups)] = totals.gbar[list(groups)]
         whole.Hbar[np.ix_(groups, groups)] = totals.Hbar[np.ix_(groups, groups)]

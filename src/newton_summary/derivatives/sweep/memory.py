@@ -113,6 +113,22 @@ def free_memory(device: torch.device) -> int:
     return UNKNOWN
 
 
+def plan_of_sweeps(S: int, parts: int, order: int) -> list[tuple[Sequence[int], int]]:
+    """Return which groups to sweep at a time, and to which order, in so many parts.
+
+    D3 needs the derivatives of a group alone, and Hbar needs no second ones, which are half of all.
+    So with two parts, all groups are swept to order 2, and then each half of them to order 3: half
+    of the memory for one and a half times the work.
+
+    >>> plan_of_sweeps(4, 2, 3)
+    [([0, 1, 2, 3], 2), (range(0, 4, 2), 3), (range(1, 4, 2), 3)]
+    """
+    if order == 2:
+        return [(groups, 2) for groups in group_chunks(S, parts)]
+    pairs = [(groups, 2) for groups in group_chunks(S, -(-parts // 2))]
+    return [*pairs, *((range(i, S, parts), 3) for i in range(min(parts, S)))]
+
+
 def group_chunks(S: int, parts: int) -> Iterator[Sequence[int]]:
     """Give sets of groups such that every pair of groups is together in one of them.
 

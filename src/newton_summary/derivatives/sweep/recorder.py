@@ -43,6 +43,7 @@ class Recorder(TorchFunctionMode):
         prepare: For some operations, how to run them so that the rule gets what it needs: a
             function that takes (func, args, kwargs) and returns (result, saved).
         decomposed: For some operations, a function of the same arguments that is run instead.
+        reads: Gives the values whose numbers the rule of an operation may read.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class Recorder(TorchFunctionMode):
         known: frozenset[str],
         prepare: Mapping[str, Callable[..., tuple[Any, Any]]],
         decomposed: Mapping[str, Callable[..., Any]],
+        reads: Callable[[Op], list[Value]],
     ):
         super().__init__()
+        self.reads = reads
         self.known, self.prepare, self.decomposed = known, prepare, decomposed
         self.ops: list[Op] = []
         self.values: dict[int, Value] = {}  # by the identity of the tensor
@@ -60,6 +63,7 @@ class Recorder(TorchFunctionMode):
         self.loose: list[tuple[Tensor, int]] = []  # what .data gave, and its version
         self.entered: list[Any] = []  # Python functions of torch that are being traced into
         self.leaves: dict[int, str] = {}
+        self.read: set[int | None] = set()  # slots of values whose numbers a rule may read
         self.unseen: dict[int, str] = {}  # slots of what was made out of sight, and by what
         self.slots = 0
         self.finished = False  # an interrupt may leave it active
@@ -163,6 +167,7 @@ class Recorder(TorchFunctionMode):
         inputs: list[int] = []
         op = Op(name, func, self._wrap(args, inputs), self._wrap(kwargs, inputs), [])
         op.inputs = inputs
+        self.read.update(value.slot for value in self.reads(op))
         owner = self._before_writing(args[0]) if in_place else None
         if name in self.prepare:
             result, op.saved = self.prepare[name](func, args, kwargs)
@@ -176,6 +181,7 @@ class Recorder(TorchFunctionMode):
         results = list(result) if isinstance(result, tuple | list) else [result]
         op.outputs = [self._note(tensor, op, in_place) for tensor in results]
         if op.inputs and any(output is not None for output in op.outputs):
+            self.read.update(value.slot for value in self.reads(op))
             op.complex = has_complex or any(t.is_complex() for t in find_tensors(results))
             self.ops.append(op)
             if owner is not None:
@@ -322,13 +328,17 @@ class Recorder(TorchFunctionMode):
             owner_value = self._owner_value(owner)
             self._move_edges(owner)
         sharing = self.sharing.pop(id(owner), [])
-        if sharing:
-            copy = owner.detach().clone()
-            for some in sharing:
-                self.values.pop(id(some.tensor), None)
-                if version_of(some.tensor) == some.version:
-                    some.tensor = view_like(some.tensor, owner, copy)
-                    some.version = some.tensor._version
+        copy: Tensor | None = None
+        for some in sharing:
+            self.values.pop(id(some.tensor), None)
+            if version_of(some.tensor) != some.version:
+                continue
+            if some.slot is not None and some.slot not in self.read:
+                some.forget()
+                continue
+            copy = owner.detach().clone() if copy is None else copy
+            some.tensor = view_like(some.tensor, owner, copy)
+            some.version = some.tensor._version
         return owner_value
 
     def _owner_value(self, owner: Tensor) -> Value:

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from newton_summary.derivatives.sweep.engine import KNOWN, Adjoints, Leaves, backward, leaf_tangent
+from newton_summary.derivatives.sweep.engine import (
+    KNOWN,
+    Adjoints,
+    Leaves,
+    backward,
+    leaf_tangent,
+    values_read,
+)
 from newton_summary.derivatives.sweep.recorder import Recorder
 from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE
 from newton_summary.derivatives.sweep.tape import Tangent, Tape, Value, map_tree
@@ -178,7 +185,7 @@ class ShardedLeaves(Leaves):
 
     def record(self, closure: Closure) -> Tape:
         """Run the loss and return its tape."""
-        recorder = ShardedRecorder({}, KNOWN, PREPARE, DECOMPOSED)
+        recorder = ShardedRecorder({}, KNOWN, PREPARE, DECOMPOSED, values_read)
         self.params.gathered = partial(recorder.meet, self.params)
         tape = recorder.record(closure)
         self.params.gathered = None

@@ -16,7 +16,7 @@ from newton_summary.errors import CannotDifferentiate
 class Value:
     """A tensor that went into or came out of an operation, as it was at that moment."""
 
-    __slots__ = ("edge", "part", "slot", "tensor", "version")
+    __slots__ = ("edge", "forgotten", "part", "slot", "tensor", "version")
 
     def __init__(self, tensor: Tensor, slot: int | None, edge: Any = None):
         """Slot: number of the value on the tape; None for what does not depend on parameters."""
@@ -25,10 +25,23 @@ class Value:
         self.slot = slot
         self.edge = edge  # of autograd's graph, where the adjoint of the value appears
         self.part: Tensor | None = None  # if only a part of that adjoint belongs to it: which one
+        self.forgotten = False  # whether only the shape of the tensor is left
+
+    def forget(self) -> None:
+        """Keep nothing but the shape, dtype and device: no rule reads the numbers."""
+        self.tensor = self.tensor.detach().new_empty(()).expand(self.tensor.shape)
+        self.version, self.forgotten = version_of(self.tensor), True
+
+    def cut(self, take: Callable[[Tensor], Tensor]) -> Value:
+        """Return a part of the value, in the same slot."""
+        part = Value(take(self.tensor if self.forgotten else self.now), self.slot)
+        part.forgotten = self.forgotten
+        return part
 
     @property
     def now(self) -> Tensor:
         """The tensor, unless it has changed since. It may still be part of autograd's graph."""
+        assert not self.forgotten
         if version_of(self.tensor) != self.version:
             raise changed_in_place(self.tensor)
         return self.tensor
@@ -136,11 +149,28 @@ class ChunkedLogits:
 
 @dataclass(frozen=True)
 class TokenRun:
-    """Consecutive operations that take each token on its own, passed some tokens at a time."""
+    """Consecutive operations that take each token on its own, passed some tokens at a time.
+
+    Or each channel, in the place of tokens.
+    """
 
     ops: list[int]  # places on the tape
     tokens: int  # in all
     at_a_time: int
+    axis: Axis
+
+
+class Axis(Protocol):
+    """Along what a run is cut."""
+
+    def has(self, x: Tensor, y: Tensor) -> bool:
+        """Whether a value has the same tokens, or channels, as a result."""
+
+    def part(self, x: Tensor, some: slice) -> Tensor:
+        """Return a value for some of them."""
+
+    def rows(self, rows: Tensor, some: slice) -> Tensor:
+        """Return the derivatives of a value for some of them, as a view."""
 
 
 @dataclass
@@ -155,6 +185,7 @@ class Tape:
     small: bool = False  # whether the derivatives of all values together take little memory
     chunked: list[ChunkedLogits] = field(default_factory=list)  # what is passed in pieces
     runs: list[TokenRun] = field(default_factory=list)  # likewise
+    hidden: list[Tensor | None] = field(default_factory=list)  # whether masks hide whole rows
 
 
 def find_tensors(tree: Any) -> list[Tensor]:

@@ -1,23 +1,25 @@
-"""Runs of operations that take each token on its own, passed some tokens at a time.
+"""Runs of operations that take each token or channel on its own, passed some of them at a time.
 
 Between two attentions a transformer treats tokens one by one: layers, norms, activations, residual
 sums. Passed for a few tokens at a time, by the same rules, the derivatives of a wide hidden layer
 along all groups are never held as a whole, and on a CPU they stay in its cache. A token is all but
-the last dimension of a value.
+the last dimension of a value. Likewise a network of images treats channels one by one between two
+convolutions, batch norms in training among it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from newton_summary.derivatives.sweep.chunked_logits import of_rows
 from newton_summary.derivatives.sweep.rules.elementwise import CURVED, PIECEWISE_LINEAR, RELATIVE
 from newton_summary.derivatives.sweep.rules.linear import SAME_ORDER
 from newton_summary.derivatives.sweep.tape import (
+    Axis,
     Op,
     Tangent,
     Tape,
@@ -35,7 +37,86 @@ AT_A_TIME = {"cpu": 2**24}
 AT_A_TIME_ELSEWHERE = 2**29
 FEWEST_TOKENS = 8  # with fewer, reading the weights takes longer than the products
 ONE_VALUE = {*CURVED, *RELATIVE, *PIECEWISE_LINEAR, *SAME_ORDER, "neg", "negative"}
+WORKS_ALONE = {*CURVED, *RELATIVE, "standardize"}  # takes several stacks to work with
 TWO_VALUES = {*("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide")}
+
+
+class Tokens:
+    """All but the last dimension."""
+
+    def takes_alone(self, op: Op) -> bool:
+        """Whether a token of the result depends on the same token of each argument alone."""
+        values, y = op.args, op.out.tensor
+        if op.name == "linear":
+            return bool(values[1].tensor.dim() == 2) and self.has(values[0].tensor, y)
+        if op.name == "standardize":
+            return [d % y.dim() for d in op.args[1]] == [y.dim() - 1]
+        if op.name in TWO_VALUES:
+            found = [x.tensor for x in values if isinstance(x, Value)]
+            lengths = {x.shape[-1] for x in found if x.dim()}
+            return (
+                all(self.has(x, y) or x.dim() < 2 for x in found)
+                and lengths <= {y.shape[-1], 1}
+                and any(self.has(x, y) for x in found)
+            )
+        return op.name in ONE_VALUE and one_of_its_shape(op)
+
+    def count(self, y: Tensor) -> int:
+        """Return how many tokens a value has."""
+        return y.shape[:-1].numel()
+
+    def has(self, x: Tensor, y: Tensor) -> bool:
+        """Whether a value has the tokens of a result."""
+        return x.dim() == y.dim() and x.shape[:-1] == y.shape[:-1]
+
+    def part(self, x: Tensor, some: slice) -> Tensor:
+        """Return some tokens of a value."""
+        return x.flatten(0, -2)[some]
+
+    def rows(self, rows: Tensor, some: slice) -> Tensor:
+        """Return some tokens of all rows."""
+        return rows.flatten(1, -2)[:, some]
+
+
+class Channels:
+    """The second dimension of images: between two convolutions each is on its own."""
+
+    def takes_alone(self, op: Op) -> bool:
+        """Whether a channel of the result depends on the same channel of each argument alone."""
+        y = op.out.tensor
+        if y.dim() < 3 or y.shape[1] < 2:
+            return False
+        if op.name == "standardize":
+            return 1 not in [d % y.dim() for d in op.args[1]]
+        if op.name in TWO_VALUES:
+            found = [x.tensor for x in op.args if isinstance(x, Value)]
+            return any(x.shape == y.shape for x in found) and all(
+                self.has(x, y) or x.dim() < y.dim() - 1 or x.shape[1 - y.dim()] == 1 for x in found
+            )
+        return op.name in ONE_VALUE and one_of_its_shape(op)
+
+    def count(self, y: Tensor) -> int:
+        """Return how many channels a value has."""
+        return y.shape[1]
+
+    def has(self, x: Tensor, y: Tensor) -> bool:
+        """Whether a value has the channels of a result."""
+        return x.dim() == y.dim() and x.shape[1] == y.shape[1]
+
+    def part(self, x: Tensor, some: slice) -> Tensor:
+        """Return some channels of a value."""
+        return x[:, some]
+
+    def rows(self, rows: Tensor, some: slice) -> Tensor:
+        """Return some channels of all rows."""
+        return rows[:, :, some]
+
+
+def one_of_its_shape(op: Op) -> bool:
+    """Whether an operation has one value among its arguments, with the shape of its result."""
+    x = op.args[0]
+    others = [y for y in op.args[1:] if isinstance(y, Value)]
+    return isinstance(x, Value) and not others and x.tensor.shape == op.out.tensor.shape
 
 
 def find_token_runs(
@@ -49,64 +130,52 @@ def find_token_runs(
         order: Highest derivative.
         stack_limit: Bytes that all stacks may take, if there is a limit.
     """
-    found: list[TokenRun] = []
-    run: list[int] = []
     elsewhere = {i for logits in tape.chunked for i in logits.ops}
-    cut = None if tape.cut is None else tape.cut.index
-
-    def finish() -> None:
+    cpu = tape.loss.device.type == "cpu"  # elsewhere channels are not measured yet
+    axes = (Tokens(), Channels()) if cpu else (Tokens(),)
+    both = [(run, axis) for axis in axes for run in consecutive(tape, axis, elsewhere)]
+    found: list[TokenRun] = []
+    for run, axis in sorted(both, key=lambda x: -len(x[0])):  # of two that overlap, the longer one
         values = [tape.ops[i].out.tensor for i in run if tape.ops[i].passed]
-        if len(values) > 1:
-            most = AT_A_TIME.get(values[0].device.type, AT_A_TIME_ELSEWHERE)
-            most = min(most, (stack_limit or 8 * most) // 8)  # the rest is for what is held whole
-            widest = max(y.shape[-1] * y.element_size() for y in values)
-            at_a_time = max(FEWEST_TOKENS, most // (widest * S * (2 if order == 3 else 1)))
-            tokens = values[0].shape[:-1].numel()
-            if at_a_time < tokens:
-                parts = -(-tokens // at_a_time)
-                found.append(TokenRun(list(run), tokens, -(-tokens // parts)))
-        run.clear()
-
-    for i, op in enumerate(tape.ops):
-        takes = i not in elsewhere and takes_tokens_alone(op)
-        together = run and tape.ops[run[-1]].out.tensor.shape[:-1] == (
-            op.out.tensor.shape[:-1] if takes else None
-        )
-        if i == cut or not together:
-            finish()
-        if takes:
-            run.append(i)
-    finish()
+        alone = cpu and tape.ops[run[0]].name in WORKS_ALONE
+        if len(values) < (1 if alone else 2) or not elsewhere.isdisjoint(run):
+            continue
+        most = AT_A_TIME.get(values[0].device.type, AT_A_TIME_ELSEWHERE)
+        most = min(most, (stack_limit or 8 * most) // 8)  # the rest is for what is held whole
+        count = axis.count(values[0])
+        widest = max(y.nbytes for y in values) // count
+        fewest = FEWEST_TOKENS if isinstance(axis, Tokens) else 1
+        at_a_time = max(fewest, most // max(1, widest * S * (2 if order == 3 else 1)))
+        if at_a_time < count:
+            parts = -(-count // at_a_time)
+            found.append(TokenRun(run, count, -(-count // parts), axis))
+            elsewhere.update(run)
     return found
 
 
-def takes_tokens_alone(op: Op) -> bool:
-    """Whether a token of the result depends on the same token of each argument alone."""
+def consecutive(tape: Tape, axis: Tokens | Channels, elsewhere: set[int]) -> Iterator[list[int]]:
+    """Give runs of operations that take each token, or channel, on its own."""
+    run: list[int] = []
+    for i, op in enumerate(tape.ops):
+        takes = i not in elsewhere and is_simple(op) and axis.takes_alone(op)
+        last = tape.ops[run[-1]].out.tensor if run else None
+        together = takes and last is not None and axis.has(op.out.tensor, last)
+        if run and (not together or (tape.cut is not None and i == tape.cut.index)):
+            yield run
+            run = []
+        if takes:
+            run.append(i)
+    if run:
+        yield run
+
+
+def is_simple(op: Op) -> bool:
+    """Whether an operation has one dense result, and each tensor as an argument of its own."""
     values = [x for x in op.args if isinstance(x, Value)]
     if op.complex or len(op.outputs) != 1 or len(values) < len(find_values((op.args, op.kwargs))):
         return False
     y = op.out.tensor
-    if y.dim() < 2 or y.layout != values[0].tensor.layout or not values:
-        return False
-    if op.name == "linear":
-        return values[1].tensor.dim() == 2 and values[0].tensor.shape[:-1] == y.shape[:-1]
-    if op.name == "standardize":
-        return [d % y.dim() for d in op.args[1]] == [y.dim() - 1]
-    if op.name in ONE_VALUE:
-        return len(values) == 1 and op.args[0] is values[0] and values[0].tensor.shape == y.shape
-    if op.name in TWO_VALUES:
-        lengths = {x.tensor.shape[-1] for x in values if x.tensor.dim()}
-        return (
-            all(has_tokens(x, y) or x.tensor.dim() < 2 for x in values)
-            and lengths <= {y.shape[-1], 1}
-            and any(has_tokens(x, y) for x in values)
-        )
-    return False
-
-
-def has_tokens(x: Value, y: Tensor) -> bool:
-    """Whether a value has the tokens of a result."""
-    return x.tensor.dim() == y.dim() and x.tensor.shape[:-1] == y.shape[:-1]
+    return bool(values) and y.dim() > 1 and y.layout == values[0].tensor.layout
 
 
 def pass_tokens(sweep: Sweep, run: TokenRun) -> None:
@@ -114,7 +183,8 @@ def pass_tokens(sweep: Sweep, run: TokenRun) -> None:
     ops = [sweep.tape.ops[i] for i in run.ops]
     ops = [op for op in ops if op.passed]
     y = ops[0].out.tensor
-    tokens = {v.slot for op in ops for v in find_values(op.args) if has_tokens(v, y)}
+    axis = run.axis
+    tokens = {v.slot for op in ops for v in find_values(op.args) if axis.has(v.tensor, y)}
     made = {op.out.slot: op.out for op in ops if op.out.slot is not None}
     ended = {slot for op in ops for slot in op.finishes}
     inputs = {
@@ -123,24 +193,23 @@ def pass_tokens(sweep: Sweep, run: TokenRun) -> None:
         for slot in op.inputs
         if slot in sweep.tangents and slot not in made
     }
-    flat = {s: t.rows.flatten(1, -2) for s, t in inputs.items() if s in tokens}
     results: dict[int, Tangent] = {}
     found: dict[Place, Tensor] = {}
     for part in parts_of(run.tokens, run.at_a_time):
         piece = copy(sweep)
         piece.found = []
         piece.tangents = {
-            slot: Tangent(t.first, t.second, flat[slot][:, part]) if slot in flat else t
+            slot: Tangent(t.first, t.second, axis.rows(t.rows, part)) if slot in tokens else t
             for slot, t in inputs.items()
         }
         piece.adjoints = {
-            slot: of_rows(delta, part)
+            slot: axis.part(delta, part)
             for slot in made
             if (delta := sweep.adjoints.get(slot)) is not None
         }
         for op in ops:
             if any(slot in piece.tangents for slot in op.inputs):
-                piece.pass_op(some_tokens(op, part))
+                piece.pass_op(some_tokens(op, axis, part))
             for slot in op.finishes:
                 piece.tangents.pop(slot, None)
         for slot, value in made.items():
@@ -149,7 +218,7 @@ def pass_tokens(sweep: Sweep, run: TokenRun) -> None:
                 if slot not in results:
                     rows = t.rows.new_empty((len(t.rows), *value.tensor.shape))
                     results[slot] = Tangent(t.first, t.second, rows)
-                results[slot].rows.flatten(1, -2)[:, part] = t.rows
+                axis.rows(results[slot].rows, part).copy_(t.rows)
         for place, entries in piece.found:
             if place in found:
                 found[place] += entries
@@ -159,17 +228,17 @@ def pass_tokens(sweep: Sweep, run: TokenRun) -> None:
     sweep.found += found.items()
 
 
-def some_tokens(op: Op, part: slice) -> Op:
+def some_tokens(op: Op, axis: Axis, part: slice) -> Op:
     """Return an operation as it would have been for some of the tokens."""
     y = op.out.tensor
 
     def cut(x: Any) -> Any:
-        if isinstance(x, Value) and has_tokens(x, y):
-            return Value(of_rows(x.now, part), x.slot)
+        if isinstance(x, Value) and axis.has(x.tensor, y):
+            return x.cut(lambda tensor: axis.part(tensor, part))
         return x
 
     args = tuple(cut(x) for x in op.args)
-    if op.name == "standardize":
+    if op.name == "standardize" and isinstance(axis, Tokens):
         args = (args[0], [-1], *args[2:])
     if op.name == "linear":  # a weight may have as many rows as there are tokens
         args = (args[0], *op.args[1:])

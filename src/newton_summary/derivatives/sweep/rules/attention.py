@@ -23,11 +23,10 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from newton_summary.derivatives.sweep.rules.attention_tiles import Attention, Heads
-from newton_summary.derivatives.sweep.tape import Op, Tangent, Value, cast, spread, union
+from newton_summary.derivatives.sweep.rules.attention_tiles import Attention, Heads, Stack
+from newton_summary.derivatives.sweep.tape import Op, Tangent, Value, cast, union
 
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
@@ -68,19 +67,14 @@ def attention(
     groups = union(*(t.first for t in found), *(t.second for t in found))
     out = op.out.tensor
 
-    def stack(t: Tangent | None) -> Tensor | None:
-        """Return the rows of all groups, those of first order before those of second."""
-        if t is None or (t.first == groups and t.second == (groups if second else ())):
-            return None if t is None else cast(t.rows, out.dtype)
-        rows = spread(t.first, t.y1, groups)
-        rows = torch.cat([rows, spread(t.second, t.y2, groups)]) if second else rows
-        return cast(rows, out.dtype)
-
     q, k, v = (cast(x.now, out.dtype) for x in inputs)
-    Q, K, V = (stack(t) for t in tangents)
+    heads = Heads.of(q, k)
+    Q, K, V = (
+        None if t is None else Stack(t.to(out.dtype), groups, second, view)
+        for t, view in zip(tangents, (heads.of_queries, heads.of_keys, heads.of_keys), strict=True)
+    )
     mask = None if attn_mask is None else attn_mask.now.expand(*q.shape[:-1], k.shape[-2])
     delta = sweep.adjoint(op.out)
-    heads = Heads.of(q, k)
     tiled = Attention(
         heads,
         groups,
@@ -90,9 +84,9 @@ def attention(
         q=heads.of_queries(q[None]),
         k=heads.of_keys(k[None]),
         v=heads.of_keys(v[None]),
-        Q=None if Q is None else heads.of_queries(Q),
-        K=None if K is None else heads.of_keys(K),
-        V=None if V is None else heads.of_keys(V),
+        Q=Q,
+        K=K,
+        V=V,
         mask=None if mask is None else heads.of_queries(mask[None]),
         delta=None if delta is None else heads.of_queries(cast(delta, out.dtype)[None]),
         out=heads.new_result(out, (2 if third else 1) * len(groups)) if op.wanted else None,

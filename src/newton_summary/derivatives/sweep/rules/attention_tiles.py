@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from newton_summary.derivatives.sweep.rules.linear import without_mean
 from newton_summary.derivatives.sweep.rules.normalize import pass_softmax
-from newton_summary.derivatives.sweep.tape import Groups, Tangent, dots, gram, parts_of
+from newton_summary.derivatives.sweep.tape import Groups, Tangent, dots, gram, parts_of, spread
 
 # Bytes of the scores' derivatives that are taken at a time.
 AT_A_TIME = {"cpu": 2**21}  # which stay in its cache with what is computed from them
@@ -49,6 +50,24 @@ class Heads:
         return out.new_empty(shape).permute(0, 1, 3, 4, 2, 5)
 
 
+class Stack:
+    """The derivatives of q, k or v, brought to the same groups for some samples and heads."""
+
+    def __init__(self, t: Tangent, groups: Groups, second: bool, view: Callable[[Tensor], Tensor]):
+        """View: to the shape of a stack of queries or of keys."""
+        self.t, self.groups, self.second, self.rows = t, groups, second, view(t.rows)
+
+    def some(self, *index: slice) -> Tensor:
+        """Return the rows of all groups, those of first order before those of second, if any."""
+        t, rows = self.t, self.rows[(slice(None), *index)]
+        if t.first == self.groups and t.second == (self.groups if self.second else ()):
+            return rows
+        first = spread(t.first, rows[: len(t.first)], self.groups)
+        if not self.second:
+            return first
+        return torch.cat([first, spread(t.second, rows[len(t.first) :], self.groups)])
+
+
 @dataclass
 class Attention:
     """An attention that is passed tile by tile, and the sums of its contributions.
@@ -65,9 +84,9 @@ class Attention:
     q: Tensor
     k: Tensor
     v: Tensor
-    Q: Tensor | None
-    K: Tensor | None
-    V: Tensor | None
+    Q: Stack | None
+    K: Stack | None
+    V: Stack | None
     mask: Tensor | None
     delta: Tensor | None
     out: Tensor | None  # where the derivatives of the result go
@@ -114,7 +133,8 @@ def tile_size(a: Attention) -> tuple[int, int, int]:
     rows = a.S * (2 if a.order == 3 else 1) * a.heads.shared * a.heads.T
     room = max(1, most // (rows * a.wide.itemsize))  # queries of one head
     L, H = a.heads.L, a.heads.H
-    longest = max(4 * FEWEST_QUERIES, -(-L // 8)) if a.causal else L  # to skip what is masked
+    masked = a.causal or (a.mask is not None and not a.q.is_cuda)
+    longest = max(4 * FEWEST_QUERIES, -(-L // 8)) if masked else L  # to skip what is masked
     queries = min(L, longest, max(room, FEWEST_QUERIES))
     if a.q.device.type == "cpu":
         return queries, 1, 1  # what all groups share is then not copied for each
@@ -140,10 +160,13 @@ class Keys:
     def __init__(self, a: Attention, b: slice, h: slice):
         """Take some samples and heads: (N, T, features), and (rows, N, T, features)."""
         self.k, self.v = a.k[0, b, h].flatten(0, 1), a.v[0, b, h].flatten(0, 1)
-        self.V = None if a.V is None else a.V[:, b, h].flatten(1, 2)
+        self.V = None if a.V is None else a.V.some(b, h).flatten(1, 2)
         # What shifts all keys alike, such as their bias, changes no weight. Without the mean it
         # has no derivatives from here on; else it would have some, made of rounding.
-        self.K = None if a.K is None else without_mean(a.K[:, b, h], -2).to(a.K.dtype).flatten(1, 2)
+        self.K = None
+        if a.K is not None:
+            K = a.K.some(b, h)
+            self.K = without_mean(K, -2).to(K.dtype).flatten(1, 2)
         self.sums: Tensor | None = None  # [P1, P2]^T delta, the adjoints of v1
         if self.V is not None and a.delta is not None:
             rows = (2 if a.order == 3 else 1) * a.S
@@ -151,17 +174,24 @@ class Keys:
 
 
 class Tile:
-    """Some queries of some heads, and the keys up to the last one that they may attend to."""
+    """Some queries of some heads, and the keys that they may attend to."""
 
     def __init__(self, a: Attention, keys: Keys, b: slice, h: slice, rows: slice):
         """Take them."""
         self.a, self.keys, self.b, self.h, self.rows = a, keys, b, h, rows
-        self.T = min(a.heads.T, rows.stop) if a.causal else a.heads.T
-        self.k, self.v = keys.k[:, : self.T], keys.v[:, : self.T]
-        self.K, self.V = (None if x is None else x[:, :, : self.T] for x in (keys.K, keys.V))
+        self.take(slice(0, min(a.heads.T, rows.stop) if a.causal else a.heads.T))
         self.q = self.some(a.q)[0] * a.factor  # (N, R, d)
-        self.Q = None if a.Q is None else self.some(a.Q) * a.factor  # (rows, N, R, d)
+        self.Q = None  # (rows, N, R, d)
+        if a.Q is not None:
+            Q = a.Q.some(b, h, slice(None), rows)
+            self.Q = Q.flatten(3, 4).flatten(1, 2) * a.factor
         self.N, self.R = self.q.shape[:2]
+
+    def take(self, span: slice) -> None:
+        """Take some of the keys."""
+        keys, self.span, self.T = self.keys, span, span.stop - span.start
+        self.k, self.v = keys.k[:, span], keys.v[:, span]
+        self.K, self.V = (None if x is None else x[:, :, span] for x in (keys.K, keys.V))
 
     def some(self, x: Tensor) -> Tensor:
         """Return the queries of the tile as (rows, N, R, features)."""
@@ -169,8 +199,13 @@ class Tile:
 
     def run(self) -> None:
         """Add the contributions, and write the derivatives of the result."""
-        a, T = self.a, self.T
+        a = self.a
         P = self.weights()
+        if a.mask is not None and not P.is_cuda:  # there, asking which takes longer
+            seen = P.flatten(0, 1).any(0).nonzero()
+            span = slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, 1)
+            P = P[..., span]
+            self.take(span)
         delta = W = None
         if a.delta is not None:
             delta = self.some(a.delta)[0]  # (N, R, features)
@@ -188,7 +223,8 @@ class Tile:
             moved = None if t is None else t.rows.to(self.q.dtype).flatten(0, 1)
         if moved is not None and delta is not None and self.keys.sums is not None:
             adjoints = torch.bmm(moved.mT, stacked(delta, len(moved) // self.N))
-            self.keys.sums[:, :, :T] += adjoints.view(-1, self.N, T, adjoints.shape[-1])
+            sums = self.keys.sums[:, :, self.span]
+            sums += adjoints.view(-1, self.N, self.T, adjoints.shape[-1])
         if a.out is not None:
             self.write(a.out, P.to(self.q.dtype), moved)
 

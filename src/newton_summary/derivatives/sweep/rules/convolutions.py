@@ -15,6 +15,8 @@ from newton_summary.derivatives.sweep.tape import Op, Value, cast
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
 
+AT_A_TIME = 2**24  # bytes of the result's derivatives, on a CPU
+
 
 def convolution(transposed: bool, n: int) -> Callable[..., Any]:
     """Return the rule for an n-dimensional convolution of a batch."""
@@ -55,8 +57,16 @@ def convolution(transposed: bool, n: int) -> Callable[..., Any]:
             y = conv_by_columns(x, W, settings) if columns_pay(x, settings, op) else conv(x, W)
             return y.reshape(*rows.shape[:2], *y.shape[1:])
 
+        def left_into(rows: Tensor, out: Tensor, add: bool) -> None:
+            """Write a few rows at a time: a convolution makes a tensor of its own for them."""
+            few = max(1, AT_A_TIME // op.out.tensor.nbytes)
+            for start in range(0, len(rows), few):
+                some, target = rows[start : start + few], out[start : start + few]
+                target.add_(left(some)) if add else target.copy_(left(some))
+
         h = Product(
             left=left,
+            left_into=None if X.is_cuda else left_into,
             right=lambda rows: stacked(conv(X, row) for row in rows),
             pair=lambda a, b: stacked(conv(x, w) for x, w in zip(a, b, strict=True)),
             adjoint_left=lambda delta, rows: stacked(

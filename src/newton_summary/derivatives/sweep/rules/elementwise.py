@@ -56,7 +56,7 @@ def curved(derivatives: Callable[..., Derivatives], relative: bool = False) -> C
         if relative:
             X = cast(x.now, op.out.tensor.dtype)
             t = t.map(lambda rows: rows / X)
-        f1, f2, f3 = derivatives(x.now, op.out.now, *plain(args), **plain(kwargs))
+        f1, f2, f3 = derivatives(given(x), given(op.out), *plain(args), **plain(kwargs))
         if f2 is None:
             return t.map(lambda rows: rows * f1)
         delta = sweep.adjoint(op.out)
@@ -104,6 +104,11 @@ def _pass_curved(
     return Tangent(t.first, t.first, result)
 
 
+def given(value: Value) -> Tensor:
+    """Return the numbers of a value; of one that the tables below do not read, only its shape."""
+    return value.tensor if value.forgotten else value.now
+
+
 def broadcast(t: Tangent | None, op: Op) -> Tangent | None:
     """Spread the derivatives of x out to the shape of y: another argument may have been larger."""
     shape = op.out.tensor.shape
@@ -114,7 +119,15 @@ def broadcast(t: Tangent | None, op: Op) -> Tangent | None:
 
 def piecewise_linear(slope: Callable[..., Tensor]) -> Callable[..., Any]:
     """Return the rule for a function made of straight pieces, given its slope."""
-    return curved(lambda *args, **kwargs: (slope(*args, **kwargs), None, None))
+
+    def rule(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Tangent | None:
+        t = broadcast(sweep.tangent(x), op)
+        if t is None:
+            return None
+        f1 = slope(given(x), given(op.out), *plain(args), **plain(kwargs))
+        return t.map(lambda rows: rows * f1)
+
+    return rule
 
 
 # --- functions made of straight pieces -----------------------------------------------------------
@@ -142,7 +155,7 @@ def _hard_slope(low: float, high: float, slope: float) -> Callable[..., Tensor]:
 
 
 PIECEWISE_LINEAR: dict[str, Callable[..., Tensor]] = {
-    "relu": lambda x, y, inplace=None: (x > 0).to(x.dtype),
+    "relu": lambda x, y, inplace=None: (y > 0).to(y.dtype),
     "relu6": _hard_slope(0, 6, 1),
     "leaky_relu": _leaky_slope,
     "rrelu": _random_slope,
@@ -382,6 +395,10 @@ CURVED: dict[str, Callable[..., Derivatives]] = {
     "erf": _erf(1),
     "erfc": _erf(-1),
 }
+# Of which the tables above read the argument alone, or the result alone.
+OF_ARGUMENT = frozenset(names("elu selu celu gelu silu mish softplus square"))
+OF_RESULT = frozenset(names("relu tanh sigmoid special_expit exp"))
+
 CURVED |= {f"special_{name}": CURVED[name] for name in names("exp2 expm1 log1p erf erfc")}
 CURVED |= {f"arc{name[1:]}": CURVED[name] for name in names("asin acos asinh acosh atan atanh")}
 

@@ -28,6 +28,7 @@ from newton_summary.derivatives.sweep.tape import (
     matching,
     pick,
     spread,
+    sums,
 )
 
 if TYPE_CHECKING:
@@ -91,63 +92,70 @@ def pass_softmax(
     passed = None if d != -1 else fused.run("pass_softmax", t, p, *how)
     if passed is not None:
         return fused.contributed(sweep, t, passed)
-    k = len(t.first)
-    centered = t.rows - (t.rows * p).sum(d, keepdim=True)
-    c = centered[:k]
+    c = without_mean_under(p, t.y1, d)
     if not log:
-        return _pass_centered(sweep, wanted, t, p, weight, d, centered)
+        return _pass_probabilities(sweep, wanted, t, p, weight, d, c)
     if weight is not None:
-        _cumulants(sweep, t, centered, weight)
+        _cumulants(sweep, t, c, weight)
     if not wanted:
         return None
     if not third:
         return Tangent(t.first, (), c)
     variances = (c.square() * p).sum(d, keepdim=True)
-    return join((t.first, c), _second(t, -variances.expand_as(c), centered[k:]))
+    second = _second(t, -variances.expand_as(c), without_mean_under(p, t.y2, d))
+    return join((t.first, c), second)
 
 
-def _pass_centered(
+def without_mean_under(p: Tensor, rows: Tensor, d: int) -> Tensor:
+    """Subtract from all rows their mean over a dimension, weighted by p."""
+    work = rows * p
+    return torch.sub(rows, work.sum(d, keepdim=True), out=work)
+
+
+def _pass_probabilities(
     sweep: Contributions,
     wanted: bool,
     t: Tangent,
     p: Tensor,
     weight: Tensor | None,
     d: int,
-    centered: Tensor,
+    c: Tensor,
 ) -> Tangent | None:
-    """Pass a softmax, given the derivatives of x less their means.
+    """Pass a softmax, given the first derivatives of x less their means.
 
     y1 = p c, y2 = p e and d3y[a, a, a] + 3 d2y[a, x2] = p (3 c e - 2 c^3 - ...), less its mean,
-    with e = c^2 - <c^2> + x2.
+    with e = c^2 + x2 - <c^2 + x2>.
     """
     k, third = len(t.first), sweep.order == 3
-    c = centered[:k]
     result = p.new_empty(((2 if third else 1) * k, *p.shape))
-    first = torch.mul(c, p, out=result[:k])
+    torch.mul(c, p, out=result[:k])
     weighted = None if weight is None else c * weight
     if weighted is not None:
         sweep.add_Hbar(t.first, t.first, gram(weighted, c))
     if third:
-        e = c.square()
-        e -= (first * c).sum(d, keepdim=True)
+        e = c * c
         for mine, theirs in matching(t.first, t.second):
-            e[mine] += centered[k:][theirs]
-        torch.mul(e, p, out=result[k:])
+            e[mine] += t.y2[theirs]
+        second = torch.mul(e, p, out=result[k:])
+        e -= second.sum(d, keepdim=True)
+        torch.mul(e, p, out=second)
         if weighted is not None:
-            sweep.add_D3(t.first, 3 * dots(weighted, e.addcmul_(c, c, value=-2 / 3)))
+            sweep.add_D3(t.first, 3 * sums(e.addcmul_(c, c, value=-2 / 3).mul_(weighted)))
     return Tangent(t.first, t.first if third else (), result) if wanted else None
 
 
-def _cumulants(sweep: Contributions, t: Tangent, centered: Tensor, weight: Tensor) -> None:
-    """Add <weight, c_s c_t> to Hbar and <weight, c^3 + 3 c x2> to D3."""
-    c, second = centered[: len(t.first)], centered[len(t.first) :]
+def _cumulants(sweep: Contributions, t: Tangent, c: Tensor, weight: Tensor) -> None:
+    """Add <weight, c_s c_t> to Hbar and <weight, c^3 + 3 c x2> to D3.
+
+    The mean of x2 makes no difference: that of c under the weight is zero.
+    """
     weighted = c * weight
     sweep.add_Hbar(t.first, t.first, gram(weighted, c))
-    if sweep.order < 3:
-        return
-    if t.second:
-        sweep.add_D3(t.second, 3 * dots(pick(t.first, weighted, t.second), second))
-    sweep.add_D3(t.first, dots(weighted.mul_(c), c))
+    if sweep.order == 3:
+        work = c * c
+        for mine, theirs in matching(t.first, t.second):
+            work[mine].add_(t.y2[theirs], alpha=3)
+        sweep.add_D3(t.first, sums(work.mul_(weighted)))
 
 
 def logsumexp(sweep: Sweep, op: Op, x: Value, dim: Any, keepdim: bool = False) -> Tangent | None:
@@ -165,10 +173,9 @@ def logsumexp(sweep: Sweep, op: Op, x: Value, dim: Any, keepdim: bool = False) -
     means = (t.rows * p).sum(d, keepdim=True)
     k = len(t.first)
     delta = sweep.adjoint(op.out)
-    centered = t.rows - means
-    c = centered[:k]
+    c = t.y1 - means[:k]
     if delta is not None:
-        _cumulants(sweep, t, centered, p * delta.reshape(y.shape))
+        _cumulants(sweep, t, c, p * delta.reshape(y.shape))
     if not op.wanted:
         return None
     variances = (c.square() * p).sum(d, keepdim=True)
