@@ -24,6 +24,18 @@ from newton_summary.parallel import processes as sharded
 from problems import PROBLEMS
 
 STEPS = 24
+# In torch 2.6 a sharded model on the CPU can be measured, but not called: "'Stream' object has no
+# attribute 'record_event'".
+FSDP_RUNS = hasattr(torch.cpu.Stream, "record_event")
+
+
+class Found(dict):
+    """Results of a rank. Tests of those that this torch cannot give are skipped."""
+
+    def __missing__(self, key):
+        if FSDP_RUNS:
+            raise KeyError(key)
+        pytest.skip(f"torch {torch.__version__} cannot run fully_shard on the CPU")
 
 
 def make_net():
@@ -237,15 +249,16 @@ def train_all(rank, count, kinds=KINDS):
     def part(batch):
         return even_part(batch, rank, count)
 
-    found = {}
+    found = Found()
     for kind in kinds:
         calls = []
         model = DistributedDataParallel(make_net())
         with counted(calls):
             found["ddp", kind] = train(model, kind, part, calls)
         calls = []
-        with counted(calls):
-            found["fsdp", kind] = train(sharded_net(), kind, part, calls)
+        if FSDP_RUNS:
+            with counted(calls):
+                found["fsdp", kind] = train(sharded_net(), kind, part, calls)
     return found
 
 
@@ -266,10 +279,10 @@ def steer_all(rank, count):
     def part(batch):
         return even_part(batch, rank, count)
 
-    return {
-        "ddp": steer(DistributedDataParallel(make_net()), part),
-        "fsdp": steer(sharded_net(), part),
-    }
+    found = Found(ddp=steer(DistributedDataParallel(make_net()), part))
+    if FSDP_RUNS:
+        found["fsdp"] = steer(sharded_net(), part)
+    return found
 
 
 def share_a_device(rank, count):
@@ -299,6 +312,8 @@ def share_a_device(rank, count):
 def measure_sharded(rank, count):
     mine = cut(draw(1, 13), rank, count)
     found = measure_each(sharded_net, SHARDED, mine)
+    if not FSDP_RUNS:
+        return Found(summaries=found)
     net = sharded_net()
     with torch.no_grad():
         net(mine[0])  # leaves whole parameters in the outermost module

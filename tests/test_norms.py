@@ -95,8 +95,9 @@ OPERATORS = {
     "native_batch_norm": lambda h: aten.native_batch_norm(h, *[None] * 4, True, 0.1, 1e-5)[0],
     "native_group_norm": lambda h: aten.native_group_norm(h, ones, None, 6, 6, 1, 2, 1e-5)[0],
     "_weight_norm_interface": lambda h: aten._weight_norm_interface(h, ones[:, None], 0)[0],
-    "_fused_rms_norm": lambda h: aten._fused_rms_norm(h, [6], ones, 1e-5)[0],
 }
+if hasattr(aten, "_fused_rms_norm"):  # torch 2.6 has no such operator
+    OPERATORS["_fused_rms_norm"] = lambda h: aten._fused_rms_norm(h, [6], ones, 1e-5)[0]
 
 
 class WithNorm(nn.Module):

@@ -270,7 +270,7 @@ def test_a_direction_of_another_model_is_refused():
         ns.NewtonSummary(ns.make_partition(make_net()), direction=other)
     model = make_net()
     with pytest.raises(ValueError, match="does not hold all parameters"):
-        ns.NewtonSummary(model, direction=torch.optim.Muon([model[0].weight]))
+        ns.NewtonSummary(model, direction=torch.optim.Adam([model[0].weight]))
 
 
 # --- weight decay, momentum ----------------------------------------------------------------------

@@ -50,6 +50,18 @@ def in_natural_units(actual: Summary, like: Summary) -> tuple[Tensor, Tensor]:
     return actual.Hbar / n / n[:, None], actual.D3 / n**3
 
 
+LATER = {"aminmax", "grid_sample", "narrow_copy"}  # torch 2.6 cannot differentiate them twice
+
+
+def skip_unless_torch_differentiates(model: nn.Module) -> None:
+    params = list(model.parameters())
+    try:
+        grads = torch.autograd.grad(model(BATCH), params, create_graph=True)
+        torch.autograd.grad(sum(g.sum() for g in grads), params, materialize_grads=True)
+    except RuntimeError as error:
+        pytest.skip(f"torch {torch.__version__}: {error}")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_operation_agrees_with_central_differences(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -58,6 +70,8 @@ def test_operation_agrees_with_central_differences(
     case = CASES[name]
     torch.manual_seed(0)
     model = Around(case).double()
+    if name in LATER:
+        skip_unless_torch_differentiates(model)
     partition = make_partition(model, "canonical")
     u = {n: torch.randn_like(p) / p.numel() ** 0.5 for n, p in partition.params.items()}
     ops = operations_on_the_tape(model, BATCH)

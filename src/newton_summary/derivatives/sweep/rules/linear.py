@@ -177,7 +177,8 @@ def getitem(op: Op, x: Value, index: Any) -> Rows:
         # Index the first dimensions with the stack behind them: tensors among the indices may move
         # their own dimension to the front.
         return lambda rows: rows.movedim(0, -1)[full].movedim(-1, 0)
-    return lambda rows: rows[(slice(None), *full)]
+    behind = (slice(None), *full)
+    return lambda rows: rows[behind]
 
 
 def setitem(sweep: Sweep, op: Op, x: Value, index: Any, value: Any) -> Tangent | None:

@@ -243,8 +243,8 @@ class CentredRows:
         self.t, self.c, self.delta, self.d, self.third = t, c, delta, d, third
         rows, ndim = t.rows, c.dim()
         if -ndim in d:  # over samples, of which biases do not depend
-            entry = [slice(0, 1) if i - ndim in d else slice(None) for i in range(ndim)]
-            rows = rows - rows[(slice(None), *entry)]
+            entry = [slice(0, 1) if i in d else slice(None) for i in range(-1 - ndim, 0)]
+            rows = rows - rows[tuple(entry)]
         rows = rows - rows.mean(d, keepdim=True)
         self.c1, self.c2 = rows[: len(t.first)], rows[len(t.first) :]
 
