@@ -746,6 +746,7 @@ ERRORS = {
     ],
     "measuring/tried_rates.py": [
         ("pass all three", lambda p: ns.learning_rates(p.summary, model=p.model)),
+        ("pass all three", lambda p: ns.learning_rates(p.summary, data=p.batch)),
     ],
     "measuring/verification.py": [
         ("from elsewhere", lambda p: ns.verify(p.model, lambda _, b: OURS(p.model, b), p.batch)),

@@ -15,6 +15,7 @@ from newton_summary import Summary, make_partition, summarize
 from newton_summary.derivatives.sweep.engine import rule_for
 from newton_summary.derivatives.sweep.recorder import Recorder
 from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE, RULES, generic
+from newton_summary.derivatives.sweep.rules.convolutions import conv_by_columns
 from newton_summary.derivatives.sweep.tape import Op, gram, sums
 from newton_summary.derivatives.sweep.torch_functions import canonical_name
 from newton_summary.probe.probe import Probe
@@ -71,6 +72,60 @@ def test_operation_agrees_with_central_differences(name: str) -> None:
     )
     assert relative_error(Hbar, expected_Hbar) < 1e-7
     assert relative_error(D3, expected_D3) < 1e-5
+
+
+SECOND = (
+    *("softmax", "log_softmax", "logsumexp", "linalg.norm", "normalize", "native_layer_norm"),
+    *("solve", "solve a constant system", "cholesky True", "cholesky_inverse True", "slogdet"),
+    *("logdet", "GRU from a state", "LSTM from a state", "LSTM without bias", "GRU without bias"),
+)
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_second_derivatives_alone_are_those_of_all_three(name: str) -> None:
+    """Many rules carry less along if nobody asks for D3."""
+    torch.manual_seed(0)
+    model = Around(CASES[name]).double()
+    two, three = (
+        summarize(model, loss_fn, BATCH, backend="sweep", order=order) for order in (2, 3)
+    )
+    assert two.D3 is None
+    torch.testing.assert_close(two.gbar, three.gbar, rtol=1e-12, atol=0)
+    torch.testing.assert_close(two.Hbar, three.Hbar, rtol=1e-10, atol=1e-14)
+
+
+def test_a_system_with_few_sides_is_solved_by_its_factors() -> None:
+    """And all together give the same as torch's own derivatives, at shapes that are rare."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 5).double()
+    eye = 3 * torch.eye(5, dtype=torch.float64)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        W, one = model.weight.square(), model.bias[0].square()
+        x = torch.linalg.solve(W + eye, model.bias[:, None])
+        turned = W[:4].reshape(2, 2, 5).T[0].sum()
+        few = torch.cat([one.sum()[None], W.sum(()).flatten()[:3]])
+        return x.pow(3).sum() + turned.square() + few.square().sum()
+
+    swept, plain = (
+        summarize(model, loss, BATCH, partition="trivial", backend=b) for b in ("sweep", "nested")
+    )
+    assert swept.backend == "sweep" and plain.backend == "nested"
+    torch.testing.assert_close(swept.Hbar, plain.Hbar)
+    torch.testing.assert_close(swept.D3, plain.D3)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_convolutions_by_columns_are_convolutions(n: int) -> None:
+    """Which CUDA takes for small images; in parts of one image, and of all."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 2, *[5, 6][:n], dtype=torch.float64)
+    w = torch.randn(4, 2, *[3, 2][:n], dtype=torch.float64)
+    stride, padding = (2, 1)[:n], (1, 2)[:n]
+    settings = (stride, padding, (1,) * n, False, (0,) * n, 1)
+    expected = (F.conv1d, F.conv2d)[n - 1](x, w, stride=stride, padding=padding)
+    for largest in (1, 2**27):
+        torch.testing.assert_close(conv_by_columns(x, w, settings, largest), expected)
 
 
 # --- the tables ----------------------------------------------------------------------------------
