@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import gc
+import inspect
 import os
 import random
 import resource
@@ -71,6 +72,11 @@ def inner(code: CodeType) -> list[CodeType]:
     return [found for part in parts for found in (part, *inner(part))]
 
 
+def is_function(code: CodeType) -> bool:
+    """Whether code runs when something is called; that of a class runs once."""
+    return bool(code.co_flags & inspect.CO_OPTIMIZED)
+
+
 def faults(path: Path, count: int, seed: int) -> list[tuple[int, str, list[Any]]]:
     """Draw faults; return the line, what it becomes, and pairs of old and new code of functions."""
     from cosmic_ray.ast import ast_nodes, get_ast
@@ -98,7 +104,7 @@ def faults(path: Path, count: int, seed: int) -> list[tuple[int, str, list[Any]]
             continue
         if meaning(changed) == plain:
             continue
-        pairs = [(a, b) for a, b in zip(old, new) if a != b]
+        pairs = [(a, b) for a, b in zip(old, new) if a != b and is_function(a)]
         if pairs and len(old) == len(new):
             line = changed.splitlines()[place[0] - 1].strip()
             drawn.append((place[0], f"{name.partition('/')[2]}: {line}", pairs))
@@ -166,6 +172,7 @@ def main() -> None:
     parser.add_argument("modules", nargs="*", default=list(TESTS))
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("-k", default="", help="some of the tests, as for pytest")
     options = parser.parse_args()
     import hypothesis  # noqa: F401  once, for all
     import pytest
@@ -175,7 +182,7 @@ def main() -> None:
     for module in options.modules:
         if os.fork() == 0:
             tests = [f"tests/test_{name}.py" for name in TESTS[module].split()]
-            given = ["-q", "-s", "-n", "0", "-p", "no:cacheprovider", *tests]
+            given = ["-q", "-s", "-n", "0", "-p", "no:cacheprovider", "-k", options.k, *tests]
             os._exit(pytest.main(given, [Faults(module, options.count, options.seed)]))
         os.wait()
 

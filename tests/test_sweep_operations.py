@@ -115,6 +115,66 @@ def test_a_system_with_few_sides_is_solved_by_its_factors() -> None:
     torch.testing.assert_close(swept.D3, plain.D3)
 
 
+STILL: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: x.softmax(-1),
+    "logsumexp": lambda x: x.logsumexp(-1),
+    "layer_norm": lambda x: F.layer_norm(x, (4,)),
+    "tanh": torch.tanh,
+    "log": lambda x: (x + 9).log(),
+    "relu": F.relu,
+    "max": lambda x: x.amax(-1),
+    "max_pool": lambda x: F.max_pool1d(x[None], 2),
+    "sort": lambda x: x.sort(-1)[0],
+    "cat": lambda x: torch.cat([x, x]),
+    "setitem": lambda x: x.clone().index_put((torch.tensor([0]),), x[1]),
+    "product": lambda x: x @ x,
+    "convolution": lambda x: F.conv1d(x[None], x[:, :, None]),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "cholesky": lambda x: torch.linalg.cholesky(x @ x.mT + 99 * torch.eye(4).to(x)),
+    "logdet": lambda x: (x + 99 * torch.eye(4).to(x)).logdet(),
+    "solve": lambda x: torch.linalg.solve(x + 99 * torch.eye(4).to(x), x),
+    "kl_div": lambda x: F.kl_div(x, x.exp(), log_target=False),
+}
+
+
+@pytest.mark.parametrize("name", STILL)
+def test_what_does_not_move_adds_nothing(name: str) -> None:
+    """Rounded weights depend on the parameters, and their derivatives are zero."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4).double()
+
+    def moving(model: nn.Module, batch: Tensor) -> Tensor:
+        return model.weight.pow(3).sum() + model.bias.square().sum()
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        still = STILL[name]((3 * model.weight).round())
+        return moving(model, batch) + still.square().sum()
+
+    actual, expected = (summarize(model, f, BATCH, backend="sweep") for f in (loss, moving))
+    for part in ("gbar", "Hbar", "D3"):
+        torch.testing.assert_close(getattr(actual, part), getattr(expected, part))
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+@pytest.mark.parametrize("batch", [(2,), (1,)])
+def test_attention_with_shared_keys_and_as_the_last_curved_operation(
+    batch: tuple[int], wanted: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 6).double()
+    x = torch.randn(2, 1, 3, 4, dtype=torch.float64)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        q, k, v = model(x).unflatten(-1, (3, 2)).unbind(-2)
+        out = F.scaled_dot_product_attention(q, k[: batch[0]], v[: batch[0]])
+        return out.square().sum() if wanted else out.sum()
+
+    swept, plain = (summarize(model, loss, x, backend=b) for b in ("sweep", "nested"))
+    assert swept.backend == "sweep"
+    torch.testing.assert_close(swept.Hbar, plain.Hbar)
+    torch.testing.assert_close(swept.D3, plain.D3)
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_convolutions_by_columns_are_convolutions(n: int) -> None:
     """Which CUDA takes for small images; in parts of one image, and of all."""
