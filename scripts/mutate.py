@@ -125,7 +125,7 @@ class Faults:
 
         if not session.items:
             sys.exit("The tests cannot be collected.")
-        watch = coverage.Coverage(data_file=None, include=[str(self.path)])
+        watch = coverage.Coverage(data_file=None, config_file=False, include=[str(self.path)])
         watch.start()
         seconds = {}
         for item, following in zip(session.items, [*session.items[1:], None]):
