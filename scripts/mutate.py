@@ -73,8 +73,9 @@ def inner(code: CodeType) -> list[CodeType]:
 
 
 def is_function(code: CodeType) -> bool:
-    """Whether code runs when something is called; that of a class runs once."""
-    return bool(code.co_flags & inspect.CO_OPTIMIZED)
+    """Whether code runs when something is called; that of a class or a table runs once."""
+    is_table = code.co_name.startswith("<") and code.co_name != "<lambda>"
+    return bool(code.co_flags & inspect.CO_OPTIMIZED) and not is_table
 
 
 def faults(path: Path, count: int, seed: int) -> list[tuple[int, str, list[Any]]]:

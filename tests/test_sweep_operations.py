@@ -175,6 +175,22 @@ def test_attention_with_shared_keys_and_as_the_last_curved_operation(
     torch.testing.assert_close(swept.D3, plain.D3)
 
 
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+def test_recurrent_layers_of_five_units(kind: Callable[..., nn.Module]) -> None:
+    """With two, as elsewhere, wrong numbers of gates come to the same."""
+    torch.manual_seed(0)
+    model = kind(2, 5).double()
+    x = torch.randn(3, 2, 2, dtype=torch.float64)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x)[0].square().sum()
+
+    swept, plain = (summarize(model, loss, x, backend=b) for b in ("sweep", "nested"))
+    assert swept.backend == "sweep"
+    torch.testing.assert_close(swept.Hbar, plain.Hbar)
+    torch.testing.assert_close(swept.D3, plain.D3)
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_convolutions_by_columns_are_convolutions(n: int) -> None:
     """Which CUDA takes for small images; in parts of one image, and of all."""
