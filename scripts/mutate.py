@@ -42,10 +42,11 @@ TESTS = {
     **{
         f"{SWEEP}/rules/{name}.py": "sweep_operations"
         for name in (
-            *("elementwise", "linear", "products", "convolutions", "normalize", "selection"),
+            *("elementwise", "linear", "products", "convolutions", "selection"),
             *("solves", "recurrent_cells"),
         )
     },
+    f"{SWEEP}/rules/normalize.py": "norms sweep_operations",
     f"{SWEEP}/rules/attention_tiles.py": "sweep_attention",
     **{f"{SWEEP}/{n}.py": "thresholds sweep_engine" for n in ("engine", "tape", "recorder")},
     "parallel/ranks.py": "distributed",
