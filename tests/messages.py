@@ -949,6 +949,8 @@ ERRORS = {
         ("no summaries to average", lambda p: Summary.mean([])),
         ("1 summaries and 2 weights", lambda p: Summary.mean([ONE], [1, 2])),
         ("weights must be positive", lambda p: Summary.mean([ONE], [-1])),
+        ("weights must be positive", lambda p: Summary.mean([ONE], [NAN])),
+        ("D3 is list", lambda p: Summary(torch.ones(1), None, [1.0])),
         ("This summary has no Hbar", lambda p: Summary(torch.ones(1)).hessian()),
         (
             "entries that are not finite",
