@@ -304,6 +304,27 @@ def test_each_group_has_its_momentum():
         torch.testing.assert_close(opt.state[p]["momentum_buffer"], mu * g0 + g1)
 
 
+@pytest.mark.parametrize("momenta", [(0.9, 0.9, 0.9, 0.9), (0.9, 0.5, 0.8, 0.7)])
+def test_the_momentum_of_parameters_that_are_frozen_or_have_no_gradient(momenta):
+    """A gradient that is missing is zero; what is frozen does not move on."""
+    model = make_net()
+    opt = make_optimizer(model, lr=0.1, summary_period=100, **PAPER)
+    for group, mu in zip(opt.param_groups, momenta):
+        group["momentum"] = mu
+    quiet(lambda: train(model, opt, 1))
+    params = list(model.parameters())
+    before = [opt.state[p]["momentum_buffer"].clone() for p in params]
+    grads = [0.0, 0.0, 1.0, 2.0]
+    params[0].requires_grad_(False)
+    params[1].grad = None
+    for p, grad in zip(params[2:], grads[2:]):
+        p.grad = torch.full_like(p, grad)
+    opt.step()
+    for p, old, grad, mu in zip(params, before, grads, momenta):
+        expected = torch.zeros_like(p) if p is params[0] else mu * old + grad
+        torch.testing.assert_close(opt.state[p]["momentum_buffer"], expected.detach())
+
+
 # --- schedulers, logs -----------------------------------------------------------------------------
 
 

@@ -259,6 +259,34 @@ def test_markup_in_names_is_text(show):
     assert page.locator("img, b, i, u, s").count() == 0
 
 
+def test_links_in_names_are_no_links(show):
+    """Of all that names may hold: addresses, escapes of terminals, marks of direction."""
+    nasty = [
+        '<a href="javascript:window.hacked=1">a</a>',
+        '<a href="https://example.com/x" xlink:href="https://example.com/y">b</a>',
+        "https://example.com/z",
+        "javascript:window.hacked=1",
+        "[c](https://example.com)",
+        "\x1b[31mred\x1b]8;;https://example.com\x07d\x1b]8;;\x07",
+        "\u202ethgir\u2066left",
+        "long" * 1000,
+    ]
+    history = ns.History(nasty[0], facts={nasty[1]: nasty[2]})
+    summary = random_summary(len(nasty), names=nasty)
+    history.add(0, summary, ns.learning_rates(summary))
+    history.add_value(nasty[1], 0, 1.0)
+    page = show(history)
+    for s in (0, 1, 2):
+        hover(page, s, s, len(nasty))
+        links = page.evaluate("[...document.querySelectorAll('a')].map(a => a.outerHTML)")
+        assert [link for link in links if "example.com" in link or "hacked" in link] == []
+    assert column(page, "Group") == nasty
+    for name in page.locator("#heatmaps .ytick text").all()[:4]:
+        name.click(force=True)
+    assert page.evaluate("window.hacked") is None
+    assert page.url.startswith("file:")
+
+
 # --- tables and charts ---------------------------------------------------------------------------
 
 

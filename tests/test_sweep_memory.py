@@ -1,5 +1,7 @@
 """Whatever the limit of the stack, the numbers are the same, and coupled samples stay together."""
 
+import os
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -146,3 +148,10 @@ def test_a_limit_as_a_text():
     ns.summarize(make_net(), loss_fn, make_batch(), stack_limit="16KiB")
     ns.summarize(make_net(), expected, make_batch(), stack_limit=2**14)
     assert loss_fn.sizes == expected.sizes and min(loss_fn.sizes) < 24
+
+
+def test_the_free_memory_is_some_of_what_the_machine_has(monkeypatch):
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < memory.free_memory(torch.device("cpu")) <= pages
+    monkeypatch.setattr(os, "sysconf_names", {})
+    assert memory.free_memory(torch.device("cpu")) == memory.UNKNOWN

@@ -16,6 +16,7 @@ from newton_summary.derivatives.sweep import engine
 from newton_summary.derivatives.sweep.engine import rule_for, values_read
 from newton_summary.derivatives.sweep.recorder import Recorder
 from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE, RULES, generic
+from newton_summary.derivatives.sweep.rules.convolutions import conv_by_columns
 from newton_summary.derivatives.sweep.tape import Op, gram, sums
 from newton_summary.derivatives.sweep.torch_functions import canonical_name
 from newton_summary.probe.probe import Probe
@@ -89,6 +90,136 @@ def test_operation_agrees_with_central_differences(
     )
     assert relative_error(Hbar, expected_Hbar) < 1e-7
     assert relative_error(D3, expected_D3) < 1e-5
+
+
+SECOND = (
+    *("softmax", "log_softmax", "logsumexp", "linalg.norm", "normalize", "native_layer_norm"),
+    *("solve", "solve a constant system", "cholesky True", "cholesky_inverse True", "slogdet"),
+    *("logdet", "GRU from a state", "LSTM from a state", "LSTM without bias", "GRU without bias"),
+)
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_second_derivatives_alone_are_those_of_all_three(name: str) -> None:
+    """Many rules carry less along if nobody asks for D3."""
+    torch.manual_seed(0)
+    model = Around(CASES[name]).double()
+    two, three = (
+        summarize(model, loss_fn, BATCH, backend="sweep", order=order) for order in (2, 3)
+    )
+    assert two.D3 is None
+    torch.testing.assert_close(two.gbar, three.gbar, rtol=1e-12, atol=0)
+    torch.testing.assert_close(two.Hbar, three.Hbar, rtol=1e-10, atol=1e-14)
+
+
+def test_a_system_with_few_sides_is_solved_by_its_factors() -> None:
+    """And all together give the same as torch's own derivatives, at shapes that are rare."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 5).double()
+    eye = 3 * torch.eye(5, dtype=torch.float64)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        W, one = model.weight.square(), model.bias[0].square()
+        x = torch.linalg.solve(W + eye, model.bias[:, None])
+        turned = W[:4].reshape(2, 2, 5).T[0].sum()
+        few = torch.cat([one.sum()[None], W.sum(()).flatten()[:3]])
+        return x.pow(3).sum() + turned.square() + few.square().sum()
+
+    swept, plain = (
+        summarize(model, loss, BATCH, partition="trivial", backend=b) for b in ("sweep", "nested")
+    )
+    assert swept.backend == "sweep" and plain.backend == "nested"
+    torch.testing.assert_close(swept.Hbar, plain.Hbar)
+    torch.testing.assert_close(swept.D3, plain.D3)
+
+
+STILL: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: x.softmax(-1),
+    "logsumexp": lambda x: x.logsumexp(-1),
+    "layer_norm": lambda x: F.layer_norm(x, (4,)),
+    "tanh": torch.tanh,
+    "log": lambda x: (x + 9).log(),
+    "relu": F.relu,
+    "max": lambda x: x.amax(-1),
+    "max_pool": lambda x: F.max_pool1d(x[None], 2),
+    "sort": lambda x: x.sort(-1)[0],
+    "cat": lambda x: torch.cat([x, x]),
+    "setitem": lambda x: x.clone().index_put((torch.tensor([0]),), x[1]),
+    "product": lambda x: x @ x,
+    "convolution": lambda x: F.conv1d(x[None], x[:, :, None]),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "cholesky": lambda x: torch.linalg.cholesky(x @ x.mT + 99 * torch.eye(4).to(x)),
+    "logdet": lambda x: (x + 99 * torch.eye(4).to(x)).logdet(),
+    "solve": lambda x: torch.linalg.solve(x + 99 * torch.eye(4).to(x), x),
+    "kl_div": lambda x: F.kl_div(x, x.exp(), log_target=False),
+}
+
+
+@pytest.mark.parametrize("name", STILL)
+def test_what_does_not_move_adds_nothing(name: str) -> None:
+    """Rounded weights depend on the parameters, and their derivatives are zero."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4).double()
+
+    def moving(model: nn.Module, batch: Tensor) -> Tensor:
+        return model.weight.pow(3).sum() + model.bias.square().sum()
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        still = STILL[name]((3 * model.weight).round())
+        return moving(model, batch) + still.square().sum()
+
+    actual, expected = (summarize(model, f, BATCH, backend="sweep") for f in (loss, moving))
+    for part in ("gbar", "Hbar", "D3"):
+        torch.testing.assert_close(getattr(actual, part), getattr(expected, part))
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+@pytest.mark.parametrize("batch", [(2,), (1,)])
+def test_attention_with_shared_keys_and_as_the_last_curved_operation(
+    batch: tuple[int], wanted: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 6).double()
+    x = torch.randn(2, 1, 3, 4, dtype=torch.float64)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        q, k, v = model(x).unflatten(-1, (3, 2)).unbind(-2)
+        out = F.scaled_dot_product_attention(q, k[: batch[0]], v[: batch[0]])
+        return out.square().sum() if wanted else out.sum()
+
+    swept, plain = (summarize(model, loss, x, backend=b) for b in ("sweep", "nested"))
+    assert swept.backend == "sweep"
+    torch.testing.assert_close(swept.Hbar, plain.Hbar)
+    torch.testing.assert_close(swept.D3, plain.D3)
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+def test_recurrent_layers_of_five_units(kind: Callable[..., nn.Module]) -> None:
+    """With two, as elsewhere, wrong numbers of gates come to the same."""
+    torch.manual_seed(0)
+    model = kind(2, 5).double()
+    x = torch.randn(3, 2, 2, dtype=torch.float64)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x)[0].square().sum()
+
+    swept, plain = (summarize(model, loss, x, backend=b) for b in ("sweep", "nested"))
+    assert swept.backend == "sweep"
+    torch.testing.assert_close(swept.Hbar, plain.Hbar)
+    torch.testing.assert_close(swept.D3, plain.D3)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_convolutions_by_columns_are_convolutions(n: int) -> None:
+    """Which CUDA takes for small images; in parts of one image, and of all."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 2, *[5, 6][:n], dtype=torch.float64)
+    w = torch.randn(4, 2, *[3, 2][:n], dtype=torch.float64)
+    stride, padding = (2, 1)[:n], (1, 2)[:n]
+    settings = (stride, padding, (1,) * n, False, (0,) * n, 1)
+    expected = (F.conv1d, F.conv2d)[n - 1](x, w, stride=stride, padding=padding)
+    for largest in (1, 2**27):
+        torch.testing.assert_close(conv_by_columns(x, w, settings, largest), expected)
 
 
 # --- the tables ----------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Learning rates with a trial behind them: the loss falls, or the rates say that it does not."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -100,3 +101,67 @@ def test_wrong_use_is_told():
         ns.learning_rates(summary, model=model)
     with pytest.raises(ValueError, match="write a finite number"):
         ns.learning_rates(summary, -1.0, model=model, loss_fn=loss_fn, data=batch)
+
+
+class Point(nn.Module):
+    """Two numbers, each a group of its own."""
+
+    def __init__(self, a, b):
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.tensor(float(x)).double()) for x in (a, b))
+
+
+def far(model, batch):
+    """Newton's step from 3 leads to -27, where the loss is higher."""
+    return (1 + (model.a - batch[0].mean()).square()).sqrt() + 0 * model.b
+
+
+def saddle(model, batch):
+    return model.a.square() - 2 * model.b.square() + 3 * model.a * model.b + batch.mean()
+
+
+def test_a_step_that_is_too_long_is_cut_with_its_standard_error():
+    """By 4^2, so that a = 3 - 30 / 16; without D3 no strengths are tried."""
+    model = Point(3, 0)
+    batches = [(torch.full((2,), x).double(),) for x in (-0.1, 0.1)]
+    how = {"partition": "trivial", "order": 2}
+    summary = ns.summarize(model, far, batches, stderr=True, **how)
+    whole = ns.learning_rates(summary, 0)
+    rates = ns.learning_rates(summary, model=model, loss_fn=far, data=batches)
+    assert rates.status == "cut" and rates.lambda_int == 0
+    torch.testing.assert_close(rates.eta, whole.eta / 16)
+    assert whole.eta_stderr > 0
+    torch.testing.assert_close(rates.eta_stderr, whole.eta_stderr / 16)
+    assert rates.radius == pytest.approx(whole.radius / 16, nan_ok=True)
+    assert rates.model_change == pytest.approx(float(summary.predicted_change(rates.eta)))
+
+
+def test_a_saddle_without_interactions_has_the_rates_of_its_diagonal():
+    model, batch = Point(1, 0.2), torch.zeros(2).double()
+    summary = ns.summarize(model, saddle, batch)
+    tried = {"model": model, "loss_fn": saddle, "data": batch}
+    alone = ns.learning_rates(summary, diagonal=True, **tried)
+    assert alone.status == "absolute"
+    assert alone.eta.tolist() == pytest.approx([1 / 2, 1 / 4])
+    joint = ns.learning_rates(summary, **tried)  # Hbar scaled to [[1, c], [c, -1]]
+    assert joint.eta.tolist() == pytest.approx((alone.eta / (1 + 9 / 8) ** 0.5).tolist())
+
+
+def test_where_every_step_raises_the_loss_the_whole_one_is_told():
+    """The trials are of a loss that rises where the measured one falls."""
+    model, batch = Point(2, 1), torch.zeros(2).double()
+    bowl = lambda model, batch: model.a.square() + model.b.square() + batch.mean()  # noqa: E731
+    along = {"direction": {"a": model.a.detach() * 2, "b": model.b.detach() * 2}}
+    summary = ns.summarize(model, bowl, batch, **along)
+    turned = lambda model, batch: 10 - bowl(model, batch)  # noqa: E731
+    rates = ns.learning_rates(summary, model=model, loss_fn=turned, data=batch, **along)
+    assert rates.real_change == pytest.approx(5.0)  # the minimum of the bowl is 5 lower
+    torch.testing.assert_close(rates.eta, torch.full((2,), 0.5).double())
+
+
+def test_a_summary_that_is_not_finite_stays_without_rates():
+    model, batch = Point(1, 1), torch.zeros(2).double()
+    summary = ns.summarize(model, saddle, batch)
+    summary = dataclasses.replace(summary, Hbar=summary.Hbar * float("nan"))
+    rates = ns.learning_rates(summary, model=model, loss_fn=saddle, data=batch)
+    assert rates.status == "not-finite" and bool(rates.eta.isnan().all())

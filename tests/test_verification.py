@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from newton_summary import Verification, verify
+from newton_summary import Verification, make_partition, summarize, verify
 from newton_summary.derivatives.sweep.rules import RULES
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -173,3 +173,20 @@ def test_status_of_all_groups(verdicts: list[str], status: str) -> None:
     assert list(found.verdicts) == verdicts
     assert found.status == status
     assert found.ok == (status == "agrees")
+
+
+def test_groups_and_a_direction_of_ones_own() -> None:
+    """Both are of the model, and moved to its copy in float64: the numbers are those along u."""
+    model, x = network(), inputs()
+    groups = make_partition(model, "layers")
+    u = {name: 0.5 * torch.ones_like(p) for name, p in model.named_parameters()}
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    found = verify(model, loss_fn, x, partition=groups, direction=u)
+    assert found.ok and found.names == groups.names
+    expected = summarize(model, loss_fn, x, partition=groups, direction=u)
+    torch.testing.assert_close(found.sweep.Hbar.float(), expected.Hbar, rtol=1e-4, atol=1e-6)
+    first = verify(model, loss_fn, iter([x, x + 1]), partition=groups, direction=u)
+    torch.testing.assert_close(first.sweep.Hbar, found.sweep.Hbar)

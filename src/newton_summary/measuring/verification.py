@@ -218,4 +218,5 @@ def _one_batch(data: Any) -> Any:
     """Return data that is one batch as it is, and of several batches the first."""
     if isinstance(data, Tensor | tuple | list | dict) or not hasattr(data, "__iter__"):
         return data
-    return [next(iter(data))]
+    first = next(iter(data))
+    return first if isinstance(first, Tensor) else [first]  # a list of tensors is one batch

@@ -446,7 +446,8 @@ def prepared(closure: Closure, leaves: Leaves, order: int, stack_limit: int | No
         tape.cut = find_cut(tape)
         mark_needed(tape)
         S = len(leaves.partition)
-        sizes = (v.tensor.nbytes for op in tape.ops for v in op.outputs if v is not None)
+        made = (v.tensor for op in tape.ops for v in op.outputs if v is not None)
+        sizes = (x.numel() * x.element_size() for x in made)  # sparse ones have no nbytes
         tape.small = 10 * S * sum(sizes) <= min(SMALL, stack_limit or SMALL)
         if leaves.chunks_logits and not tape.small:
             tape.chunked = find_chunked_logits(tape, S, order, stack_limit)

@@ -79,7 +79,8 @@ def stack_bytes(tape: Tape, partition: Partition, order: int) -> int:
             for value in op.outputs:
                 if value is None or value.slot is None:
                     continue
-                size = len(union) * (2 if second else 1) * value.tensor.nbytes
+                entry = value.tensor.element_size()  # sparse tensors have no nbytes
+                size = len(union) * (2 if second else 1) * value.tensor.numel() * entry
                 passed = math.ceil(size * share.get(i, 1))
                 work = max(work, passed)
                 size = passed if value.slot in inside else size
