@@ -163,6 +163,7 @@ def advise(
     said = {"factor": group.factor, "stderr": group.stderr, "change": group.change}
     said |= {"verdict": group.verdict, "strength": advice.rates.lambda_int}
     said |= {"now": advice.now, "then": advice.then, "seconds": round(seconds, 2)}
+    said |= {"rehearsal": advice.rehearsal}
     return said
 
 
