@@ -142,11 +142,11 @@ class Advice(ShownAsTable):
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [("group", "lr", "factor", "±", "suggested", "verdict")]
-        for group in self.groups:
+        for title, group in zip(self._partition.titles, self.groups, strict=True):
             judged = group.verdict not in ("no effect", "no step")
             factor, error = self._factor(group.factor, group.stderr) if judged else ("", "")
             lrs, suggested = (_listed(values) for values in (group.lrs, group.suggested))
-            rows.append((group.name, lrs, factor, error, suggested, group.verdict))
+            rows.append((title, lrs, factor, error, suggested, group.verdict))
         return rows
 
     def _said(self) -> str:
@@ -157,10 +157,12 @@ class Advice(ShownAsTable):
         ]
         if self.rehearsal is not None:
             steps, now, then = self.rehearsal
-            changed = any(group.change != 1 for group in self.groups)
+            changed = [group for group in self.groups if group.change != 1]
+            differs = any(not math.isclose(group.change, group.factor) for group in changed)
             lines.append(
                 f"rehearsal of {steps} steps: the loss reaches {now:.4g} now, {then:.4g} "
                 f"{'as suggested' if changed else 'at best with others'}"
+                f"{' (factor: of the best next step)' if differs else ''}"
             )
         if self.together is not None:
             noisy = [group.name for group in self.groups if group.verdict == "noise"]
@@ -169,6 +171,10 @@ class Advice(ShownAsTable):
                 f"too noisy one by one: {first_names(noisy)}; together: x{factor}"
                 f"{error and ' ± '}{error}"
             )
+        if any(
+            math.isclose(group.change, limit) for group in self.groups for limit in self._limits
+        ):
+            lines.append("at the limit (max_change): apply, train a little, and ask again")
         lines += [
             f"{v}: {means}"
             for v, means in VERDICTS.items()
