@@ -268,8 +268,12 @@ def summary(every: list[Cell]) -> str:
             rows[f"no advice, {start}"].append((name, rates[lr] / best, 1.0))
             for method in ("once", "while"):
                 if (method, lr) in found:
-                    loss = final(found[method, lr])
-                    rows[f"advice {method}, {start}"].append((name, loss / best, loss / rates[lr]))
+                    cell = found[method, lr]
+                    loss = final(cell)
+                    # What advice has left as it was is a training without it, on the same machine.
+                    kept = all(said["change"] == 1 for said in cell.get("advice", ()))
+                    worse = 1.0 if kept else loss / rates[lr]
+                    rows[f"advice {method}, {start}"].append((name, loss / best, worse))
         for method in ("finder", "prodigy"):
             if (method, None) in found:
                 rows[method].append((name, final(found[method, None]) / best, math.nan))
@@ -297,8 +301,9 @@ def summary(every: list[Cell]) -> str:
 
 def _by_training(rows: dict[str, list[tuple[str, float, float]]]) -> list[str]:
     """Return the ratio to the best rate for each training, as the mean over seeds."""
-    middle = [f"{what}, {s}" for what in ("no advice", "advice once") for s in STARTS]
-    heads = ["without: small", "right", "large", "once: small", "right", "large"]
+    kinds = {"no advice": "without", "advice once": "once", "advice while": "while"}
+    middle = [f"{what}, {s}" for what in kinds for s in STARTS]
+    heads = [f"{how}: {size}" for how in kinds.values() for size in ("small", "right", "large")]
     others = [("finder", "finder"), ("prodigy", "Prodigy")]
     columns = list(zip([*middle, *(k for k, _ in others)], [*heads, *(h for _, h in others)]))
     lines = [f"| | {' | '.join(head for _, head in columns)} |", "|---" * (1 + len(columns)) + "|"]

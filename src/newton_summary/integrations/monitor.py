@@ -136,6 +136,8 @@ class Monitor:
         self.data, self.loss_fn = data, loss_fn
         self.partition, self.lambda_int = partition, lambda_int
         self.adjust, self.budget = adjust, Budget(budget)
+        if adjust and self.budget.share is not None:
+            self.budget.share /= 2  # the other half is the controller's
         self.report, self.figures = report, figures
         self.loggers, self.console = list(loggers), Console(console)
         self.options = options
