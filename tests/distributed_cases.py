@@ -340,6 +340,7 @@ def measure_sharded(rank, count):
         "summaries": found,
         "no trace": still and all(torch.equal(a, b) for a, b in zip(again, gradient)),
         "factors": [group.factor for group in advice.groups],
+        "rehearsal": advice.rehearsal,
         "resumed": resumed(mine),
         "trials": ns.step_trials(net, loss_fn, mine, ns.summarize(net, loss_fn, mine)),
         "others": other_models(),

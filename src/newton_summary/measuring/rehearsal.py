@@ -78,6 +78,7 @@ def _train(probe: Probe, optimizer: Optimizer, factors: Array, batches: Sequence
                 with torch.no_grad():
                     for name, p in probe.params.items():
                         p.sub_(u[name])
+                probe.moved()
     mean = sum(losses) / max(len(losses), 1)
     return mean if math.isfinite(mean) else math.inf
 

@@ -237,6 +237,9 @@ class Probe:
         self.processes.average_(mean, samples)
         return {name: g.to(p.dtype) for (name, p), g in zip(self.params.items(), mean, strict=True)}
 
+    def moved(self) -> None:
+        """Say that the parameters have moved: nothing that was gathered of them holds any more."""
+
     def mean_loss(self, some: Iterable[tuple[Evaluation, int]] | None = None) -> Tensor:
         """Return the mean loss over all data, or some, of all processes, in float64 on the CPU."""
         first = next(iter(self.params.values()))

@@ -67,6 +67,10 @@ class ShardedProbe(Probe):
                 )
             yield batch
 
+    def moved(self) -> None:
+        """Let go of whole parameters that were gathered before they moved."""
+        self.params.forget()
+
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         with self.params.without_copies(), Gathering(self.params):
