@@ -239,7 +239,7 @@ def suggest_lrs(
     and which to lower, and a rehearsal says how far: a training of two passes over the batches (at
     most 32 of them) on a copy, with the present rates and with two others. Batches of the size that
     you train with, sixteen or more, make it realistic. Model and optimizer do not change until
-    ``apply()``. Takes one summary for each batch, about fifteen forward passes, and seven gradients
+    ``apply()``. Takes one summary for each batch, up to twenty forward passes, and seven gradients
     of each batch for the rehearsal.
 
     Args:
