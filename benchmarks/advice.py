@@ -7,9 +7,10 @@
 
 Sixteen trainings, those of optimizer_trainings.py and two more, three seeds, Adam at a constant
 rate. ``adam``: seven rates. ``once``: advice before the first step, from a rate 10 times too small,
-about right, and 10 times too large; again after ten steps if it says "not yet". ``while``: from the
-same rates, advice before every epoch. ``finder``: the rate of Lightning's finder with its defaults.
-``prodigy`` needs ``prodigyopt``.
+about right, and 10 times too large; again after ten steps if it says "not yet". ``step``: the same
+without a rehearsal, by the best next step. ``while``: from the same rates, advice before every
+epoch. ``finder``: the rate of Lightning's finder with its defaults. ``prodigy`` needs
+``prodigyopt``.
 Cells are appended to a file as they end, so a run that was stopped goes on.
 """
 
@@ -47,7 +48,7 @@ ABOUT_RIGHT = defaultdict(
     },
 )
 STARTS = {"10 times too small": 0.1, "about right": 1.0, "10 times too large": 10.0}
-BATCHES = {"once": 16, "while": 8}  # that the advice is measured on
+BATCHES = {"once": 16, "step": 16, "while": 8}  # that the advice is measured on
 PAGE = Path(__file__).parent.parent / "docs" / "advise.md"
 
 
@@ -149,20 +150,26 @@ def finder_rate(model: nn.Module, loss_fn: Any, batches: list[Any]) -> float:
 
 
 def advise(
-    model: nn.Module, training: Training, data: Data, adam: Optimizer, chosen: Tensor
+    model: nn.Module,
+    training: Training,
+    data: Data,
+    adam: Optimizer,
+    chosen: Tensor,
+    rehearsal: bool,
 ) -> dict[str, Any]:
     """Apply advice from some samples; return what it said."""
     batches = [(data[0][c], data[1][c]) for c in chosen.split(training.batch)]
     start = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        advice = ns.suggest_lrs(model, training.loss_fn, batches, adam)
+        advice = ns.suggest_lrs(model, training.loss_fn, batches, adam, rehearsal=rehearsal)
     seconds = time.perf_counter() - start
     advice.apply()
     (group,) = advice.groups
     said = {"factor": group.factor, "stderr": group.stderr, "change": group.change}
     said |= {"verdict": group.verdict, "strength": advice.rates.lambda_int}
     said |= {"now": advice.now, "then": advice.then, "seconds": round(seconds, 2)}
+    said |= {"rehearsal": advice.rehearsal}
     return said
 
 
@@ -189,7 +196,7 @@ def train(cell: Cell, folder: Path) -> Cell:
 
     def is_due(epoch: int, step: int) -> bool:
         if step == 0:
-            return method == "while" or (method == "once" and epoch == 0)
+            return method == "while" or (method in ("once", "step") and epoch == 0)
         return epoch == 0 and step == 10 and bool(advices) and advices[0]["verdict"] == "not yet"
 
     for epoch in range(training.epochs):
@@ -198,7 +205,8 @@ def train(cell: Cell, folder: Path) -> Cell:
             if is_due(epoch, step):
                 samples = torch.randperm(len(data[0]), generator=draw)
                 samples = samples[: BATCHES[method] * training.batch]
-                advices.append(advise(model, training, data, optimizer, samples))
+                rehearsal = method != "step"
+                advices.append(advise(model, training, data, optimizer, samples, rehearsal))
             optimizer.zero_grad()
             loss = training.loss_fn(model, (data[0][chosen], data[1][chosen]))
             loss.backward()
@@ -218,12 +226,12 @@ def cells(args: argparse.Namespace) -> list[Cell]:
     """All cells, one seed after the other, the most telling methods first."""
     found = []
     for seed in args.seeds:
-        for method in ("once", "adam", "finder", "prodigy", "while"):
+        for method in ("once", "adam", "finder", "prodigy", "while", "step"):
             if method == "prodigy" and not importlib.util.find_spec("prodigyopt"):
                 continue
             for name in args.trainings or EVERY:
                 starts = [float(f"{ABOUT_RIGHT[name] * k:.0e}") for k in STARTS.values()]
-                rates = {"once": starts, "while": starts, "adam": RATES}.get(method, [None])
+                rates = RATES if method == "adam" else starts if method in BATCHES else [None]
                 cell = {"training": name, "method": method, "seed": seed}
                 found += [cell | ({"lr": lr} if lr else {}) for lr in rates]
     return [cell for cell in found if not args.methods or cell["method"] in args.methods]
@@ -265,10 +273,14 @@ def summary(every: list[Cell]) -> str:
         for start, k in STARTS.items():
             lr = float(f"{ABOUT_RIGHT[name] * k:.0e}")
             rows[f"no advice, {start}"].append((name, rates[lr] / best, 1.0))
-            for method in ("once", "while"):
+            for method in BATCHES:
                 if (method, lr) in found:
-                    loss = final(found[method, lr])
-                    rows[f"advice {method}, {start}"].append((name, loss / best, loss / rates[lr]))
+                    cell = found[method, lr]
+                    loss = final(cell)
+                    # What advice has left as it was is a training without it, on the same machine.
+                    kept = all(said["change"] == 1 for said in cell.get("advice", ()))
+                    worse = 1.0 if kept else loss / rates[lr]
+                    rows[f"advice {method}, {start}"].append((name, loss / best, worse))
         for method in ("finder", "prodigy"):
             if (method, None) in found:
                 rows[method].append((name, final(found[method, None]) / best, math.nan))
@@ -278,8 +290,11 @@ def summary(every: list[Cell]) -> str:
         "|---|---|---|---|---|---|",
     ]
     order = [*(f"no advice, {s}" for s in STARTS), *(f"advice once, {s}" for s in STARTS)]
-    order += [*(f"advice while, {s}" for s in STARTS), "finder", "prodigy"]
+    order += [*(f"advice {m}, {s}" for m in ("while", "step") for s in STARTS)]
+    order += ["finder", "prodigy"]
     names = {"finder": "Lightning's finder", "prodigy": "Prodigy"}
+    names |= {f"advice while, {s}": f"advice before every epoch, {s}" for s in STARTS}
+    names |= {f"advice step, {s}": f"advice once, without rehearsal, {s}" for s in STARTS}
     for what in order:
         if not rows[what]:
             continue
@@ -296,8 +311,9 @@ def summary(every: list[Cell]) -> str:
 
 def _by_training(rows: dict[str, list[tuple[str, float, float]]]) -> list[str]:
     """Return the ratio to the best rate for each training, as the mean over seeds."""
-    middle = [f"{what}, {s}" for what in ("no advice", "advice once") for s in STARTS]
-    heads = ["without: small", "right", "large", "once: small", "right", "large"]
+    kinds = {"no advice": "without", "advice once": "once", "advice while": "while"}
+    middle = [f"{what}, {s}" for what in kinds for s in STARTS]
+    heads = [f"{how}: {size}" for how in kinds.values() for size in ("small", "right", "large")]
     others = [("finder", "finder"), ("prodigy", "Prodigy")]
     columns = list(zip([*middle, *(k for k, _ in others)], [*heads, *(h for _, h in others)]))
     lines = [f"| | {' | '.join(head for _, head in columns)} |", "|---" * (1 + len(columns)) + "|"]

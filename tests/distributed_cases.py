@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import newton_summary as ns
 from newton_summary.derivatives.sweep import sharded as sharded_sweep
+from newton_summary.integrations.monitor import Monitor
 from newton_summary.parallel import fsdp
 from newton_summary.parallel import processes as sharded
 from problems import PROBLEMS
@@ -275,11 +276,30 @@ def steer(model, part):
     return {"params": params, "rates": [record.rate for record in controller.history]}
 
 
+def steer_callback(model, part):
+    """The same as callbacks do it with ``adjust=True``, and with gradients scaled as in float16."""
+    adam = torch.optim.Adam(model.parameters(), lr=1e-4)
+    monitor = Monitor(loss_fn=loss_fn, adjust=True, console=False)
+    monitor.steer(adam, model, loss_fn)
+    monitor.controller.period = 5
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(30):
+        batch = part(draw(1000 + step))
+        adam.zero_grad()
+        scaler.scale(loss_fn(model, batch)).backward()
+        monitor.before_step([batch], step / 30, step)
+        scaler.step(adam)
+        scaler.update()
+    params = [p.detach().clone() for p in model.parameters()]
+    return {"params": params, "rates": [record.rate for record in monitor.controller.history]}
+
+
 def steer_all(rank, count):
     def part(batch):
         return even_part(batch, rank, count)
 
     found = Found(ddp=steer(DistributedDataParallel(make_net()), part))
+    found["callback"] = steer_callback(DistributedDataParallel(make_net()), part)
     if FSDP_RUNS:
         found["fsdp"] = steer(sharded_net(), part)
     return found
@@ -335,6 +355,7 @@ def measure_sharded(rank, count):
         "summaries": found,
         "no trace": still and all(torch.equal(a, b) for a, b in zip(again, gradient)),
         "factors": [group.factor for group in advice.groups],
+        "rehearsal": advice.rehearsal,
         "resumed": resumed(mine),
         "trials": ns.step_trials(net, loss_fn, mine, ns.summarize(net, loss_fn, mine)),
         "others": other_models(),

@@ -47,7 +47,8 @@ def test_one_group_of_sgd_gets_cauchys_step():
     """App. C: with u = lr g the best factor is g.g / (lr g.H g)."""
     model = Quadratic()
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-    advice = ns.suggest_lrs(model, quadratic_loss, None, sgd, lambda_int=0.0, max_change=1e3)
+    exact = {"lambda_int": 0.0, "rehearsal": False}
+    advice = ns.suggest_lrs(model, quadratic_loss, None, sgd, max_change=1e3, **exact)
     g = model.H @ model.theta().detach() - model.b
     expected = float(g @ g / (g @ model.H @ g)) / 0.01
     (group,) = advice.groups
@@ -56,7 +57,7 @@ def test_one_group_of_sgd_gets_cauchys_step():
     assert group.suggested == pytest.approx((0.01 * expected,), rel=1e-10)
     advice.apply()
     assert sgd.param_groups[0]["lr"] == pytest.approx(0.01 * expected, rel=1e-10)
-    again = ns.suggest_lrs(model, quadratic_loss, None, sgd, lambda_int=0.0)
+    again = ns.suggest_lrs(model, quadratic_loss, None, sgd, **exact)
     assert again.groups[0].factor == pytest.approx(1.0) and again.groups[0].verdict == "keep"
 
 
@@ -353,6 +354,7 @@ def test_a_bias_before_a_batch_norm_keeps_its_rate():
 
 def test_a_model_without_minimum_goes_to_the_limit():
     """A loss that bends down everywhere, and no cubic term."""
+    torch.manual_seed(0)
     model = nn.Linear(2, 1, bias=False)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -409,6 +411,55 @@ def test_nothing_is_suggested_that_is_worse_than_now(kind, lr, partition):
             p.copy_(start + factor * (p - start))
         after = float(sum(loss(twin, batch) for batch in batches)) / 8
     assert after - before == pytest.approx(advice.then.real, abs=1e-5, rel=1e-4)
+
+
+def test_a_rehearsal_is_a_training_that_is_undone():
+    """By hand, on a copy: two passes, and the losses of the second before each step."""
+    model = make_net(torch.float64)
+    adam = trained(model, torch.optim.Adam(model.parameters(), lr=1e-4))
+    advice = ns.suggest_lrs(model, loss_fn, DATA, adam, "canonical")
+    reached = []
+    for changes in ([1.0] * 4, [group.change for group in advice.groups]):
+        twin, optimizer = copy.deepcopy((model, adam))
+        multiply_rates(optimizer, ns.make_partition(twin), changes)
+        losses = []
+        for batch in [*DATA, *DATA]:
+            optimizer.zero_grad()
+            loss = loss_fn(twin, batch)
+            losses.append(float(loss.detach()))
+            loss.backward()
+            optimizer.step()
+        reached.append(sum(losses[6:]) / 6)
+    steps, *expected = advice.rehearsal
+    assert steps == 12 and expected == pytest.approx(reached, rel=1e-9)
+    assert "rehearsal of 12 steps" in str(advice) and reached[1] < reached[0]
+
+
+def test_a_rate_that_does_well_in_the_long_run_stays():
+    """The best next step is half as long, along the steep direction; the flat one needs more."""
+    steepness = torch.tensor([100.0, 1.0], dtype=torch.float64)
+
+    class Valley(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.x = nn.Parameter(torch.tensor([1.0, 10.0], dtype=torch.float64))
+
+    def loss(model, batch):
+        return 0.5 * (steepness * model.x**2).sum()
+
+    model = Valley()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.019)
+    batches = [(torch.zeros(1),)] * 16
+    short = ns.suggest_lrs(model, loss, batches, sgd, rehearsal=False)
+    assert short.groups[0].verdict == "lower" and short.groups[0].change == pytest.approx(
+        0.53, abs=0.01
+    )
+    advice = ns.suggest_lrs(model, loss, batches, sgd)
+    assert advice.groups[0].verdict == "keep" and advice.groups[0].suggested == (0.019,)
+    assert advice.groups[0].factor == short.groups[0].factor and advice.then == advice.now
+    small = torch.optim.SGD(model.parameters(), lr=0.002)  # here both say more, the rehearsal most
+    more = ns.suggest_lrs(model, loss, batches, small).groups[0]
+    assert more.verdict == "raise" and 5.0 < more.factor < more.change < 2 / 100 / 0.002
 
 
 def test_a_fresh_lora_factor_is_left_out_by_name():

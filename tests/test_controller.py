@@ -502,7 +502,7 @@ def test_wrong_states_are_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "callback"])
 def test_two_ranks_do_what_one_process_does(way, tmp_path_factory):
     ranks = run_once(steer_all, 2, tmp_path_factory)
     one = steer(make_net(), lambda batch: batch)

@@ -208,6 +208,10 @@ def test_measuring_sharded_parameters_leaves_no_trace(two):
     whole = ns.summarize(make_net(), loss_fn, draw(1, 13))
     assert_equal_to_one(summaries(two, "sharded", "after a forward pass"), whole)
     assert two[0]["sharded"]["factors"] == two[1]["sharded"]["factors"]
+    net, batches = make_net(), [draw(1, 13)] * 2
+    adam = torch.optim.Adam(net.parameters())
+    alone = ns.suggest_lrs(net, loss_fn, batches, adam, "canonical").rehearsal
+    assert two[0]["sharded"]["rehearsal"] == pytest.approx(alone, rel=1e-10)
 
 
 def test_other_sharded_models(two):

@@ -283,5 +283,6 @@ def test_demo_trains_measures_and_draws(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert f"open {tmp_path / 'report' / 'report.html'}" in out and "training_curves.png" in out
     assert "report.html" in out and "layers apart" in out and "from the same weights" in out
+    assert "tried: -" in out  # the printed rates have a trial behind them
     assert [run.epoch for run in find_runs([tmp_path])] == [1, 1]
     assert len(list((tmp_path / "report").glob("*_hbar.png"))) == 2

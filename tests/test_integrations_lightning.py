@@ -487,6 +487,13 @@ def test_a_budget_makes_measurements_rarer_and_smaller(tmp_path):
     assert seen[0.1][1] == 32  # two batches, the fewest with an error
 
 
+def test_measurements_and_steering_share_a_budget():
+    callback, module = quick(adjust=True, budget=0.05), Plain()
+    callback.steer(torch.optim.Adam(module.parameters()), module, training_loss)
+    steering = 2 / callback.controller.period  # two gradients
+    assert callback.budget.share + steering == pytest.approx(0.05)
+
+
 @pytest.mark.parametrize("share", [0, -1, "x"])
 def test_a_wrong_budget_is_refused(share):
     with pytest.raises(ValueError, match=r"budget=.*such as 0\.05"):

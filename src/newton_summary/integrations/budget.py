@@ -83,11 +83,11 @@ class Budget:
     def affordable(self, model: nn.Module, partition: Any, batches: float) -> Any:
         """Return the given partition, or a coarser one with room for ten measurements, or None.
 
-        A measurement of S groups takes about 25 + S gradients of each of its batches
-        (docs/integrations.md), and the training one for each batch.
+        A measurement of the optimizer's groups and of S others takes about 60 + S gradients of each
+        of its batches (docs/integrations.md), and the training one for each batch.
 
         >>> model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(30)))
-        >>> for batches in (1e6, 6e4, 3e4, 1e2):
+        >>> for batches in (1e6, 1e5, 7e4, 1e2):
         ...     print(Budget(0.02).affordable(model, "canonical", batches))
         canonical
         layers
@@ -102,7 +102,7 @@ class Budget:
         if self.share is None:
             return partition
         for spec in (partition, "layers", "weights-biases"):
-            cost = FEWEST * (25 + len(make_partition(model, spec)))
+            cost = FEWEST * (60 + len(make_partition(model, spec)))
             if MEASUREMENTS * cost <= self.share * batches:
                 return spec
         return None

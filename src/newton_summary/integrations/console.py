@@ -56,22 +56,22 @@ def clause(group: GroupAdvice, named: bool = False) -> str:
     'lr 0.0003 could be x6.1 ± 0.8'
     >>> clause(GroupAdvice("group0", (3e-4,), 10.0, 0.0, change=10.0, verdict="raise"))
     'lr 0.0003 could be x10 or more'
-    >>> clause(GroupAdvice("group0", (3e-4,), 6.1, 0.8, change=2.47, verdict="raise"))
-    'lr 0.0003 could be x2.5 (more was tried, and is too much)'
+    >>> clause(GroupAdvice("group0", (3e-4,), 6.1, 0.8, change=3.2, verdict="raise"))
+    'lr 0.0003 could be x3.2 (the best next step: x6.1 ± 0.8)'
     >>> clause(GroupAdvice("heads", (3e-4,), 1.1, 0.1, change=1.0, verdict="keep"), named=True)
-    'lr 0.0003 of heads is right (x1.1 ± 0.1)'
+    'lr 0.0003 of heads is right (the best next step: x1.1 ± 0.1)'
     """
     lr = ", ".join(f"{value:.3g}" for value in group.lrs) + (f" of {group.name}" if named else "")
     found = f"x{group.factor:.2g}{_error(group.stderr)}"
     if group.verdict in ("raise", "lower"):
         up = group.verdict == "raise"
         if not math.isclose(group.change, group.factor, rel_tol=1e-6):
-            found = f"x{group.change:.2g} ({'more' if up else 'less'} was tried, and is too much)"
+            found = f"x{group.change:.2g} (the best next step: {found})"
         elif math.isclose(group.factor, LIMIT if up else 1 / LIMIT):
             found = f"x{group.factor:.2g} or {'more' if up else 'less'}"
         return f"lr {lr} {'could' if up else 'should'} be {found}"
     return {
-        "keep": f"lr {lr} is right ({found})",
+        "keep": f"lr {lr} is right (the best next step: {found})",
         "noise": f"lr {lr}: too noisy to say",
         "refuted": f"lr {lr} stays: other rates were tried, and are worse",
     }.get(group.verdict, f"lr {lr}: {group.verdict}")

@@ -35,10 +35,11 @@ class NumbersOnly:
 
 
 def advice_scalars(advice: Advice) -> dict[str, float]:
-    """Return the best factor on each learning rate of an optimizer, and its standard error."""
+    """Return the best factor on each learning rate, its standard error, and what is suggested."""
     values = {}
     for group in advice.groups:
         values[f"{PREFIX}/factor/{group.name}"] = group.factor
+        values[f"{PREFIX}/suggested/{group.name}"] = group.change
         if group.stderr is not None:
             values[f"{PREFIX}/factor_error/{group.name}"] = group.stderr
     return values

@@ -136,6 +136,8 @@ class Monitor:
         self.data, self.loss_fn = data, loss_fn
         self.partition, self.lambda_int = partition, lambda_int
         self.adjust, self.budget = adjust, Budget(budget)
+        if adjust and self.budget.share is not None:
+            self.budget.share /= 2  # the other half is the controller's
         self.report, self.figures = report, figures
         self.loggers, self.console = list(loggers), Console(console)
         self.options = options
@@ -249,7 +251,7 @@ class Monitor:
         with self._present_rates(optimizer):
             self.advice = groups = self._advise(model, data, optimizer, None)
             if self.partition is not None:
-                groups = self._advise(model, data, optimizer, self.partition)
+                groups = self._advise(model, data, optimizer, self.partition, rehearsal=False)
         factors = groups.rates.eta.new_tensor([group.factor for group in groups.groups])
         errors = [group.stderr for group in groups.groups]
         stderr = None if None in errors else factors.new_tensor(errors)
@@ -262,9 +264,16 @@ class Monitor:
             self.history.add_value(f"factor of lr, {group.name}", epoch, group.factor)
         return rates
 
-    def _advise(self, model: nn.Module, data: Any, optimizer: Optimizer, partition: Any) -> Advice:
+    def _advise(
+        self,
+        model: nn.Module,
+        data: Any,
+        optimizer: Optimizer,
+        partition: Any,
+        rehearsal: bool = True,
+    ) -> Advice:
         given = {} if self.lambda_int is None else {"lambda_int": self.lambda_int}
-        shared = {**self._shared(), **given}
+        shared = {**self._shared(), **given, "rehearsal": rehearsal}
         if "backend" in self.options:
             shared["backend"] = self.options["backend"]
         return suggest_lrs(model, self._loss, data, optimizer, partition, **shared)

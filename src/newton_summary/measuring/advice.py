@@ -17,7 +17,7 @@ from newton_summary.derivatives import Backend
 from newton_summary.display.names import first_names
 from newton_summary.display.table import ShownAsTable
 from newton_summary.measuring.box import Array
-from newton_summary.measuring.factors import Estimate, FactorModel, Factors, Verdict, has_effect
+from newton_summary.measuring.factors import Estimate, FactorModel, Verdict, has_effect
 from newton_summary.measuring.lambda_int import STRENGTHS
 from newton_summary.measuring.measurement import agree, find_partition, open_probe, summarize
 from newton_summary.measuring.param_groups import (
@@ -26,6 +26,7 @@ from newton_summary.measuring.param_groups import (
     own_groups,
     rates_of,
 )
+from newton_summary.measuring.rehearsal import Rehearsal, prefer, rehearse
 from newton_summary.measuring.trial_steps import try_steps
 from newton_summary.parallel.processes import Distributed, find_processes
 from newton_summary.partition import Params, Partition, Spec
@@ -39,7 +40,8 @@ from newton_summary.summary import Summary
 VERDICTS: dict[Verdict, str] = {
     "raise": "the loss would fall more with a larger rate",
     "lower": "the loss would fall more with a smaller rate",
-    "keep": "the present rate is within the error, or within a quarter, of the best one",
+    "keep": "the present rate is within the error, or within a quarter, of the best one, or did as "
+    "well in the rehearsal",
     "noise": "the batches do not agree on whether to raise or lower it: measure on more data",
     "refuted": "a step with another rate was tried, and lowered the loss less than the present one",
     "not yet": "parts of it have no gradient yet, such as a LoRA factor whose partner is zero: ask "
@@ -101,6 +103,8 @@ class Advice(ShownAsTable):
         now: The change of the loss by a step with the present rates.
         then: The change by a step with the suggested rates: never above ``now``.
         together: The factor, with its error, of the groups that are too noisy one by one; or None.
+        rehearsal: The loss after some steps with the present rates and with the best others; None
+            if there was nothing to rehearse.
         summary: The measurement, with its errors.
         rates: The solution without limits, and with the strength of the cubic term that was used.
     """
@@ -118,7 +122,9 @@ class Advice(ShownAsTable):
         optimizer: Optimizer,
         partition: Partition,
         limits: tuple[float, float],
+        rehearsal: Rehearsal | None = None,
     ):
+        self.rehearsal = rehearsal
         self.groups, self.summary, self.rates = tuple(groups), summary, rates
         self.now, self.then, self.together = now, then, together
         self._optimizer, self._partition = optimizer, partition
@@ -136,11 +142,11 @@ class Advice(ShownAsTable):
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [("group", "lr", "factor", "±", "suggested", "verdict")]
-        for group in self.groups:
+        for title, group in zip(self._partition.titles, self.groups, strict=True):
             judged = group.verdict not in ("no effect", "no step")
             factor, error = self._factor(group.factor, group.stderr) if judged else ("", "")
             lrs, suggested = (_listed(values) for values in (group.lrs, group.suggested))
-            rows.append((group.name, lrs, factor, error, suggested, group.verdict))
+            rows.append((title, lrs, factor, error, suggested, group.verdict))
         return rows
 
     def _said(self) -> str:
@@ -149,6 +155,15 @@ class Advice(ShownAsTable):
             f"{self.now.real:+.3g} now, {self.then.real:+.3g} as suggested "
             f"(predicted: {self.now.predicted:+.3g} and {self.then.predicted:+.3g})"
         ]
+        if self.rehearsal is not None:
+            steps, now, then = self.rehearsal
+            changed = [group for group in self.groups if group.change != 1]
+            differs = any(not math.isclose(group.change, group.factor) for group in changed)
+            lines.append(
+                f"rehearsal of {steps} steps: the loss reaches {now:.4g} now, {then:.4g} "
+                f"{'as suggested' if changed else 'at best with others'}"
+                f"{' (factor: of the best next step)' if differs else ''}"
+            )
         if self.together is not None:
             noisy = [group.name for group in self.groups if group.verdict == "noise"]
             factor, error = self._factor(self.together.factor, self.together.stderr)
@@ -156,6 +171,10 @@ class Advice(ShownAsTable):
                 f"too noisy one by one: {first_names(noisy)}; together: x{factor}"
                 f"{error and ' ± '}{error}"
             )
+        if any(
+            math.isclose(group.change, limit) for group in self.groups for limit in self._limits
+        ):
+            lines.append("at the limit (max_change): apply, train a little, and ask again")
         lines += [
             f"{v}: {means}"
             for v, means in VERDICTS.items()
@@ -200,6 +219,7 @@ def suggest_lrs(
     direction_data: Any = None,
     fraction: float = 1.0,
     max_change: float = 10.0,
+    rehearsal: bool = True,
     diagonal: bool = False,
     backend: Backend = "auto",
     microbatch: int | None = None,
@@ -213,12 +233,14 @@ def suggest_lrs(
     rate is the best one for that step, given the curvature of the loss and the interactions between
     groups. The factors minimise the measured model inside the limits ``1 / max_change`` and
     ``max_change``, and the step is tried on the data: nothing is suggested that is predicted, or
-    turns out, to be worse than the present rates. Model and optimizer do not change until
-    ``apply()``. Takes one step of the optimizer on a copy of its state, one summary for each batch,
-    and about fifteen forward passes.
+    turns out, to be worse than the present rates.
 
-    The best step is too long for many small noisy ones: with gradients of small batches, use a
-    ``fraction`` such as 0.3.
+    The best next step is not the best rate for a training, so the factors say which rates to raise
+    and which to lower, and a rehearsal says how far: a training of two passes over the batches (at
+    most 32 of them) on a copy, with the present rates and with two others. Batches of the size that
+    you train with, sixteen or more, make it realistic. Model and optimizer do not change until
+    ``apply()``. Takes one summary for each batch, up to twenty forward passes, and seven gradients
+    of each batch for the rehearsal.
 
     Args:
         model: Any module.
@@ -233,8 +255,9 @@ def suggest_lrs(
         direction_data: The data whose gradient the optimizer follows; by default ``data``. A
             separate batch makes the factors those of real training steps: along the gradient of
             the data itself the loss seems to fall faster than it will.
-        fraction: The part of the best change to suggest.
+        fraction: The part of the best change to suggest; the rehearsal then goes no further.
         max_change: The limit of the factors, up or down.
+        rehearsal: Whether to rehearse. Without, the factors are suggested as they are.
         diagonal: Leave out the interactions between groups.
         backend: As for :func:`summarize`.
         microbatch: As for :func:`summarize`.
@@ -309,6 +332,12 @@ def suggest_lrs(
             tried = try_steps(model, loss_fn, data, summary, etas, part, direction=u, **same)
             return [math.inf if math.isnan(real) else real for _, real in tried]
 
+        def rehearse_factors(factors: Sequence[Array]) -> tuple[int, list[float]]:
+            """Return the loss that a short training reaches with each of several factors."""
+            with processes.joint():
+                probe = open_probe(model, loss_fn, data, part, microbatch, processes, num_samples)
+            return rehearse(probe, optimizer, factors)
+
         limits = (1 / max_change, max_change)
         factor_model = FactorModel(summary, live, 0.0, limits, diagonal)
         strengths = (0.0, *STRENGTHS) if lambda_int == "auto" else (lambda_int,)
@@ -317,14 +346,25 @@ def suggest_lrs(
         early = np.array([any(m.name in waiting for m in members) for members in part.members])
         early &= live & (found.changes > 1)
         found = replace(found, changes=np.where(early, 1.0, found.changes))
-        found, now, then, refuted = _checked(found, factor_model, summary, try_factors)
+        changes = found.changes
+        longest = _longest(changes, factor_model) if fraction == 1 else changes
+        checked = _checked(
+            changes,
+            longest,
+            factor_model,
+            summary,
+            try_factors,
+            rehearse_factors if rehearsal else None,
+        )
     rates = learning_rates(summary, factor_model.strength, diagonal=diagonal)
     judged = []
     for s, name in enumerate(part.names):
-        own, change = found.own[s], float(found.changes[s])
+        own, change = found.own[s], float(checked.changes[s])
         verdict: Verdict = "noise" if found.tied[s] else own.verdict
-        if found.within_noise or refuted:
-            verdict = "refuted" if refuted else verdict if verdict == "keep" else "noise"
+        if found.within_noise and verdict != "keep":
+            verdict = "noise"
+        if checked.stays is not None:
+            verdict = checked.stays
         if early[s]:
             verdict = "not yet"
         if not live[s]:
@@ -332,7 +372,18 @@ def suggest_lrs(
         lrs = rates_of(optimizer, part, s)
         judged.append(GroupAdvice(name, lrs, own.factor, own.stderr, change, verdict))
     limits = (limits[0] / fraction, limits[1] / fraction)  # of the factors before the fraction
-    return Advice(judged, now, then, found.together, summary, rates, optimizer, part, limits)
+    return Advice(
+        judged,
+        checked.now,
+        checked.then,
+        found.together,
+        summary,
+        rates,
+        optimizer,
+        part,
+        limits,
+        checked.rehearsal,
+    )
 
 
 def _next_step(optimizer: Optimizer, probe: Probe) -> tuple[Params, set[str]]:
@@ -371,32 +422,65 @@ def _best_strength(
     return list(minima.values())[int(np.argmin(real))][0]
 
 
+@dataclass(frozen=True)
+class _Checked:
+    """What is left of a suggestion after trials."""
+
+    changes: Array
+    now: Change
+    then: Change
+    stays: Verdict | None = None  # why the present rates stay, if they do
+    rehearsal: Rehearsal | None = None
+
+
 def _checked(
-    found: Factors,
+    changes: Array,
+    longest: Array,
     model: FactorModel,
     summary: Summary,
     try_factors: Callable[..., list[float]],
-) -> tuple[Factors, Change, Change, bool]:
+    rehearse_factors: Callable[..., tuple[int, list[float]]] | None,
+) -> _Checked:
     """Try the suggested step; take shorter changes if the loss falls less than now, or none.
 
-    Returns:
-        The factors, the change of the loss now and then, and whether the trials refuted a change.
+    With a rehearsal, the longest change whose step is better than now, and half of it.
     """
-    ones, changes = np.ones_like(found.changes), found.changes
-    lowest = np.where(model.live, model.limits[0], 1.0)
+    ones, lowest = np.ones_like(changes), np.where(model.live, model.limits[0], 1.0)
     several = [ones]
     if (changes != 1).any():  # the last in case that even the present rates raise the loss
-        several += [changes, changes**0.5, changes**0.25, lowest]
-    real, predicted = try_factors(several), [model.change(c) for c in several]
+        several += [longest, longest**0.5, changes, changes**0.5, changes**0.25, lowest]
+    tried = [Change(*both) for both in zip(map(model.change, several), try_factors(several))]
     rounding = 8 * torch.finfo(summary.gbar.dtype).eps * abs(float(summary.loss))
+    now = tried[0]
 
     def is_lower(i: int) -> bool:
-        return real[i] < real[0] + rounding and predicted[i] <= predicted[0]
+        return tried[i].real < now.real + rounding and tried[i].predicted <= now.predicted
 
-    usable = range(1, len(several) if real[0] > rounding else len(several) - 1)
-    i = next((i for i in usable if is_lower(i)), 0)
-    now, then = (Change(predicted[k], real[k]) for k in (0, i))
-    return replace(found, changes=several[i]), now, then, i == 0 and len(usable) > 0
+    count = len(several) if now.real > rounding else len(several) - 1
+    usable = [i for i in range(1 if rehearse_factors else 3, count) if is_lower(i)]
+    if not usable:
+        return _Checked(ones, now, now, "refuted" if count > 1 else None)
+    if rehearse_factors is None:
+        return _Checked(several[usable[0]], now, tried[usable[0]])
+    compared = [i for i in usable if i < 3] or usable[:1]
+    steps, (first, *others) = rehearse_factors([ones, *(several[i] for i in compared)])
+    larger = float(np.log(several[compared[0]]).sum()) > 0
+    best = prefer(float(summary.loss), first, others, larger)
+    rehearsal = Rehearsal(steps, first, min(others) if best is None else others[best])
+    if best is None:
+        return _Checked(ones, now, now, "keep", rehearsal)
+    return _Checked(several[compared[best]], now, tried[compared[best]], None, rehearsal)
+
+
+def _longest(changes: Array, model: FactorModel) -> Array:
+    """Return changes with their logarithms stretched to the limits, if the model allows it."""
+    logs = np.log(changes)
+    if not logs.any():
+        return changes
+    ones, far = np.ones_like(changes), math.log(model.limits[1]) / float(np.abs(logs).max())
+    powers = np.geomspace(max(far, 1.0), 1.0, 33)
+    several = ((changes**t).clip(*model.limits) for t in powers)
+    return next((c for c in several if model.change(c) <= model.change(ones)), changes)
 
 
 def _listed(values: Sequence[float]) -> str:

@@ -116,9 +116,12 @@ def _warn_of_schedulers(optimizer: Optimizer, split: bool) -> None:
         )
     elif undoing := [kind for kind in kinds if not issubclass(kind, _MULTIPLIES)]:
         names = ", ".join(sorted({kind.__name__ for kind in undoing}))
+        own = issubclass(undoing[0], (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR))
+        and_then = ", with its max_lr multiplied too" if own else ""
         warn_user(
             f"The scheduler of this optimizer ({names}) computes rates from those at its start, "
-            f"and will undo this change at its next step. Make the scheduler after apply()."
+            f"and will undo this change at its next step. Make the scheduler after "
+            f"apply(){and_then}."
         )
 
 

@@ -130,6 +130,7 @@ def try_steps(
                 with torch.no_grad():
                     for (name, p), before in zip(probe.params.items(), copies, strict=True):
                         p.copy_(before - steps[name])
+                probe.moved()
                 predicted = float(exact.predicted_change(eta))
                 changes.append((predicted, float(probe.mean_loss() - start)))
     return changes

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -115,8 +116,20 @@ def _unknown_name(name: str, params: Params, model: nn.Module) -> str:
 def optimizer_step(optimizer: Optimizer, grads: Params, params: Params) -> Params:
     """Return what the optimizer's next step would subtract from each parameter.
 
-    The step is really taken, on copies of the optimizer's state, without its hooks and schedulers,
-    and with the parameters put back bit for bit, so neither it nor the model changes.
+    Raises:
+        ValueError: If the optimizer lacks a parameter, or needs to evaluate the loss (LBFGS).
+    """
+    with borrowed(optimizer, params) as step:
+        return step(grads)
+
+
+@contextmanager
+def borrowed(optimizer: Optimizer, params: Params) -> Iterator[Callable[[Params], Params]]:
+    """Give a function from gradients to what the optimizer's next step would subtract.
+
+    Each call really takes a step, on a copy of the optimizer's state that lasts as long as this
+    context, without its hooks and schedulers, and with the parameters put back bit for bit, so
+    neither the optimizer nor the model changes.
 
     Raises:
         ValueError: If the optimizer lacks a parameter, or needs to evaluate the loss (LBFGS).
@@ -134,7 +147,6 @@ def optimizer_step(optimizer: Optimizer, grads: Params, params: Params) -> Param
                 f"The optimizer does not hold parameter {name!r}: it belongs to another model, or "
                 f"the parameter should be frozen with requires_grad_(False)."
             )
-    by_id = {id(p): grads[name] for name, p in params.items()}
     old_grads = [p.grad for p in everything]
     old_attributes = dict(optimizer.__dict__)
 
@@ -145,16 +157,8 @@ def optimizer_step(optimizer: Optimizer, grads: Params, params: Params) -> Param
         for p, grad in zip(everything, old_grads, strict=True):
             p.grad = grad
 
-    with Journal() as journal:
-        journal.undo_later(put_back)
-        optimizer.state = defaultdict(dict)
-        optimizer.state.update({p: copy.deepcopy(v) for p, v in old_attributes["state"].items()})
-        optimizer.param_groups = [
-            {k: v if k == "params" else copy.deepcopy(v) for k, v in group.items()}
-            for group in old_attributes["param_groups"]
-        ]
-        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            setattr(optimizer, hooks, OrderedDict())
+    def step(grads: Params) -> Params:
+        by_id = {id(p): grads[name] for name, p in params.items()}
         for p in everything:
             grad = by_id.get(id(p))
             p.grad = None if grad is None else grad.clone()
@@ -169,3 +173,15 @@ def optimizer_step(optimizer: Optimizer, grads: Params, params: Params) -> Param
                     f"as a mapping from name to tensor."
                 ) from error
             return {name: before[id(p)] - p.detach() for name, p in params.items()}
+
+    with Journal() as journal:
+        journal.undo_later(put_back)
+        optimizer.state = defaultdict(dict)
+        optimizer.state.update({p: copy.deepcopy(v) for p, v in old_attributes["state"].items()})
+        optimizer.param_groups = [
+            {k: v if k == "params" else copy.deepcopy(v) for k, v in group.items()}
+            for group in old_attributes["param_groups"]
+        ]
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            setattr(optimizer, hooks, OrderedDict())
+        yield step

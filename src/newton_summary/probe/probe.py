@@ -210,15 +210,15 @@ class Probe:
         """Give batches as long as all processes have one, where these have to be in step."""
         return batches
 
-    def gradient(self) -> Params:
-        """Return the gradient of the mean loss over all data, of all processes."""
+    def gradient(self, some: Iterable[tuple[Evaluation, int]] | None = None) -> Params:
+        """Return the gradient of the mean loss over all data, or some, of all processes."""
         leaves = list(self.params.values())
         wide = [torch.promote_types(p.dtype, torch.float32) for p in leaves]
         mean = [torch.zeros_like(p, dtype=dtype) for p, dtype in zip(leaves, wide, strict=True)]
         samples = 0
         self.losses.clear()
         with self.processes.joint():
-            for closure, size in self.closures():
+            for closure, size in self.closures() if some is None else some:
                 loss = closure()
                 check_finite(loss)
                 check_depends(loss, self.params)
@@ -231,12 +231,15 @@ class Probe:
         self.processes.average_(mean, samples)
         return {name: g.to(p.dtype) for (name, p), g in zip(self.params.items(), mean, strict=True)}
 
-    def mean_loss(self) -> Tensor:
-        """Return the mean loss over all data, of all processes, in float64 on the CPU."""
+    def moved(self) -> None:
+        """Say that the parameters have moved: nothing that was gathered of them holds any more."""
+
+    def mean_loss(self, some: Iterable[tuple[Evaluation, int]] | None = None) -> Tensor:
+        """Return the mean loss over all data, or some, of all processes, in float64 on the CPU."""
         first = next(iter(self.params.values()))
         total, samples = torch.zeros((), dtype=torch.float64, device=first.device), 0
         with self.processes.joint():
-            for closure, size in self.closures():
+            for closure, size in self.closures() if some is None else some:
                 total += size * closure().detach().reshape(()).to(total)
                 samples += size
         means, _ = self.processes.mean({"loss": total / max(samples, 1)}, samples)

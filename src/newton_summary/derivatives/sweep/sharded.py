@@ -34,7 +34,7 @@ from newton_summary.parallel.processes import is_sharded, like_sharded, local_pa
 from newton_summary.parallel.ranks import Ranks
 from newton_summary.partition import Params, Partition
 from newton_summary.probe.inputs import count_samples
-from newton_summary.probe.probe import Closure, Probe, check_depends, check_finite
+from newton_summary.probe.probe import Closure, Evaluation, Probe, check_depends, check_finite
 from newton_summary.probe.state import Journal
 
 
@@ -74,20 +74,24 @@ class ShardedProbe(Probe):
                 )
             yield batch
 
+    def moved(self) -> None:
+        """Let go of whole parameters that were gathered before they moved."""
+        self.params.forget()
+
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         with self.params.without_copies(), Gathering(self.params):
             yield
 
-    def gradient(self) -> Params:
-        """Return this rank's shards of the gradient of the mean loss."""
+    def gradient(self, some: Iterable[tuple[Evaluation, int]] | None = None) -> Params:
+        """Return this rank's shards of the gradient of the mean loss, over all data or some."""
         shards, samples = self.params, 0
         sums = {
             name: torch.zeros_like(local_part(p), dtype=torch.promote_types(p.dtype, torch.float32))
             for name, p in shards.items()
         }
         with self.processes.joint():
-            for closure, size in self.closures():
+            for closure, size in self.closures() if some is None else some:
                 loss = closure()
                 check_depends(loss, {"all": shards.anchor})
                 check_finite(loss)
