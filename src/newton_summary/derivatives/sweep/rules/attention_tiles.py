@@ -59,7 +59,8 @@ class Stack:
 
     def some(self, *index: slice) -> Tensor:
         """Return the rows of all groups, those of first order before those of second, if any."""
-        t, rows = self.t, self.rows[(slice(None), *index)]
+        t, place = self.t, (slice(None), *index)
+        rows = self.rows[place]
         if t.first == self.groups and t.second == (self.groups if self.second else ()):
             return rows
         first = spread(t.first, rows[: len(t.first)], self.groups)
