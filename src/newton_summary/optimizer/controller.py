@@ -197,7 +197,7 @@ class RateController(ShownAsTable):
         self._lrs = [(group, group["lr"], group["lr"] * self.multiplier) for group in groups]
         for group, _, multiplied in self._lrs:
             group["lr"] = multiplied
-        self._ends.take(self._held.values(), self._sharded)
+        self._ends.take(self._held.values())
         wanted = self.steps + 1 >= self._due and self._measurable
         followed = self._started and (wanted or self.steps % STRIDE == 0)
         copied = wanted or followed
@@ -238,7 +238,8 @@ class RateController(ShownAsTable):
         if not (math.isfinite(slope) and math.isfinite(curvature)):
             self._change(loss, slope, curvature, math.nan, 0.5, "not finite")
             return
-        at_end = self._ends.mean(slope - curvature, self._rate, self.memory)
+        shared = next(iter(self._held.values())).device if self._sharded else None
+        at_end = self._ends.mean(slope - curvature, self._rate, self.memory, shared)
         self._balance.add(at_end + curvature, curvature, self._rate, self.memory)
         # A schedule far below its peak neither makes the rate rise again, nor fall twice. Until
         # then its end makes good again what longer steps do to the noise.

@@ -146,6 +146,8 @@ class Steered(RateController):
                 self.skipped = self.skipped + (not finite)
             if isinstance(finite, Tensor) or finite:
                 self.optimizer.step()
+            else:
+                self._ends.before = None
         before = self._before
         try:
             with thawed(self.partition):

@@ -104,7 +104,7 @@ class EndSlopes:
         """Begin with the step that is taken next."""
         self.before, self.rate, self.measured = before, rate, None
 
-    def take(self, params: Iterable[Tensor], sharded: bool) -> None:
+    def take(self, params: Iterable[Tensor]) -> None:
         """Take the slope of the last step from the gradients that are there now; does not wait."""
         before, self.before = self.before, None
         if before is None or self.rate == 0:
@@ -117,24 +117,35 @@ class EndSlopes:
         if not slopes:
             return
         slope = torch.stack([x.to(slopes[0].device) for x in slopes]).sum() / self.rate
-        if sharded:
-            dist.all_reduce(slope)
         if self.measured is not None:
             self.pair, self.measured = (slope, self.measured), None
             return
-        counts = slope.isfinite() & (slope != 0)  # 0: a step that was left out
-        self.total = self.total + torch.where(counts, slope, 0.0)
-        self.count = self.count + counts.int()
+        self.total = self.total + slope.nan_to_num(0.0, 0.0, 0.0)
+        self.count = self.count + slope.isfinite().int()
 
-    def mean(self, slope: float, rate: float, memory: float) -> float:
-        """Return the mean of all slopes since the last time, given the one that was measured."""
-        if self.pair is not None and math.isfinite(self.pair[0]):
-            self.trained_size += (1 - memory) * (abs(float(self.pair[0])) - self.trained_size)
+    def mean(self, slope: float, rate: float, memory: float, shared: torch.device | None) -> float:
+        """Return the mean of all slopes since the last time, given the one that was measured.
+
+        Args:
+            slope: At the end of the last step.
+            rate: The learning rate of that step.
+            memory: How much of the running means is left.
+            shared: Where parameters are divided among ranks, so that each has parts of the slopes,
+                the device on which to add them up.
+        """
+        trained = 0.0 if self.pair is None else float(self.pair[0])
+        total, count = float(self.total), float(self.count)
+        if shared is not None:
+            parts = torch.tensor([total, count, trained], dtype=torch.float64, device=shared)
+            dist.all_reduce(parts)
+            total, count, trained = parts.tolist()
+            count /= dist.get_world_size()
+        if self.pair is not None and math.isfinite(trained):
+            self.trained_size += (1 - memory) * (abs(trained) - self.trained_size)
             self.measured_size += (1 - memory) * (abs(self.pair[1]) - self.measured_size)
-        total, count = float(self.total) * rate, int(self.count)
         self.total, self.count, self.pair, self.measured = 0.0, 0, None, slope / rate
         alike = 0.5 * self.measured_size < self.trained_size < 2 * self.measured_size
-        return (total + slope) / (count + 1) if alike else slope
+        return (total * rate + slope) / (count + 1) if alike else slope
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as plain values and tensors."""
