@@ -578,3 +578,29 @@ def test_the_page_shows_its_record(tmp_path):
     assert history.epochs == [newton.history[-1].step]
     assert torch.equal(history.measured[0].summary.Hbar, newton.last_summary.Hbar)
     assert "NewtonSummary, steered" in ns.report(newton, tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize("dropout", [False, True])
+def test_newton_summary_uses_the_gradient_that_is_there(dropout):
+    """One evaluation of the loss a refresh, not two, where that of the training is the same."""
+    torch.manual_seed(0)
+    layers = [nn.Dropout(0.5)] if dropout else []
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), *layers, nn.Linear(16, 3)).double()
+    calls = []
+
+    def counted(model, batch):
+        calls.append(batch)
+        return cross_entropy(model, batch)
+
+    opt = ns.NewtonSummary(model, counted)
+    counts = []
+    for batch in batches(160):
+        opt.zero_grad()
+        cross_entropy(model, batch).backward()
+        before, seen = len(calls), len(opt.history)
+        opt.step(batch)
+        if len(opt.history) > seen:
+            counts.append(len(calls) - before)
+    later = counts[6:]  # after the start, and the refreshes that compare
+    once = [number % 8 != 0 for number in range(6, len(counts))]
+    assert later == [2 if dropout or not alone else 1 for alone in once]

@@ -413,6 +413,7 @@ class RateController(ShownAsTable):
             )
         with reporting_damage():
             steps, due = read_counts(state, "steps", "due")
+            read_counts(state["ends"], "count", "agreed")
             balance = Balance(**state["balance"])
             history = [RateRecord(**record) for record in state["history"]]
             numbers = [float(state[name]) for name in ("multiplier", "rate", "envelope")]

@@ -34,6 +34,8 @@ OVERHEAD = 1.5  # of a summary, over what its arithmetic takes
 EVERY = 5  # steps from one update of the mean to the next
 TAIL = 30.0  # of the mean
 AVERAGE = "average"  # in the state of a parameter
+SURE = 3  # measurements whose gradient was that of the training, before it is taken for it
+VERIFY = 8  # and one measurement in so many that asks again
 PERIOD = 10  # steps from one refresh to the next, if the budget allows it
 
 
@@ -198,7 +200,7 @@ class Steered(RateController):
         """Return loss, slope and curvature: of one group from two gradients, else exact ones."""
         lambda_int, diagonal = self.groups[0]["lambda_int"], self.groups[0]["diagonal"]
         if len(self.partition) == 1 and lambda_int == 0:
-            loss, slope, curvature = super()._along(batch, before, u)
+            loss, slope, curvature = self._along_one(batch, before, u)
             gbar, Hbar, value = (
                 torch.tensor(x, dtype=torch.float64) for x in ([slope], [[curvature]], loss)
             )
@@ -218,6 +220,20 @@ class Steered(RateController):
         H = found.hessian()
         lost = H.diagonal().sum() if diagonal else H.sum()
         return float(found.loss), float(found.gbar.sum()), float(lost)
+
+    def _along_one(
+        self, batch: Any, before: list[Tensor], u: dict[str, Tensor]
+    ) -> tuple[float, float, float]:
+        """Return the same; the gradient at the end is the training's own, if it has been so far."""
+        known = self._ends.agreed >= SURE and not self._sharded
+        if not known or len(self.history) % VERIFY == 0:
+            return super()._along(batch, before, u)
+        grads = {name: p.grad for name, p in self._held.items() if p.grad is not None}
+        parts = [torch.sum(u[name] * grad, dtype=torch.float64) for name, grad in grads.items()]
+        self._ends.before = None  # taken already
+        with self._moved_to(before):
+            loss, slope = self._loss_and_slope(batch, u)
+        return loss, slope, slope - sum(float(x) for x in parts)
 
     def _keep(self, found: Summary) -> None:
         """Keep a summary along the step as one along the direction, for an eta of 1."""

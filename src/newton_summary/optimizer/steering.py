@@ -13,6 +13,7 @@ from torch import Tensor
 
 from newton_summary.parallel.processes import local_part
 
+SAME = 0.01  # relative difference of two slopes that are the same but for rounding
 DOUBT = 4.0  # standard errors of the slope that an error has to overcome to count in full
 
 
@@ -89,6 +90,7 @@ class EndSlopes:
         pair: Both slopes of the last step that was measured.
         trained_size: Running mean of the size of slopes that were measured as well.
         measured_size: That of the same as they were measured.
+        agreed: How many of these were the same, one after the other: no dropout, no clipping.
     """
 
     before: list[Tensor] | None = None
@@ -99,6 +101,7 @@ class EndSlopes:
     pair: tuple[float | Tensor, float] | None = None
     trained_size: float = 0.0
     measured_size: float = 0.0
+    agreed: int = 0
 
     def follow(self, before: list[Tensor] | None, rate: float) -> None:
         """Begin with the step that is taken next."""
@@ -143,6 +146,8 @@ class EndSlopes:
         if self.pair is not None and math.isfinite(trained):
             self.trained_size += (1 - memory) * (abs(trained) - self.trained_size)
             self.measured_size += (1 - memory) * (abs(self.pair[1]) - self.measured_size)
+            same = math.isclose(trained, self.pair[1], rel_tol=SAME)
+            self.agreed = self.agreed + 1 if same else 0
         self.total, self.count, self.pair, self.measured = 0.0, 0, None, slope / rate
         alike = 0.5 * self.measured_size < self.trained_size < 2 * self.measured_size
         return (total * rate + slope) / (count + 1) if alike else slope
