@@ -1,9 +1,10 @@
 """Is a learning rate right? suggest_lrs against the best rate, Lightning's finder and Prodigy.
 
     export OMP_NUM_THREADS=1
-    python benchmarks/advice.py run --out results.jsonl --workers 16 --seconds 450
-    python benchmarks/advice.py table --out results.jsonl
-    python benchmarks/advice.py page --out results.jsonl     # into docs/advise.md
+    python benchmarks/advice.py run --out new.jsonl --workers 16 --seconds 450 --methods once while
+    python benchmarks/advice.py merge --out new.jsonl        # into benchmarks/results/advice.jsonl
+    python benchmarks/advice.py table
+    python benchmarks/advice.py page                         # into docs/advise.md
 
 Sixteen trainings, those of optimizer_trainings.py and two more, three seeds, Adam at a constant
 rate. ``adam``: seven rates. ``once``: advice before the first step, from a rate 10 times too small,
@@ -11,7 +12,8 @@ about right, and 10 times too large; again after ten steps if it says "not yet".
 without a rehearsal, by the best next step. ``while``: from the same rates, advice before every
 epoch. ``finder``: the rate of Lightning's finder with its defaults. ``prodigy`` needs
 ``prodigyopt``.
-Cells are appended to a file as they end, so a run that was stopped goes on.
+Cells are appended to a file as they end, so a run that was stopped goes on. Methods are run in the
+order in which they are given, each with all seeds.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
+import itertools
+import json
 import math
 import statistics
 import time
@@ -49,6 +53,8 @@ ABOUT_RIGHT = defaultdict(
 )
 STARTS = {"10 times too small": 0.1, "about right": 1.0, "10 times too large": 10.0}
 BATCHES = {"once": 16, "step": 16, "while": 8}  # that the advice is measured on
+METHODS = ["once", "adam", "finder", "prodigy", "while", "step"]
+RESULTS = Path(__file__).parent / "results" / "advice.jsonl"
 PAGE = Path(__file__).parent.parent / "docs" / "advise.md"
 
 
@@ -223,18 +229,16 @@ def train(cell: Cell, folder: Path) -> Cell:
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
-    """All cells, one seed after the other, the most telling methods first."""
+    """All cells, one method after the other."""
     found = []
-    for seed in args.seeds:
-        for method in ("once", "adam", "finder", "prodigy", "while", "step"):
-            if method == "prodigy" and not importlib.util.find_spec("prodigyopt"):
-                continue
-            for name in args.trainings or EVERY:
-                starts = [float(f"{ABOUT_RIGHT[name] * k:.0e}") for k in STARTS.values()]
-                rates = RATES if method == "adam" else starts if method in BATCHES else [None]
-                cell = {"training": name, "method": method, "seed": seed}
-                found += [cell | ({"lr": lr} if lr else {}) for lr in rates]
-    return [cell for cell in found if not args.methods or cell["method"] in args.methods]
+    for method, seed, name in itertools.product(args.methods, args.seeds, args.trainings or EVERY):
+        if method == "prodigy" and not importlib.util.find_spec("prodigyopt"):
+            continue
+        starts = [float(f"{ABOUT_RIGHT[name] * k:.0e}") for k in STARTS.values()]
+        rates = RATES if method == "adam" else starts if method in BATCHES else [None]
+        cell = {"training": name, "method": method, "seed": seed}
+        found += [cell | ({"lr": lr} if lr else {}) for lr in rates]
+    return found
 
 
 def key(cell: Cell) -> tuple[Any, ...]:
@@ -249,6 +253,12 @@ def run(args: argparse.Namespace) -> None:
     function = partial(train, folder=args.out.parent)
     count = run_cells(todo, function, args.out, args.workers, args.seconds)
     print(f"{count} cells of {len(todo)}; {args.out}")
+
+
+def merge(args: argparse.Namespace) -> None:
+    """Put the cells of a run into the results, in the place of older ones."""
+    every = {key(cell): json.dumps(cell) + "\n" for cell in read(args.results) + read(args.out)}
+    args.results.write_text("".join(every.values()), encoding="utf-8")
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -350,7 +360,7 @@ def page(args: argparse.Namespace) -> None:
     """Write the tables into the docs, between two marks."""
     begin, end = "<!-- benchmarks/advice.py -->\n", "<!-- end -->"
     before, rest = PAGE.read_text(encoding="utf-8").split(begin)
-    text = f"{before}{begin}\n{summary(read(args.out))}\n\n{end}{rest.split(end)[1]}"
+    text = f"{before}{begin}\n{summary(read(args.results))}\n\n{end}{rest.split(end)[1]}"
     PAGE.write_text(text, encoding="utf-8")
 
 
@@ -358,18 +368,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", choices=["run", "table", "page"])
+    parser.add_argument("command", choices=["run", "merge", "table", "page"])
     parser.add_argument("--out", type=Path, default=Path("benchmark-results/advice.jsonl"))
+    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--trainings", nargs="*", default=[])
-    parser.add_argument("--methods", nargs="*", default=[])
+    parser.add_argument("--methods", nargs="*", default=METHODS)
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no cell after so long")
     args = parser.parse_args()
     if args.command == "table":
-        print(summary(read(args.out)))
+        print(summary(read(args.results)))
     else:
-        {"run": run, "page": page}[args.command](args)
+        {"run": run, "merge": merge, "page": page}[args.command](args)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ NAMES = {
     "resnet18": "ResNet-18, batch norm in training",
     "gpt2-role": "GPT-2 small, by block and role",
     "gpt2": "GPT-2 small, per tensor",
+    "llama": "Llama, 1.1 billion parameters",
+    "llama-lora": "Llama, adapters alone",
     "mlp12": "MLP of 12 layers of 256",
 }
 METHODS = {"sweep": "sweep", "hvp": "HVPs", "nested": "nested", "torch.func": "torch.func"}
@@ -123,6 +125,22 @@ def memory(results: Results) -> str:
     return table(header, rows)
 
 
+def peaks(results: Results) -> str:
+    """Time over (S+4)/3 gradients, and peak memory over that of a gradient, of the sweep."""
+    rows = []
+    for model in models_in(results):
+        one, *both = (
+            results[model, m, d] for m, d in (("gradient", 1), ("sweep", 2), ("sweep", 3))
+        )
+        floor = (one["S"] + 4) / 3
+        memory = [f"{row['GiB']:.2f} GiB" for row in (one, both[1])]
+        ratios = [f"{both[1]['gradients'] / floor:.2f}", f"{both[1]['GiB'] / one['GiB']:.1f}"]
+        rows.append([NAMES[model], f"{one['ms']:.2f} ms", *map(gradients, both), *ratios, *memory])
+    header = ["model", "one gradient", "order 2", "order 3", "order 3, times the floor"]
+    header += ["peaks of a gradient", "gradient", "order 3"]
+    return table(header, rows)
+
+
 def main() -> None:
     """Print all tables of some files."""
     for path in sys.argv[1:]:
@@ -130,7 +148,7 @@ def main() -> None:
         parts = [cost(results)]
         if any(method == "nested" for _, method, _ in results):
             parts.append(against_nested(results))
-        parts.append(memory(results))
+        parts += [memory(results), peaks(results)]
         print(path, *parts, sep="\n\n", end="\n\n")
 
 

@@ -266,7 +266,8 @@ def verdict(args: argparse.Namespace) -> None:
                     statistics.fmean(wins),
                     sum(wins) >= 0.75 * len(wins),
                 )
-        say(f"time / Adam's, worst ({limit:g})", max(times), max(times) <= limit)
+        if times:
+            say(f"time / Adam's, worst ({limit:g})", max(times), max(times) <= limit)
 
 
 def say(what: str, value: float, holds: bool) -> None:

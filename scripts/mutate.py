@@ -30,17 +30,20 @@ SWEEP = "derivatives/sweep"
 TESTS = {
     "solver.py": "thresholds learning_rates",
     "summary.py": "summary stderr",
-    "optimizer/rates.py": "optimizer_algorithm2 optimizer_resume states",
+    "optimizer/window.py": "optimizer_algorithm2 optimizer_resume states",
+    "optimizer/update.py": "optimizer_algorithm2 optimizer optimizer_loops",
+    "optimizer/schedule.py": "optimizer_algorithm2 optimizer_resume",
     "optimizer/steering.py": "controller",
+    "optimizer/steered.py": "optimizer_averaging optimizer",
     "optimizer/controller.py": "controller states",
-    "measuring/advice.py": "advice",
-    "measuring/factors.py": "advice",
-    "measuring/box.py": "box advice",
+    "measuring/advice.py": "thresholds advice",
+    "measuring/factors.py": "thresholds advice",
+    "measuring/box.py": "thresholds box advice",
     "measuring/tried_rates.py": "tried_rates",
-    "measuring/splitting.py": "splitting",
+    "measuring/splitting.py": "thresholds splitting",
     "measuring/lambda_int.py": "strengths trials",
     **{
-        f"{SWEEP}/rules/{name}.py": "sweep_operations"
+        f"{SWEEP}/rules/{name}.py": "thresholds sweep_operations"
         for name in (
             *("elementwise", "linear", "products", "convolutions", "selection"),
             *("solves", "recurrent_cells"),
@@ -49,7 +52,7 @@ TESTS = {
     f"{SWEEP}/rules/normalize.py": "norms sweep_operations",
     f"{SWEEP}/rules/attention_tiles.py": "sweep_attention",
     **{f"{SWEEP}/{n}.py": "thresholds sweep_engine" for n in ("engine", "tape", "recorder")},
-    "parallel/ranks.py": "distributed",
+    "parallel/ranks.py": "ranks thresholds",
 }
 
 
@@ -114,11 +117,11 @@ def faults(path: Path, count: int, seed: int) -> list[tuple[int, str, list[Any]]
 
 
 class Faults:
-    """Runs the tests, and then again with each fault."""
+    """Runs the tests of some modules, and then again with each fault."""
 
-    def __init__(self, module: str, count: int, seed: int):
-        self.module, self.path = module, ROOT / "src" / "newton_summary" / module
-        self.drawn = faults(self.path, count, seed)
+    def __init__(self, modules: list[str], count: int, seed: int):
+        self.paths = {module: ROOT / "src" / "newton_summary" / module for module in modules}
+        self.drawn = {module: faults(path, count, seed) for module, path in self.paths.items()}
 
     def pytest_runtestloop(self, session: Any) -> bool:
         """Find the tests of each line, and try the faults."""
@@ -127,7 +130,8 @@ class Faults:
 
         if not session.items:
             sys.exit("The tests cannot be collected.")
-        watch = coverage.Coverage(data_file=None, config_file=False, include=[str(self.path)])
+        include = [str(path) for path in self.paths.values()]
+        watch = coverage.Coverage(data_file=None, config_file=False, include=include)
         watch.start()
         seconds = {}
         for item, following in zip(session.items, [*session.items[1:], None]):
@@ -137,16 +141,16 @@ class Faults:
             if any(report.failed for report in reports):
                 sys.exit(f"{item.nodeid} fails without any fault.")
         watch.stop()
-        lines = watch.get_data().contexts_by_lineno(str(self.path))
-        survived = 0
-        for line, text, pairs in self.drawn:
-            known = set(lines.get(line, ())) - {""}
-            items = [i for i in session.items if i.nodeid in known]
-            if not self._noticed(sorted(items, key=lambda i: seconds[i.nodeid]), pairs):
-                survived += 1
-                print(f"{self.module}:{line} ({len(items)} tests) {text}", file=sys.stderr)
-        noticed = len(self.drawn) - survived
-        print(f"{self.module}: {noticed} of {len(self.drawn)} noticed", file=sys.stderr, flush=True)
+        for module, path in self.paths.items():
+            lines, survived = watch.get_data().contexts_by_lineno(str(path)), 0
+            for line, text, pairs in self.drawn[module]:
+                known = set(lines.get(line, ())) - {""}
+                items = [i for i in session.items if i.nodeid in known]
+                if not self._noticed(sorted(items, key=lambda i: seconds[i.nodeid]), pairs):
+                    survived += 1
+                    print(f"{module}:{line} ({len(items)} tests) {text}", file=sys.stderr)
+            noticed = len(self.drawn[module]) - survived
+            print(f"{module}: {noticed} of {len(self.drawn[module])} noticed", file=sys.stderr)
         return True
 
     def _noticed(self, items: list[Any], pairs: list[Any]) -> bool:
@@ -169,7 +173,7 @@ class Faults:
 
 
 def main() -> None:
-    """Try the faults of the modules that were asked for, each in a process of its own."""
+    """Try the faults of the modules that were asked for, in a process for each set of tests."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("modules", nargs="*", default=list(TESTS))
     parser.add_argument("--count", type=int, default=30)
@@ -181,11 +185,12 @@ def main() -> None:
     import torch  # noqa: F401
 
     os.chdir(ROOT)
-    for module in options.modules:
+    for names in dict.fromkeys(TESTS[module] for module in options.modules):
         if os.fork() == 0:
-            tests = [f"tests/test_{name}.py" for name in TESTS[module].split()]
+            modules = [module for module in options.modules if TESTS[module] == names]
+            tests = [f"tests/test_{name}.py" for name in names.split()]
             given = ["-q", "-s", "-n", "0", "-p", "no:cacheprovider", "-k", options.k, *tests]
-            os._exit(pytest.main(given, [Faults(module, options.count, options.seed)]))
+            os._exit(pytest.main(given, [Faults(modules, options.count, options.seed)]))
         os.wait()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import newton_summary as ns
-from newton_summary.measuring.advice import VERDICTS
+from newton_summary.measuring.advice import VERDICTS, _checked
 from newton_summary.measuring.factors import Estimate, FactorModel
 from newton_summary.measuring.param_groups import multiply_rates
 from test_optimizer import DIRECTIONS, Quadratic, flat, loss_fn, make_batches, make_net
@@ -413,26 +414,32 @@ def test_nothing_is_suggested_that_is_worse_than_now(kind, lr, partition):
     assert after - before == pytest.approx(advice.then.real, abs=1e-5, rel=1e-4)
 
 
-def test_a_rehearsal_is_a_training_that_is_undone():
-    """By hand, on a copy: two passes, and the losses of the second before each step."""
+@pytest.mark.parametrize(("lr", "times"), [(1e-4, "larger"), (0.5, "smaller")])
+def test_a_rehearsal_is_a_training_that_is_undone(lr, times):
+    """By hand, on a copy: steps on five of six batches, and in the end the loss of the sixth."""
     model = make_net(torch.float64)
     adam = trained(model, torch.optim.Adam(model.parameters(), lr=1e-4))
+    adam.param_groups[0]["lr"] = lr
     advice = ns.suggest_lrs(model, loss_fn, DATA, adam, "canonical")
+    changes = [group.change for group in advice.groups]
+    u = [v.norm() for v in next_step(model, adam, DATA).values()]
+    c = float(np.linalg.norm(np.multiply(u, changes)) / np.linalg.norm(u))
+    assert (c > 1) == (times == "larger")
+    steps = (12, round(12 / c**0.5)) if c > 1 else (round(12 * c**0.25), 12)
     reached = []
-    for changes in ([1.0] * 4, [group.change for group in advice.groups]):
+    for count, factors in zip(steps, ([1.0] * 4, changes), strict=True):
         twin, optimizer = copy.deepcopy((model, adam))
-        multiply_rates(optimizer, ns.make_partition(twin), changes)
-        losses = []
-        for batch in [*DATA, *DATA]:
+        multiply_rates(optimizer, ns.make_partition(twin), factors)
+        after = []
+        for k in range(count):
             optimizer.zero_grad()
-            loss = loss_fn(twin, batch)
-            losses.append(float(loss.detach()))
-            loss.backward()
+            loss_fn(twin, DATA[k % 5]).backward()
             optimizer.step()
-        reached.append(sum(losses[6:]) / 6)
-    steps, *expected = advice.rehearsal
-    assert steps == 12 and expected == pytest.approx(reached, rel=1e-9)
-    assert "rehearsal of 12 steps" in str(advice) and reached[1] < reached[0]
+            after.append(float(loss_fn(twin, DATA[5]).detach()))
+        reached.append(np.mean(after[-max(round(count / 8), 1) :]))
+    now, then = (pytest.approx(loss, rel=1e-9) for loss in reached)
+    assert advice.rehearsal == (steps[0], now, then, steps[1]) and reached[1] < reached[0]
+    assert f"in {steps[0]} steps now" in str(advice) and f"in {steps[1]} as sugg" in str(advice)
 
 
 def test_a_rate_that_does_well_in_the_long_run_stays():
@@ -460,6 +467,40 @@ def test_a_rate_that_does_well_in_the_long_run_stays():
     small = torch.optim.SGD(model.parameters(), lr=0.002)  # here both say more, the rehearsal most
     more = ns.suggest_lrs(model, loss, batches, small).groups[0]
     assert more.verdict == "raise" and 5.0 < more.factor < more.change < 2 / 100 / 0.002
+
+
+class Point(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.x = nn.Parameter(torch.tensor(5.0, dtype=torch.float64))
+
+
+def distance(model, batch):
+    return 0.5 * (model.x - batch[0]).square().mean()
+
+
+def test_a_larger_rate_has_to_be_faster_in_spite_of_its_noise():
+    """x follows noisy targets: the best next step has the rate 1, and in the end its noise."""
+    draw = torch.Generator().manual_seed(0)
+    targets = [(torch.randn(1, generator=draw, dtype=torch.float64),) for _ in range(16)]
+    for lr, verdict, least, most in ((0.3, "keep", 1, 1), (0.003, "raise", 9, 10)):
+        model = Point()
+        sgd = torch.optim.SGD(model.parameters(), lr=lr)
+        advice = ns.suggest_lrs(model, distance, targets, sgd)
+        assert advice.groups[0].factor == pytest.approx(min(1 / lr, 10))
+        assert advice.groups[0].verdict == verdict
+        assert least <= advice.groups[0].change <= most
+
+
+def test_rates_within_a_factor_of_two_are_alike():
+    """The best rate is 1; 0.75 stays, unless smaller changes are asked for."""
+    model, targets = Point(), [(torch.zeros(1, dtype=torch.float64),)] * 4
+    sgd = torch.optim.SGD(model.parameters(), lr=0.75)
+    (group,) = ns.suggest_lrs(model, distance, targets, sgd).groups
+    assert group.factor == pytest.approx(4 / 3) and group.change == 1 and group.verdict == "keep"
+    for asked in ({"max_change": 1.5}, {"fraction": 0.9}, {"rehearsal": False}):
+        advice = ns.suggest_lrs(model, distance, targets, sgd, **asked)
+        assert 1.1 < advice.groups[0].change < 1.51
 
 
 def test_a_fresh_lora_factor_is_left_out_by_name():
@@ -568,3 +609,21 @@ def test_it_helps():
             final.append(float(sum(loss(model, b) for b in batches) / 8))
     assert final[1] < 0.5 * final[0]
     assert torch.isfinite(flat(model)).all()
+
+
+@pytest.mark.parametrize(("now", "expected"), [(1.0, [0.1, 1.0]), (-1e-3, [1.0, 1.0])])
+def test_the_lowest_rates_are_the_last_resort(now, expected):
+    """Where the present rates raise the loss, and longer and shorter changes do so even more."""
+    model = SimpleNamespace(
+        live=np.array([True, False]), limits=(0.1, 10.0), change=lambda factors: -float(now < 0)
+    )
+    summary = SimpleNamespace(gbar=torch.ones(2), loss=torch.tensor(1.0))
+    changes = np.array([4.0, 1.0])
+
+    def try_factors(several):
+        return [now, *(2.0 for _ in several[1:-1]), -0.5]
+
+    found = _checked(changes, changes**2, 2.0, model, summary, try_factors, None)
+    assert found.changes.tolist() == expected
+    assert found.stays == (None if now > 0 else "refuted")
+    assert found.then.real == (-0.5 if now > 0 else now)

@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from newton_summary import derivative_tensor, summarize, taylor_terms
 from newton_summary.derivatives import BACKENDS
 from newton_summary.errors import CoupledSamplesError
-from newton_summary.probe.cutting import take_samples
-from newton_summary.probe.inputs import count_samples
+from newton_summary.probe.inputs import count_samples, take_samples
 from problems import PROBLEMS, cross_entropy
 
 N = 7

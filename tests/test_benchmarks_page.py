@@ -20,6 +20,7 @@ def tables():
     [
         ("engine-h200", ["cost", "against_nested", "memory"]),
         ("engine-h200-default", ["cost"]),
+        ("engine-h200-sweep", ["peaks"]),
         ("engine-cpu", ["against_nested"]),
     ],
 )

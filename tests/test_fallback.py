@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -359,3 +360,17 @@ def test_masks_and_rows_of_zeros_are_finite():
     summary, said = measured(model, loss_fn, torch.randn(2, 3, dtype=torch.float64))
     finite = all(bool(part.isfinite().all()) for part in (summary.gbar, summary.Hbar, summary.D3))
     assert finite or said
+
+
+@pytest.mark.parametrize("make", [torch.empty, np.empty])
+@pytest.mark.filterwarnings("error")
+def test_where_memory_ends_nothing_slower_is_tried(make, monkeypatch):
+    """As with tens of thousands of groups, whose Hbar has the square of that many entries."""
+
+    def rule(sweep, op, *args, **kwargs):
+        make(10**15)
+
+    monkeypatch.setitem(RULES, "tanh", rule)
+    model, x = net(3, 4, 2), torch.ones(5, 3, dtype=torch.float64)
+    with pytest.raises((MemoryError, RuntimeError), match="allocate"):
+        summarize(model, lambda model, x: model(x).square().mean(), x)

@@ -180,6 +180,20 @@ def test_every_evaluation_starts_from_the_same_state():
     assert torch.equal(losses[0], losses[1])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_model_writes_down_while_it_is_measured_is_gone(backend):
+    class Caching(nn.Linear):
+        def forward(self, x):
+            self.cache = x  # not there before
+            return super().forward(x)
+
+    model = Caching(2, 1).double()
+    before = set(vars(model))
+    x = torch.ones(3, 2, dtype=torch.float64)
+    summarize(model, lambda model, x: model(x).square().mean(), x, backend=backend)
+    assert set(vars(model)) == before
+
+
 def test_model_can_be_trained_on_after_a_measurement():
     """A training run with measurements in between is bit for bit the run without."""
 

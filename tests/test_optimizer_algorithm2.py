@@ -14,6 +14,7 @@ from scipy.optimize import brentq
 from torch import nn
 
 import newton_summary as ns
+from newton_summary.optimizer.schedule import Schedule
 from test_optimizer import CURVATURE, TRAIN, flat, loss_fn, make_net, quiet, train
 
 
@@ -221,3 +222,27 @@ def test_the_two_variants_differ():
             opt.step()
         final[variant] = flat(model)
     assert not torch.allclose(final["as-run"], final["as-published"], rtol=1e-3)
+
+
+@pytest.mark.parametrize(("variant", "first"), [("as-run", 0), ("as-published", 2)])
+def test_steps_are_not_counted_while_the_first_measurement_waits(variant, first):
+    """And a restart begins with the warm-up again: two measurements, of which none moves."""
+    schedule = Schedule(variant, period=3, warmup=2)
+    for _ in range(first):
+        assert not schedule.due
+        schedule.advance()
+    for _ in range(2):  # a direction that is zero
+        assert schedule.due and schedule.t == first
+        schedule.advance()
+    for start in (first, first + 3):
+        ready = []
+        for _ in range(3):
+            schedule.begin()
+            ready.append(schedule.ready)
+        assert ready == [False, False, True]
+        assert schedule.next == start + 3
+        for _ in range(3):
+            assert not schedule.due
+            schedule.advance()
+        schedule.restart()
+        assert schedule.due and not schedule.ready

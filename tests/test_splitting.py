@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from newton_summary import derivative_tensor, summarize
+from newton_summary.measuring.splitting import _same_gradient
 from problems import PROBLEMS
 
 LIMIT = 2**14  # bytes: nothing of the batches below fits whole
@@ -211,3 +213,33 @@ def test_microbatches_of_a_mean_are_not_warned_about(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         summarize(model, problem.loss_fn, problem.batch, microbatch=2)
+
+
+class Known:
+    """A loss <g, p> of tensors p that are all zero, so that its value is 0 and its gradient g."""
+
+    size = 1
+
+    def __init__(self, probe, gradient, both=None):
+        self.probe, self.gradient, self.both = probe, gradient, both
+
+    def __call__(self):
+        return sum((g * p).sum() for g, p in zip(self.gradient, self.probe.params.values()))
+
+    def split(self, samples):
+        return [self.both]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("share", [0.999, 1.001])
+def test_gradients_may_differ_by_so_many_roundings(place, share):
+    """By 400 of that of a tensor, and 30 of the whole: all that one without a gradient has."""
+    params = {name: torch.zeros(3, dtype=torch.float64, requires_grad=True) for name in "ab"}
+    probe, eps = SimpleNamespace(params=params), 1e-9
+    gradient = [torch.tensor([2.0, 0, 0], dtype=torch.float64), torch.zeros(3, dtype=torch.float64)]
+    allowed = eps * ((400 * 2.0 if place == 0 else 0.0) + 30 * 2.0)
+    other = [g.clone() for g in gradient]
+    other[place][1] += share * allowed
+    whole = Known(probe, gradient, both=Known(probe, gradient))
+    pair = [Known(probe, other), Known(probe, other)]
+    assert _same_gradient(whole, pair, eps) == (share < 1)

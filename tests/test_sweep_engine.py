@@ -968,8 +968,8 @@ def test_grouped_products() -> None:
 
 def test_cholesky_factors_of_many_columns() -> None:
     """They are multiplied some columns at a time; a determinant and a solution are not."""
-    x = torch.randn(120, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    eye = torch.eye(120, dtype=torch.float64)
+    x = torch.randn(220, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    eye = torch.eye(220, dtype=torch.float64)
 
     def kernel(model: Net) -> Tensor:
         z = model.a(x)
@@ -987,6 +987,18 @@ def test_cholesky_factors_of_many_columns() -> None:
 
     y = x[:, 0].sin()[None]
     assert max(errors(*(measure(net(), f, y) for f in (by_factor, by_hand)))) < 1e-10
+
+
+def test_repeated_labels_of_ctc_loss_are_no_mask() -> None:
+    """No path leaves out the blank between them, which is no mask that hides scores."""
+
+    def loss(model: Net, x: Tensor) -> Tensor:
+        logs = model.a(x)[:, None].log_softmax(-1)
+        return F.ctc_loss(logs, torch.tensor([[1, 1]]), torch.tensor([len(x)]), torch.tensor([2]))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not measure(net(), loss, batch()).approximate
 
 
 def test_unpooling_twice_to_one_place_falls_back() -> None:

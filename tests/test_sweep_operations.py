@@ -13,9 +13,15 @@ from torch.overrides import get_overridable_functions
 
 from newton_summary import Summary, make_partition, summarize
 from newton_summary.derivatives.sweep import engine
-from newton_summary.derivatives.sweep.engine import rule_for, values_read
+from newton_summary.derivatives.sweep.engine import rule_for
 from newton_summary.derivatives.sweep.recorder import Recorder
-from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE, RULES, generic
+from newton_summary.derivatives.sweep.rules import (
+    DECOMPOSED,
+    PREPARE,
+    RULES,
+    generic,
+    recurrent_cells,
+)
 from newton_summary.derivatives.sweep.rules.convolutions import conv_by_columns
 from newton_summary.derivatives.sweep.tape import Op, gram, sums
 from newton_summary.derivatives.sweep.torch_functions import canonical_name
@@ -33,7 +39,7 @@ def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
 def operations_on_the_tape(model: nn.Module, batch: Tensor) -> list[Op]:
     with Probe(model, loss_fn, BATCH, make_partition(model, "canonical")) as probe:
         ((closure, _),) = probe.closures()
-        recorder = Recorder(probe.params, frozenset(RULES), PREPARE, DECOMPOSED, values_read)
+        recorder = Recorder(probe.params)
         return recorder.record(closure).ops
 
 
@@ -194,10 +200,13 @@ def test_attention_with_shared_keys_and_as_the_last_curved_operation(
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
-def test_recurrent_layers_of_five_units(kind: Callable[..., nn.Module]) -> None:
-    """With two, as elsewhere, wrong numbers of gates come to the same."""
+def test_recurrent_layers_of_five_units(
+    kind: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two, as elsewhere, wrong numbers of gates come to the same; in both directions."""
     torch.manual_seed(0)
-    model = kind(2, 5).double()
+    monkeypatch.setattr(recurrent_cells, "STEPS", 2)
+    model = kind(2, 5, bidirectional=True).double()
     x = torch.randn(3, 2, 2, dtype=torch.float64)
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -229,7 +238,7 @@ CONVERSIONS = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "
 # What we write on the tape ourselves, and functions that torch does not list.
 INTERNAL = {
     *("read_view", "write_view", "standardize", "centered"),
-    *("lstm_recurrence", "gru_recurrence"),
+    *("lstm_recurrence", "gru_recurrence", "ctc_lattice"),
 }
 UNLISTED = {
     *("_pack_padded_sequence", "_pad_packed_sequence", "_safe_softmax", "_sparse_mm"),
@@ -272,6 +281,12 @@ AT_THEIR_ENDS = [
 ]
 
 
+def takes_our_slopes_of_hardswish() -> bool:
+    """Whether this torch takes the slopes outside at the ends, as newer ones do; 2.6 does not."""
+    ends = torch.tensor([-3.0, 3.0], requires_grad=True)
+    return torch.autograd.grad(F.hardswish(ends).sum(), ends)[0].tolist() == [0.0, 1.0]
+
+
 @pytest.mark.parametrize(
     "activation",
     [
@@ -283,6 +298,8 @@ AT_THEIR_ENDS = [
 )
 def test_derivatives_at_zero_are_those_of_torch(activation: Callable[[Tensor], Tensor]) -> None:
     """Layers that start from zero give nothing else."""
+    if activation in AT_THEIR_ENDS[-2:] and not takes_our_slopes_of_hardswish():
+        pytest.skip(f"torch {torch.__version__} takes the other slope of hardswish at its ends")
     activation = activation.double() if isinstance(activation, nn.Module) else activation
     model = nn.Linear(2, 3).double()
     nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from newton_summary import NewtonSummary, make_partition, suggest_lrs, summarize
+from newton_summary.probe import eager
 from problems import PROBLEMS
 
 
@@ -44,9 +45,7 @@ def in_threads(*functions):
         raise errors[0]
 
 
-@pytest.mark.parametrize("backends", [("sweep", "sweep"), ("sweep", "nested")])
-@pytest.mark.parametrize("same_model", [False, True])
-def test_two_threads_give_what_one_gives(backends, same_model):
+def measure_at_once(backends, same_model, times):
     """With dropout: both draw from torch's generator. On one model they would undo each other."""
     problems = [make(0), make(0 if same_model else 1)]
     if same_model:
@@ -57,12 +56,18 @@ def test_two_threads_give_what_one_gives(backends, same_model):
 
     def measure(i: int):
         model, batch = problems[i]
-        for _ in range(50 if backends == ("sweep", "sweep") else 5):
+        for _ in range(times):
             summary = summarize(model, loss_fn, batch, backend=backends[i])
             equal.append(torch.equal(summary.Hbar, alone[i].Hbar))
 
     in_threads(lambda: measure(0), lambda: measure(1))
-    assert all(equal)
+    assert all(equal) and len(equal) == 2 * times
+
+
+@pytest.mark.parametrize(("backends", "times"), [(("sweep",) * 2, 50), (("sweep", "nested"), 5)])
+@pytest.mark.parametrize("same_model", [False, True])
+def test_two_threads_give_what_one_gives(backends, times, same_model):
+    measure_at_once(backends, same_model, times)
 
 
 def test_hooks_of_other_threads_are_registered_and_fire():
@@ -84,6 +89,32 @@ def test_hooks_of_other_threads_are_registered_and_fire():
             assert len(fired) == 2 * count
 
     in_threads(measure, train)
+
+
+@pytest.mark.parametrize("alive", [False, True])
+def test_turns_of_threads(alive):
+    """One that ended in its turn is passed over, and one that has it is waited for."""
+    done = threading.Event()
+    owner = threading.Thread(target=done.wait if alive else lambda: None)
+    owner.start()
+    if not alive:
+        owner.join()
+    eager._turns["turn"] = owner.ident
+    (model, batch), measured = make(0), threading.Event()
+    expected = None
+
+    def measure():
+        nonlocal expected
+        expected = summarize(model, loss_fn, batch)
+        measured.set()
+
+    waiting = threading.Thread(target=measure)
+    waiting.start()
+    assert measured.wait(0.3 if alive else 60) != alive
+    eager._turns.pop("turn", None)
+    done.set()
+    waiting.join(60)
+    assert expected is not None and eager._turns == {}
 
 
 def test_measuring_changes_no_setting_of_torch_for_other_threads():

@@ -6,15 +6,21 @@ import math
 import warnings
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from newton_summary import Summary, learning_rates, make_partition, summarize
+from newton_summary.measuring.advice import _best_strength
+from newton_summary.measuring.box import absolute_newton
+from newton_summary.measuring.factors import NO_EFFECT, has_effect
 from newton_summary.measuring.splitting import is_mean_of_parts
+from newton_summary.optimizer.steering import EndSlopes
 from newton_summary.parallel.ranks import Ranks
 from newton_summary.probe.probe import Probe
+from newton_summary.solver import _one_thread
 
 
 def summary_of(gbar, Hbar, D3) -> Summary:
@@ -145,12 +151,52 @@ def test_gbar_is_the_gradient_along_u_wherever_it_is_read(name):
     torch.testing.assert_close(summary.gbar, expected)
 
 
+@pytest.mark.parametrize(
+    ("product", "x", "w"),
+    [
+        (F.linear, (4, 3), (2, 3)),
+        (F.linear, (2, 4, 3), (2, 3)),
+        (torch.matmul, (4, 3), (3, 2)),
+        (torch.bmm, (2, 4, 3), (2, 3, 2)),
+        (torch.mul, (4, 3), (3,)),
+        (F.conv1d, (2, 3, 5), (4, 3, 2)),
+        (F.conv_transpose2d, (2, 3, 2, 2), (3, 2, 2, 2)),
+    ],
+)
+def test_products_whose_second_factor_moves_along_more_groups(product, x, w):
+    torch.manual_seed(0)
+    shapes = {"x": x, "w": w, "a": (), "b": (), "c": ()}
+    model = nn.ParameterDict({n: torch.randn(s).double() for n, s in shapes.items()})
+
+    def loss_fn(model, batch):
+        factor = model["w"].tanh() * model["a"] * model["b"].sin() * model["c"]
+        return product(model["x"].tanh(), factor).square().sum() * batch.sum()
+
+    swept, nested = (
+        summarize(model, loss_fn, torch.ones(1).double(), backend=backend)
+        for backend in ("sweep", "nested")
+    )
+    torch.testing.assert_close(swept.Hbar, nested.Hbar)
+    torch.testing.assert_close(swept.D3, nested.D3)
+
+
+def test_small_systems_are_solved_by_one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with _one_thread():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 # --- ranks and parts ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("gap", "differ"), [(1e-3, True), (1e-4, True), (1e-7, False)])
 def test_ranks_whose_directions_differ_are_stopped(gap, differ):
-    norms = (1.0, 1.0 + gap)
+    norms = (0.5, 0.5 * (1 + gap))
     mean, square = sum(norms) / 2, sum(x * x for x in norms) / 2
     messages: list[str] = []
     Ranks._check_norms(SimpleNamespace(stop=messages.append), mean, square)
@@ -178,3 +224,39 @@ def test_parts_of_a_batch_that_hardly_depend_on_each_other(strength, matters):
         whole = next(iter(probe.closures()))[0]
         same = is_mean_of_parts(whole, whole.split(4), probe.gradient())
     assert same == (not matters)
+
+
+# --- advice ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("share", "matters"), [(0.9, False), (1.1, True)])
+def test_a_group_has_an_effect_by_its_curvature_alone(share, matters):
+    """Half of it times the square of the largest change, against a slope of 1 times that."""
+    curvature = share * 2 * NO_EFFECT / 10.0
+    summary = Summary(torch.tensor([1.0, 0.0]), torch.diag(torch.tensor([0.0, curvature])))
+    assert has_effect(summary, max_change=10.0).tolist() == [True, matters]
+
+
+def test_newton_with_absolute_curvature_does_not_depend_on_units():
+    slope = np.array([1.0, -2.0, 0.5])
+    H = np.array([[2.0, 1.0, 0.0], [1.0, -1.0, 0.3], [0.0, 0.3, 0.5]])
+    scale = np.array([1e-3, 1.0, 20.0])
+    expected = absolute_newton(slope, H) / scale
+    actual = absolute_newton(scale * slope, scale[:, None] * H * scale)
+    np.testing.assert_allclose(actual, expected, rtol=1e-10)
+
+
+def test_of_two_strengths_the_one_that_lowers_the_loss_is_taken():
+    models = {
+        strength: SimpleNamespace(minimum=lambda c=c: np.array([c]), strength=strength)
+        for strength, c in ((1.0, 2.0), (3.0, 1.5))
+    }
+    model = SimpleNamespace(at=models.__getitem__, live=np.array([True]))
+    changes = {2.0: 0.1, 1.5: -0.2}
+    chosen = _best_strength(model, [1.0, 3.0], lambda tried: [changes[float(c)] for (c,) in tried])
+    assert chosen.strength == 3.0
+
+
+def test_slopes_that_are_not_compared_yet_are_kept_in_a_state():
+    state = EndSlopes(pair=(torch.tensor(1.5), 2.5)).state_dict()
+    assert state["pair"] == (1.5, 2.5)

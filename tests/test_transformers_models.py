@@ -141,6 +141,8 @@ def loss_fn(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_model(name: str) -> None:
+    if name == "mixtral" and not hasattr(torch, "_grouped_mm"):
+        pytest.skip("Transformers then has a custom operator, which the sweep refuses")
     model, inputs = build(name), batch(name)
     names = list(make_partition(model, "canonical").params)
     half = names[: len(names) // 2]

@@ -166,3 +166,13 @@ def test_alone_nothing_of_several_processes_is_entered(walks):
 def test_few_files_are_passed_through(walks, walk, most):
     """The sweep's rules included, of which the model needs three."""
     assert len(walks[walk]) <= most, "\n".join(sorted(walks[walk]))
+
+
+def test_the_modules_that_get_faults_exist(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT.parents[1] / "scripts"))
+    import mutate
+
+    tests = Path(__file__).parent
+    for module, names in mutate.TESTS.items():
+        assert (ROOT / module).is_file(), module
+        assert all((tests / f"test_{name}.py").is_file() for name in names.split()), names

@@ -54,6 +54,14 @@ WRONG = {
         lambda: ns.suggest_lrs(NET, never, BATCH, SGD, max_change=float("inf")),
         "max_change=inf: fraction",
     ),
+    "advice option": (
+        lambda: ns.suggest_lrs(NET, never, BATCH, SGD, microbatches=2),
+        "suggest_lrs has no argument 'microbatches'. Did you mean 'microbatch'",
+    ),
+    "advice typo": (
+        lambda: ns.suggest_lrs(NET, never, BATCH, SGD, rehersal=False),
+        "suggest_lrs has no argument 'rehersal'. Did you mean 'rehearsal'",
+    ),
     "rates word": (lambda: ns.step_trials(*TRIED, "x"), "of type str: pass what learning_rates"),
     "one fraction": (
         lambda: ns.step_trials(*TRIED, fractions=0.5),

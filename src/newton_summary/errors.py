@@ -50,3 +50,11 @@ class OtherRankError(UserError):
 
 class CannotWriteError(UserError, OSError):
     """A file that cannot be written; the message has the reason, such as a full disk."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether there is no memory left, on a device or in the machine: no other way has more."""
+    import torch
+
+    by_type = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return by_type or "can't allocate memory" in str(error)  # torch, on the CPU

@@ -62,6 +62,7 @@ STATUS = {
 USABLE = ("minimum", "newton", "flat", "hard-case", "cut", "absolute")
 
 _EPS = float(np.finfo(np.float64).eps)
+_SMALLEST = 2.0**-899  # of the shifts
 
 
 @dataclass(frozen=True, eq=False)
@@ -372,26 +373,29 @@ def _escaping(g: Array, H: Array, free: NDArray[np.bool_]) -> tuple[int, ...]:
         pulls = Z @ (Z.T @ x)
         direction = pulls[:, np.linalg.norm(pulls, axis=0).argmax()]
     size = np.abs(direction)
-    chosen = np.flatnonzero(free)[size > 0.1 * size.max()]
-    return tuple(chosen.tolist())
+    return tuple(np.flatnonzero(free)[size > 0.1 * size.max()].tolist())
 
 
 def _cubic(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, str]:
     """Return the minimum where the groups with d_s = 0 have a positive definite block (App. D)."""
     rounding = 8 * len(g) * _EPS
     lifted = H + rounding * np.diag(np.abs(np.diag(H)))
-    if _cholesky(H) is None and _cholesky(lifted) is not None:
-        H = lifted  # positive semi-definite but for rounding, which is not negative curvature
-    sigma0 = _definite_shift(H, D)
+    sigma0 = _SMALLEST
+    if _cholesky(H) is None:
+        if _cholesky(lifted) is None:
+            sigma0 = _definite_shift(H, D)
+        else:
+            H = lifted  # semi-definite but for rounding, which is not negative curvature
     eta, status = np.full_like(g, math.nan), "overflow"
     for attempt in range(20):
         L = _cholesky(H + np.diag(sigma0 * D * D))
         if L is None:
             sigma0 *= 2
             continue
-        Q, w, _ = _linalg("svd", _solve(L, np.diag(D)))
+        x = _solve(L, np.column_stack([np.diag(D), g]))
+        Q, w, _ = _linalg("svd", x[:, :-1])
         V = _solve(L, Q, transposed=True)  # V^T M(sigma0) V = I and V^T D^2 V = Diag(w^2)
-        c = Q.T @ _solve(L, g)
+        c = Q.T @ x[:, -1]
         unsure = np.abs(c) <= rounding * (np.abs(V).T @ np.abs(g))
         side = 1.0 if float(D @ V[:, 0]) >= 0 else -1.0
         sigma, y, status = _secular(c, w, sigma0, lambda_int, unsure, side)
@@ -411,8 +415,6 @@ def _definite_shift(H: Array, D: Array) -> float:
         return not np.isfinite(M).all() or _cholesky(M) is not None
 
     low, high = -900, 900
-    if _cholesky(H) is not None:
-        return 2.0 ** (low + 1)
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if is_definite(middle) else (middle + 1, high)
@@ -448,7 +450,7 @@ def _secular(
     c = np.where(lowest & unsure, 0, c)
     size = math.hypot(*c)  # no square overflows
     log_kappa = float(np.log(lambda_int) - np.log(2) + 3 * np.log(w[0]) + np.log(size))
-    tau = _root(c / size, omega, beta, b, log_kappa)
+    tau = _root(c / size, omega, beta, b, log_kappa, start=pole + 1 - b)
     sigma = float((b + tau) / w[0] ** 2)
     if tau > 0:
         return sigma, c / (beta + tau * omega), "minimum"
@@ -462,27 +464,29 @@ def _secular(
     return sigma, y, "hard-case"
 
 
-def _root(c: Array, omega: Array, beta: Array, b: float, log_kappa: float) -> float:
+def _root(c: Array, omega: Array, beta: Array, b: float, log_kappa: float, start: float) -> float:
     """Solve kappa ||sqrt(omega) c / (beta + tau omega)|| = b + tau; 0 if no tau > 0 does.
 
     The left side falls and the right side rises with tau. Newton's method on the logarithms of
     both against log tau, kept inside a bracket.
     """
+    sizes = np.sqrt(omega) * np.abs(c)
 
     def gap(tau: float) -> tuple[float, float]:
         """Return log(left / right) and its derivative by log tau."""
         f = beta + tau * omega
-        u = np.sqrt(omega) * np.abs(c) / f
-        top = u.max()  # the squares alone could overflow
-        weight = (u / top) ** 2
-        value = log_kappa + np.log(top) + 0.5 * np.log(weight.sum()) - math.log(b + tau)
-        slope = -tau * (weight @ (omega / f) / weight.sum() + 1 / (b + tau))
-        return float(value), float(slope)
+        u = sizes / f
+        top = float(u.max())  # the squares alone could overflow
+        u /= top
+        weight = u * u
+        total, right = float(weight.sum()), b + tau
+        value = log_kappa + _log(top) + 0.5 * _log(total) - math.log(right)
+        return value, -tau * (float(weight @ (omega / f)) / total + 1 / right)
 
     low, high = 1e-300, 1e300
     if not gap(low)[0] > 0:
         return 0.0
-    tau = 1.0
+    tau = min(max(start, low), high)
     for _ in range(100):
         value, slope = gap(tau)
         low, high = (tau, high) if value > 0 else (low, tau)
@@ -494,6 +498,10 @@ def _root(c: Array, omega: Array, beta: Array, b: float, log_kappa: float) -> fl
             return step
         tau = step
     return tau
+
+
+def _log(x: float) -> float:
+    return math.log(x) if 0 < x < math.inf else float(np.log(x))
 
 
 # --- linear algebra ------------------------------------------------------------------------------

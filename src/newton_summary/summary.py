@@ -186,8 +186,7 @@ class Summary(ShownAsTable):
 
     def to(self, *args: Any, **kwargs: Any) -> Summary:
         """Convert dtype and device, as ``Tensor.to`` does."""
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        tensors = {name: x for name, x in values.items() if isinstance(x, Tensor)}
+        tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
         changed: dict[str, Any] = {n: x.to(*args, **kwargs) for n, x in tensors.items()}
         parts = tuple(part.to(*args, **kwargs) for part in self.parts)
         return replace(self, **changed, parts=parts)

@@ -108,6 +108,7 @@ case(
     (1, 2, 3, 2),
     (1, 2, 3, 2),
 )
+case("attention by names", lambda q, k, v: attend(value=v, key=k, query=q), Q, K, K)
 case("attention with itself", lambda x: attend(x, x, x), Q)
 
 

@@ -147,15 +147,14 @@ class Merges(ShownAsTable):
             raise ValueError(
                 "The summary has no partition, so the parameters of its groups are unknown."
             )
-        spec: dict[str, list[Any]] = {}
+        spec: dict[str, list[Any]] = {name: [] for name in self.groups}
         for name, olds in self.groups.items():
-            spec[name] = []
-            for old in olds:
-                s = fine.index(old)
+            for s in map(fine.index, olds):
                 for member in fine.members[s]:
-                    label = fine.labels[member.name]
-                    part = label if isinstance(label, int) else (member.name, label.cpu() == s)
-                    spec[name].append(member.name if isinstance(part, int) else part)
+                    label, whole = fine.labels[member.name], member.name
+                    spec[name].append(
+                        whole if isinstance(label, int) else (whole, label.cpu() == s)
+                    )
         return spec
 
     def partition(self, model: nn.Module) -> Partition:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from newton_summary.cli.arguments import grid, leading, named_recipe, parse, parse_fields
 from newton_summary.display.names import file_name, nearest, printable
+from newton_summary.display.table import text_table
 from newton_summary.errors import UserError
 from newton_summary.experiments import torchrun
 from newton_summary.experiments.config import flatten
@@ -237,18 +238,17 @@ def run(args: list[str]) -> int:
     with watching(console, f"{config.recipe} in {path}") as reporter:
         done = train(config, path, reporter, compare_speed=options.compare_speed)
     result = outcome(done)
-    pace = speed(done)
+    seconds, adam = speed(done) or (None, None)
+    ratio = seconds / adam if seconds and adam else None
     if options.json and torchrun.rank() == 0:
-        ratio = None if pace is None else pace.ratio
         print(json.dumps({"run_dir": str(path), **as_dict(result), "time_over_adam": ratio}))
     if finished:
-        console.print("already finished; results:", highlight=False)
-    console.print(_in_words(result), highlight=False)
-    if pace is not None:
-        text = f"an epoch of training took {pace.seconds:.2f} s"
-        if pace.ratio is not None:
-            text += f", {pace.ratio:.2f} times Adam's {pace.adam:.2f} s"
-        console.print(text, highlight=False)
+        console.print("already finished; results:")
+    console.print(_in_words(result))
+    if seconds is not None:
+        text = f"an epoch of training took {seconds:.2f} s"
+        text += "" if ratio is None else f", {ratio:.2f} times Adam's {adam:.2f} s"
+        console.print(text)
     return 0
 
 
@@ -272,19 +272,13 @@ def train_grid(args: list[str]) -> int:
 
     def tell(result: Result) -> None:
         how = result.error or ("already done" if result.skipped else "done")
-        console.print(
-            printable(f"{next(count)}/{len(configs)}  {result.path.name}: {how}"),
-            highlight=False,
-            markup=False,
-        )
+        console.print(printable(f"{next(count)}/{len(configs)}  {result.path.name}: {how}"))
 
     results = run_all(configs, root, options.jobs, tell, options.scheduler)
     rows = table(results, varied)
     if options.json:
         print(json.dumps([_as_json(result) for result in results], indent=2))
-    from newton_summary.display.table import text_table
-
-    console.print(text_table(rows, right=range(len(rows[0]))), highlight=False, markup=False)
+    console.print(text_table(rows, right=range(len(rows[0]))))
     return 1 if any(result.error for result in results) else 0
 
 
@@ -298,8 +292,7 @@ def report(args: list[str]) -> int:
     from newton_summary.experiments.rundir import find_runs
 
     runs = find_runs([Path(folder) for folder in folders])
-    files = make_report(runs, options.out, options.epoch, options.window)
-    _tell_files(files, options)
+    _tell_files(make_report(runs, options.out, options.epoch, options.window), options)
     return 0
 
 
@@ -329,7 +322,7 @@ def inspect(args: list[str]) -> int:
         raise UserError(f"{options.out} cannot be written: {error.strerror}.") from None
     if options.json:
         print(json.dumps({"page": str(page), **found.as_dict()}))
-    console.print(f"{found}\n\nThe report is in {page}", highlight=False, markup=False)
+    console.print(f"{found}\n\nThe report is in {page}")
     return 0
 
 
@@ -341,7 +334,7 @@ def demo(args: list[str]) -> int:
     console = _console(options)
     files = demonstrate(options.out, options.epochs, console)
     _tell_files(files, options)
-    console.print(NEXT.format(page=files[0]), highlight=False, markup=False)
+    console.print(NEXT.format(page=files[0]))
     return 0
 
 
@@ -363,7 +356,7 @@ def _console(options: Output) -> Console:
     from rich.console import Console
 
     silent = options.quiet or options.json or torchrun.rank() > 0
-    return Console(quiet=silent, soft_wrap=True)
+    return Console(quiet=silent, soft_wrap=True, highlight=False, markup=False)
 
 
 def _in_words(result: Outcome) -> str:

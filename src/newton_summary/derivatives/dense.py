@@ -31,8 +31,7 @@ def full_derivatives(closure: Closure, params: Params, order: int) -> tuple[Tens
     g = jacobian(loss.reshape(1), leaves, last=order == 1)[0]
     derivatives = [g.detach()]
     if order >= 2:
-        H = jacobian(g, leaves, last=True)
-        derivatives.append(H)
+        derivatives.append(jacobian(g, leaves, last=True))
     if order >= 3:  # row by row, so that only the graph of one row is traversed again
         rows = [jacobian(g_i.reshape(1), leaves, last=False)[0] for g_i in g]
         derivatives.append(torch.stack([jacobian(row, leaves, last=True) for row in rows]))

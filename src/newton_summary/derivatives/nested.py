@@ -9,7 +9,7 @@ Exact at every order, at the price of one backward pass for every entry of the t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from itertools import permutations
 from math import comb
 from typing import Any
@@ -25,13 +25,9 @@ from newton_summary.derivatives.opaque_functions import (
     opaque_functions,
     watch_opaque_functions,
 )
-from newton_summary.derivatives.sweep.rules.linear import (
-    MASKED,
-    warn_of_hidden_rows,
-    watch_masks,
-)
+from newton_summary.derivatives.sweep.rules.linear import MASKED, warn_of_hidden_rows, watch_masks
 from newton_summary.derivatives.sweep.torch_functions import look_up
-from newton_summary.errors import CannotDifferentiate
+from newton_summary.errors import CannotDifferentiate, is_out_of_memory
 from newton_summary.partition import Params, Partition
 from newton_summary.probe.probe import Closure, check_depends, check_finite, graph_nodes
 from newton_summary.summary import Summary
@@ -48,25 +44,17 @@ class Contraction:
         self.backward_passes = 0
         self.opaque: set[str] = set()  # functions whose derivatives are to be doubted
 
-    def __call__(self, entry: Tensor, first_group: int = 0, last: bool = False) -> Tensor:
-        """Contract the gradient of ``entry`` with U, shape (S,).
+    def __call__(self, entry: Tensor, groups: slice = slice(None), last: bool = False) -> Tensor:
+        """Contract the gradient of a scalar with U, shape (S,).
 
-        Args:
-            entry: A scalar.
-            first_group: Groups before this one are not needed, and are left zero.
-            last: Whether the result is not differentiated again.
+        Other groups than those that are named are left zero; the ``last`` derivative is not
+        differentiated again.
         """
-        return self._contract(entry, range(first_group, len(self.partition)), last)
-
-    def along(self, entry: Tensor, s: int) -> Tensor:
-        """Return <d entry / dT^s, U^s> for one group, as the last derivative."""
-        return self._contract(entry, range(s, s + 1), last=True)[s]
-
-    def _contract(self, entry: Tensor, groups: range, last: bool) -> Tensor:
         if not entry.requires_grad:  # constant in theta, e.g. Hbar of a quadratic loss
             return entry.new_zeros(len(self.partition))
         # In a fixed order, so that sums come out the same to the last bit in every process.
-        needed = list(dict.fromkeys(m.name for s in groups for m in self.partition.members[s]))
+        members = self.partition.members[groups]
+        needed = list(dict.fromkeys(member.name for group in members for member in group))
         self.backward_passes += 1
         if not last and self.backward_passes <= 2:  # the loss, and its gradient as a whole
             refuse_wrong_norms(entry)
@@ -81,7 +69,7 @@ class Contraction:
                 materialize_grads=True,
             )
         except (RuntimeError, NotImplementedError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
+            if is_out_of_memory(error):
                 raise
             raise CannotDifferentiate(f"nested: {error}") from error
         return self.partition.inner(dict(zip(needed, grads, strict=True)), self.u)
@@ -110,9 +98,7 @@ class Differentiable(TorchFunctionMode):
         self.finished = False  # an interrupt may leave it active
         self.hidden: list[Tensor | None] = []  # whether masks hide whole rows
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.finished:
             return func(*args, **kwargs)
@@ -147,20 +133,16 @@ def attention(
     device = query.device.type
     if torch.is_autocast_enabled(device):  # which knows the whole and not the parts of it
         dtype = torch.get_autocast_dtype(device)
-        inputs = (query, key, value, attn_mask)
-        query, key, value, attn_mask = (_narrowed(x, dtype) for x in inputs)  # type: ignore[assignment]
+        query, key, value, attn_mask = (  # type: ignore[assignment]
+            x if x is None or not x.is_floating_point() or x.dtype == torch.float64 else x.to(dtype)
+            for x in (query, key, value, attn_mask)
+        )
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         zeros = torch.zeros(attn_mask.shape, dtype=query.dtype, device=query.device)
         attn_mask = zeros.masked_fill(~attn_mask, -torch.inf)
     math = torch._scaled_dot_product_attention_math
     with torch.autocast(device, enabled=False):
         return math(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)[0]
-
-
-def _narrowed(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a tensor as autocast passes it on."""
-    is_wide = tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64
-    return tensor if is_wide else tensor.to(dtype)  # type: ignore[union-attr]
 
 
 def evaluate(closure: Closure, params: Params) -> Tensor:
@@ -188,24 +170,18 @@ def summarize_nested(
     contract = Contraction(params, u, partition)
     S = len(partition)
     gbar = contract(loss, last=order == 1)
+    summary = Summary(gbar.detach(), loss=loss.detach(), partition=partition, backend="nested")
     if order == 1:
-        return Summary(gbar.detach(), loss=loss.detach(), partition=partition, backend="nested")
+        return summary
     # Hbar is symmetric: row s needs the groups from s on.
     Hbar = torch.zeros(S, S, dtype=gbar.dtype, device=gbar.device)
     D3 = torch.zeros_like(gbar)
     for s in range(S):
-        row = contract(gbar[s], first_group=s, last=order == 2)
+        row = contract(gbar[s], slice(s, None), last=order == 2)
         Hbar[s, s:] = Hbar[s:, s] = row[s:].detach()
         if order == 3:  # only D^(3)_sss enters the cubic term: the other S^3 - S are skipped
-            D3[s] = contract.along(row[s], s)
-    summary = Summary(
-        gbar.detach(),
-        Hbar,
-        D3 if order == 3 else None,
-        loss=loss.detach(),
-        partition=partition,
-        backend="nested",
-    )
+            D3[s] = contract(row[s], slice(s, s + 1), last=True)[s]
+    summary = replace(summary, Hbar=Hbar, D3=D3 if order == 3 else None)
     if contract.opaque:
         compare_with_differences(summary, closure, params, u, contract.opaque)
     return summary
@@ -225,7 +201,7 @@ def nested_tensor(closure: Closure, contract: Contraction, order: int) -> Tensor
         longer: dict[tuple[int, ...], Tensor] = {}
         for index, entry in rows.items():
             first = index[-1] if index else 0
-            row = contract(entry, first_group=first, last=d == order)
+            row = contract(entry, slice(first, None), last=d == order)
             longer.update({(*index, s): row[s] for s in range(first, S)})
         rows = longer
     sample = next(iter(rows.values()))
@@ -259,10 +235,7 @@ def count_backward_passes(S: int, order: int) -> int:
 def nested_taylor_terms(closure: Closure, contract: Contraction, order: int) -> Tensor:
     """Return the derivatives 1..order of t -> L(theta + t u) with one backward pass for each.
 
-    Args:
-        closure: Evaluates the loss at the live parameters.
-        contract: With a partition into one group.
-        order: 1 or more.
+    The contraction has a partition into one group.
     """
     term = evaluate(closure, contract.params)
     _check_opaque_functions(term, closure, contract, order)

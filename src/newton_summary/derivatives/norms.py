@@ -18,20 +18,22 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+Maybe = Tensor | None  # an argument that may be missing
+
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype that torch normalises in: float32 at least."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def standardize(x: Tensor, dims: list[int], eps: float) -> Tensor:
-    """Subtract the mean over ``dims`` and divide by the standard deviation.
+def standardize(x: Tensor, dims: list[int], eps: float, centred: bool = True) -> Tensor:
+    """Subtract the mean over ``dims``, unless not centred, and divide by the root mean square.
 
     One operation for those who record torch functions: the sweep has a rule for it.
     """
     if has_torch_function_unary(x):
-        return handle_torch_function(standardize, (x,), x, dims, eps)
-    centered = x - x.mean(dims, keepdim=True)
+        return handle_torch_function(standardize, (x,), x, dims, eps, centred)
+    centered = x - x.mean(dims, keepdim=True) if centred else x
     return centered * ((centered * centered).mean(dims, keepdim=True) + eps).rsqrt()
 
 
@@ -47,10 +49,8 @@ def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias
 
 
-def _channel_affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    weight = None if weight is None else per_channel(weight, x)
-    bias = None if bias is None else per_channel(bias, x)
-    return affine(x, weight, bias)
+def _channel_affine(x: Tensor, *scale_and_shift: Tensor | None) -> Tensor:
+    return affine(x, *(None if p is None else per_channel(p, x) for p in scale_and_shift))
 
 
 def layer_norm(
@@ -68,17 +68,13 @@ def layer_norm(
 
 
 def rms_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
+    input: Tensor, normalized_shape: Sequence[int], weight: Maybe = None, eps: float | None = None
 ) -> Tensor:
     """Elementary form of ``F.rms_norm``."""
     dims = list(range(-len(normalized_shape), 0))
     x = input.to(accumulation_dtype(input))
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    x = x * ((x * x).mean(dims, keepdim=True) + eps).rsqrt()
-    return affine(x, weight, None).to(input.dtype)
+    return affine(standardize(x, dims, eps, False), weight, None).to(input.dtype)
 
 
 def group_norm(
@@ -130,12 +126,7 @@ def batch_norm(
 
 
 def _standardized(
-    input: Tensor,
-    dims: list[int] | None,
-    mean: Tensor | None,
-    var: Tensor | None,
-    momentum: float,
-    eps: float,
+    input: Tensor, dims: list[int] | None, mean: Maybe, var: Maybe, momentum: float, eps: float
 ) -> Tensor:
     """Standardize over ``dims`` and move the running statistics; without dims, by the latter."""
     if dims is not None:
@@ -149,8 +140,7 @@ def _update_statistics(
     input: Tensor, dims: list[int], mean: Tensor | None, var: Tensor | None, momentum: float
 ) -> None:
     """Move the running statistics as torch does: the same forward pass may read them again."""
-    count = math.prod(input.shape[d] for d in dims)
-    if count == 1:
+    if math.prod(input.shape[d] for d in dims) == 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {input.shape}"
         )
@@ -167,10 +157,10 @@ def _reordered(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def run(
         input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
+        weight: Any,
+        bias: Any,
+        running_mean: Any,
+        running_var: Any,
         *settings: Any,
         **named: Any,
     ) -> Tensor:

@@ -37,10 +37,9 @@ def watch_opaque_functions(entry: Tensor) -> set[str]:
     """
     opaque = opaque_functions(entry)
     for node in filter(_is_custom, opaque):
-        if node.metadata.setdefault("watched", False):
-            continue  # for another entry of the same tensor
-        node.metadata["watched"] = True
-        node.register_hook(_must_be_differentiable(node.name(), _remembers_numbers(node)))
+        if not node.metadata.get("watched"):  # for another entry of the same tensor
+            node.metadata["watched"] = True
+            node.register_hook(_must_be_differentiable(node))
     return {node.name().removesuffix("Backward") for node in opaque}
 
 
@@ -56,13 +55,11 @@ def _is_custom(node: Any) -> bool:
     return isinstance(node, BackwardCFunction) or "CppNode" in node.name()
 
 
-def _remembers_numbers(node: Any) -> bool:
-    """Return whether a custom function keeps numbers for its backward pass, so may be nonlinear."""
+def _must_be_differentiable(node: Any) -> Callable[..., None]:
     kept = (*getattr(node, "saved_tensors", ()), *getattr(node, "__dict__", {}).values())
-    return any(isinstance(x, Tensor) and x.is_floating_point() for x in kept)
+    may_be_nonlinear = any(isinstance(x, Tensor) and x.is_floating_point() for x in kept)
+    name = node.name()
 
-
-def _must_be_differentiable(name: str, remembers_numbers: bool) -> Callable[..., None]:
     def hook(results: Sequence[Tensor | None], received: Sequence[Tensor | None]) -> None:
         if not torch.is_grad_enabled():  # the last derivative
             return
@@ -73,7 +70,7 @@ def _must_be_differentiable(name: str, remembers_numbers: bool) -> Callable[...,
             if grad.requires_grad:
                 ends = type(grad.grad_fn).__name__ == "Error"  # marked once_differentiable
             else:
-                ends = varies or remembers_numbers
+                ends = varies or may_be_nonlinear
             if ends:
                 raise CannotDifferentiate(
                     f"nested: the backward pass of the custom function {name} cannot be "
@@ -138,15 +135,10 @@ def _errors(a: Summary, b: Summary, units: Tensor) -> tuple[float, float]:
 
     ``units`` are steps of the groups in which the derivatives are comparable, (S,).
     """
-    (H, D3), (H_b, D3_b) = (_in_units(s, units) for s in (a, b))
+    H, H_b = (s.hessian().cpu().double() * units * units[:, None] for s in (a, b))
+    D3, D3_b = (0 * units if s.D3 is None else s.D3.cpu().double() * units**3 for s in (a, b))
     rows = H_b.abs().amax(1)
     floor = 1e-3 * rows.max()
     H_error = (H - H_b).abs().amax(1) / (rows + floor).clamp_min(1e-300)
     D3_error = (D3 - D3_b).abs() / (D3_b.abs() + rows + floor).clamp_min(1e-300)
     return float(H_error.max()), float(D3_error.max())
-
-
-def _in_units(summary: Summary, units: Tensor) -> tuple[Tensor, Tensor]:
-    H = summary.hessian().cpu().double() * units * units[:, None]
-    D3 = torch.zeros_like(units) if summary.D3 is None else summary.D3.cpu().double() * units**3
-    return H, D3

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -22,17 +23,13 @@ T = TypeVar("T")
 Params = Sequence[Tensor]
 
 
+@dataclass(frozen=True)
 class RankGroup:
-    """All processes of a run; a single one unless ``torchrun`` has started several.
+    """All processes of a run; a single one unless ``torchrun`` has started several."""
 
-    Attributes:
-        rank: Number of this process.
-        size: Number of processes.
-        local_rank: Number of this process on its machine.
-    """
-
-    def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0):
-        self.rank, self.size, self.local_rank = rank, size, local_rank
+    rank: int = 0  # number of this process
+    size: int = 1  # how many there are
+    local_rank: int = 0  # number of this process on its machine
 
     # --- parts of the data ------------------------------------------------------------------------
 

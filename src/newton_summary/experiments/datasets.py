@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -93,10 +93,8 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         """Draw an order, and yield the batches."""
-        if self.shuffle:
-            order = torch.randperm(len(self.split), generator=self.generator)
-        else:
-            order = torch.arange(len(self.split))
+        n = len(self.split)
+        order = torch.randperm(n, generator=self.generator) if self.shuffle else torch.arange(n)
         order = order[: self.used].to(self.split.inputs.device)
         for start in range(0, self.used, self.size):
             index = order[start : start + self.size]
@@ -146,49 +144,40 @@ def load_dataset(
 def _mnist(config: DataConfig, dtype: torch.dtype, device: torch.device) -> tuple[Split, Split]:
     """60,000 and 10,000 digits of 28 x 28."""
     files = read_mnist(config.root, config.download)
-    train, test = (
-        _images(*files[part], (MNIST_MEAN,), (MNIST_STD,), dtype, device, config.pad)
-        for part in ("train", "test")
-    )
-    return train, test
+    return _both(files, (MNIST_MEAN,), (MNIST_STD,), dtype, device, config.pad)
 
 
 def _cifar10(config: DataConfig, dtype: torch.dtype, device: torch.device) -> tuple[Split, Split]:
     """50,000 and 10,000 colour images of 32 x 32."""
     files = read_cifar10(config.root, config.download)
-    train, test = (
-        _images(*files[part], CIFAR10_MEAN, CIFAR10_STD, dtype, device)
-        for part in ("train", "test")
-    )
-    return train, test
+    return _both(files, CIFAR10_MEAN, CIFAR10_STD, dtype, device)
 
 
 def _embedded(config: DataConfig, dtype: torch.dtype, device: torch.device) -> tuple[Split, Split]:
     """5,000 and 1,000 digits of MNIST inside the package."""
-    parts: tuple[Literal["train", "test"], ...] = ("train", "test")
-    train, test = (
-        Split(*load_mnist_subset(part, pad=config.pad, dtype=dtype, device=device))
-        for part in parts
-    )
-    return train, test
+    load = partial(load_mnist_subset, pad=config.pad, dtype=dtype, device=device)
+    return Split(*load("train")), Split(*load("test"))
 
 
-def _images(
-    pixels: Bytes,
-    labels: Bytes,
+def _both(
+    files: dict[str, tuple[Bytes, Bytes]],
     mean: tuple[float, ...],
     std: tuple[float, ...],
     dtype: torch.dtype,
     device: torch.device,
     pad: bool = False,
-) -> Split:
-    """Normalise each channel; the frame has the value of black."""
-    images = torch.tensor(pixels, device=device).to(dtype).div_(255)
-    if pad:
-        images = F.pad(images, (2,) * 4)
+) -> tuple[Split, Split]:
+    """Normalise each channel of both parts; the frame has the value of black."""
     center, spread = (torch.tensor(x, dtype=dtype, device=device) for x in (mean, std))
-    images.sub_(center[:, None, None]).div_(spread[:, None, None])
-    return Split(images, torch.tensor(labels, dtype=torch.int64, device=device))
+
+    def split(pixels: Bytes, labels: Bytes) -> Split:
+        images = torch.tensor(pixels, device=device).to(dtype).div_(255)
+        if pad:
+            images = F.pad(images, (2,) * 4)
+        images.sub_(center[:, None, None]).div_(spread[:, None, None])
+        return Split(images, torch.tensor(labels, dtype=torch.int64, device=device))
+
+    return split(*files["train"]), split(*files["test"])
 
 
 ADDITION_SYMBOLS = "0123456789+="

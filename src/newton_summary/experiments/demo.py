@@ -35,13 +35,7 @@ What next:
 def demonstrate(out: Path, epochs: int, console: Console) -> list[Path]:
     """Train LeNet with NewtonSummary and with Adam, measure its layers, and draw the figures.
 
-    Args:
-        out: Folder for the run directories and the report.
-        epochs: Passes over the 4,500 training images.
-        console: Where to print.
-
-    Returns:
-        The files of the report.
+    The run directories and the report are in ``out``; returns the files of the report.
     """
 
     def say(text: object = "") -> None:

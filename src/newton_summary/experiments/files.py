@@ -109,12 +109,6 @@ def checked(path: Path) -> bytes:
 # --- finding and downloading ---------------------------------------------------------------------
 
 
-def default_folder() -> Path:
-    """Return the folder for downloads, in the user's cache."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "newton_summary"
-
-
 def _find(
     names: Sequence[str],
     folder: Path,
@@ -124,7 +118,8 @@ def _find(
 ) -> list[Path]:
     """Return the paths of files below the root, the environment's folder or the cache."""
     named = root if root is not None else os.environ.get(ENVIRONMENT) or None
-    base = default_folder() if named is None else Path(named)
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    base = Path(cache) / "newton_summary" if named is None else Path(named)
     places = (base / folder, base / folder.parts[0], base)
     for place in places:
         if all((place / name).is_file() for name in names):

@@ -71,10 +71,10 @@ def run_one(config: ExperimentConfig, path: Path, side_by_side: int = 1) -> Resu
         torch.set_num_threads(1)
     try:
         known = Run.load(path) if (path / CONFIG).is_file() else None
-        done = known is not None and known.epoch >= config.epochs
-        run = known.until(config) if known is not None and done else None
-        run = run or train(config, path, side_by_side=side_by_side)
-        return Result(config, path, as_dict(outcome(run)), skipped=done)
+        if known is not None and known.epoch >= config.epochs:
+            return Result(config, path, as_dict(outcome(known.until(config))), skipped=True)
+        run = train(config, path, side_by_side=side_by_side)
+        return Result(config, path, as_dict(outcome(run)))
     except Exception as error:  # whatever it is, the other runs do not depend on it
         text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         return Result(config, path, None, text.splitlines()[0] if text else "unknown")

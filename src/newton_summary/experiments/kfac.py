@@ -31,17 +31,13 @@ class KFAC(Optimizer):
     from the data), averaged with exponential weights. Parameters outside linear and convolutional
     layers move along their gradient.
 
+    The arguments are those of :class:`newton_summary.experiments.config.KFACConfig`, and others.
+
     Args:
-        model: The network.
-        lr: Learning rate.
         damping: lambda. A layer's step is (A (x) G + lambda I)^-1 times its gradient.
         kl_clip: The step is scaled by min(1, sqrt(kl_clip / (lr^2 v^T g))), where v is the
             preconditioned gradient.
-        weight_decay: L2 penalty.
-        momentum: Heavy-ball momentum, on the preconditioned gradient.
         covariance_period: Steps between updates of A and G; see :attr:`covariances_due`.
-        inverse_period: Steps between inversions.
-        decay: Weight of the past in A and G.
         factored: Add the root of lambda to A and G instead (Martens and Grosse, Section 6.3).
             Cheaper, because no eigenvectors are needed, and with cross terms that damp more.
         likelihood: ``"categorical"`` for cross-entropy, ``"gaussian"`` for a mean squared error

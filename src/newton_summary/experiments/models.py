@@ -90,12 +90,7 @@ def lenet(channels: int = 3) -> nn.Module:
 
 
 def vgg11(width: int = 64, channels: int = 3) -> nn.Module:
-    """VGG-11': eight 3x3 convolutions with ELU, and one linear layer.
-
-    Args:
-        width: Channels of the first layer, 64 in the paper; smaller for tests.
-        channels: Channels of the images.
-    """
+    """VGG-11': eight 3x3 convolutions with ELU, the first of ``width`` channels; a linear layer."""
     layers: list[nn.Module] = []
     for factor in (1, "M", 2, "M", 4, 4, "M", 8, 8, "M", 8, 8, "M"):
         if factor == "M":
@@ -129,7 +124,6 @@ class Rosenbrock(nn.Module):
     """Rosenbrock's valley (1 - x)^2 + 100 (y - x^2)^2, from its usual start (-1.2, 1)."""
 
     def __init__(self) -> None:
-        """Start at (-1.2, 1)."""
         super().__init__()
         self.x = nn.Parameter(torch.tensor(-1.2))
         self.y = nn.Parameter(torch.tensor(1.0))

@@ -46,6 +46,8 @@ class Stepper:
 
         Where several processes share a batch, their shares of the loss add up to it.
         """
+        if isinstance(self.optimizer, KFAC) and self.optimizer.covariances_due:
+            self.optimizer.observe(batch[0])  # the whole batch, on every process
         loss = self.gradient(batch)
         self.optimizer.step()
         return loss
@@ -84,28 +86,21 @@ class GraphedGradient:
         self.batch = (batch[0].clone(), batch[1].clone())
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):  # lets libraries allocate and choose before the capture
-                self.gradient(self.batch)
-        torch.cuda.current_stream().wait_stream(stream)
-        for p in self.params:
-            p.grad = None  # so that the capture makes its own, which replays overwrite
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.loss = self.gradient(self.batch)
+        cudnn = torch.backends.cudnn
+        before, cudnn.benchmark = cudnn.benchmark, True  # the fastest of its algorithms is kept
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(3):  # lets libraries allocate and choose before the capture
+                    self.gradient(self.batch)
+            torch.cuda.current_stream().wait_stream(stream)
+            for p in self.params:
+                p.grad = None  # so that the capture makes its own, which replays overwrite
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.loss = self.gradient(self.batch)
+        finally:
+            cudnn.benchmark = before
         self.grads = [p.grad for p in self.params]
-
-
-class KFACStepper(Stepper):
-    """Passes K-FAC the inputs when its covariances are due: the whole batch, on every process."""
-
-    optimizer: KFAC
-
-    def step(self, batch: Batch) -> Tensor:
-        """Make one step."""
-        if self.optimizer.covariances_due:
-            self.optimizer.observe(batch[0])
-        return super().step(batch)
 
 
 def make_stepper(
@@ -119,27 +114,22 @@ def make_stepper(
         UserError: For settings that the optimizer rejects.
     """
     ranks = ranks or RankGroup()
+    params = list(task.model.parameters())
+    optimizer: Optimizer
     try:
-        optimizer = _make_optimizer(config, task, train, ranks)
+        if isinstance(config, AdamConfig):
+            betas = (config.beta1, config.beta2)
+            optimizer = Adam(params, lr=config.lr, betas=betas, fused=params[0].is_cuda)
+        elif isinstance(config, SGDConfig):
+            optimizer = SGD(params, lr=config.lr, momentum=config.momentum)
+        elif isinstance(config, KFACConfig):
+            optimizer = _kfac(config, task)
+        else:
+            assert isinstance(config, NewtonSummaryConfig)
+            optimizer = _newton_summary(config, task, train, ranks)
     except ValueError as error:
         raise UserError(f"optimizer: {error}") from None
-    kind = KFACStepper if isinstance(optimizer, KFAC) else Stepper
-    return kind(task, optimizer, ranks)
-
-
-def _make_optimizer(
-    config: OptimizerConfig, task: Task, train: Split, ranks: RankGroup
-) -> Optimizer:
-    params = list(task.model.parameters())
-    if isinstance(config, AdamConfig):
-        betas = (config.beta1, config.beta2)
-        return Adam(params, lr=config.lr, betas=betas, fused=params[0].is_cuda)
-    if isinstance(config, SGDConfig):
-        return SGD(params, lr=config.lr, momentum=config.momentum)
-    if isinstance(config, KFACConfig):
-        return _kfac(config, task)
-    assert isinstance(config, NewtonSummaryConfig)
-    return _newton_summary(config, task, train, ranks)
+    return Stepper(task, optimizer, ranks)
 
 
 def _kfac(config: KFACConfig, task: Task) -> KFAC:

@@ -60,8 +60,7 @@ def diagonal_curves(runs: Sequence[Run]) -> Figure | None:
     """Training loss with the whole Hbar (solid) and with its diagonal (dotted) (App. K)."""
 
     def diagonal(run: Run) -> bool:
-        optimizer = run.config.optimizer
-        return isinstance(optimizer, NewtonSummaryConfig) and optimizer.diagonal
+        return getattr(run.config.optimizer, "diagonal", False)
 
     return _study_curves(runs, diagonal, lambda optimizer: optimizer.partition == "canonical")
 
@@ -95,7 +94,7 @@ def _curves(runs: Sequence[Run], metrics: Sequence[tuple[str, str, bool]]) -> Fi
         methods = group_by(group, lambda run: label_of[run.path])
         looks = _looks(list(methods))
         for label, same in methods.items():
-            _curve(axis, same, metric, label, *looks[label], positive=logarithmic)
+            _curve(axis, same, metric, label, looks[label], positive=logarithmic)
         axis.set_title(figure_text(setup), loc="left")
         axis.set_xlabel("epoch")
         axis.set_ylabel(title)
@@ -124,18 +123,13 @@ def _looks(labels: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 
 def _curve(
-    axis: Axes,
-    runs: Sequence[Run],
-    metric: str,
-    label: str,
-    colour: str,
-    style: str,
-    positive: bool,
+    axis: Axes, runs: Sequence[Run], metric: str, label: str, look: tuple[str, str], positive: bool
 ) -> None:
     """Draw the seeds, and their median over the epochs that all of them have.
 
     With ``positive`` other values are left out: a logarithmic axis has no place for them.
     """
+    colour, style = look
     series = [np.array(run.column(metric)) for run in runs]
     if positive:
         series = [np.where(values > 0, values, np.nan) for values in series]
@@ -162,8 +156,7 @@ def chosen_summaries(run: Run, epoch: int | None = None) -> list[tuple[str, Meas
     best epoch is that of the lowest validation loss.
     """
     every = run.summaries()
-    full = [m for m in every if m.kind == "full"]
-    chosen = full or every
+    chosen = [m for m in every if m.kind == "full"] or every
     if not chosen:
         return []
     best = int(best_row(run).get("epoch", 0))

@@ -29,12 +29,9 @@ def make_report(
 ) -> list[Path]:
     """Write every table (Markdown, CSV) and figure (PNG, PDF) that the runs have something for.
 
-    Args:
-        runs: Runs, finished or not.
-        out: Folder to write to; ``report.md`` in it shows everything, ``report.html`` is the
-            interactive page, which needs plotly.
-        epoch: Draw Hbar at this epoch, instead of that of the best validation loss.
-        window: Average learning rates over this many epochs (default: 20 in long runs).
+    In the folder, ``report.md`` shows everything; ``report.html``, the interactive page, needs
+    plotly. Hbar is drawn at an epoch, by default that of the best validation loss; learning rates
+    are averaged over a window of epochs, by default 20 in long runs.
 
     Returns:
         The files that were written, the pages first.

@@ -20,8 +20,6 @@ class RichReporter(Reporter):
 
     def __init__(self, console: Console, progress: Progress, title: str):
         self.console, self.progress, self.title = console, progress, title
-        self.epochs = self.steps = 0
-        self.training: TaskID | None = None
         self.measuring: TaskID | None = None
 
     def start(self, config: ExperimentConfig, steps: int, epoch: int) -> None:
@@ -36,10 +34,9 @@ class RichReporter(Reporter):
 
     def step(self, epoch: int, step: int) -> None:
         """Move the bar."""
-        if self.training is not None:
-            done = (epoch - 1) * self.steps + step
-            text = f"epoch {epoch}/{self.epochs}"
-            self.progress.update(self.training, completed=done, description=text)
+        done = (epoch - 1) * self.steps + step
+        text = f"epoch {epoch}/{self.epochs}"
+        self.progress.update(self.training, completed=done, description=text)
 
     def measure(self, epoch: int, done: int, total: int | None) -> None:
         """Show a second bar during a measurement."""

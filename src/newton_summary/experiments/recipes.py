@@ -7,6 +7,7 @@ SGD keep their learning rates: the plateau schedule is a line of NewtonSummary's
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,6 +45,12 @@ ADAM_RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 PLATEAU = ScheduleConfig(factor=0.5)
 
 
+def experiment(model: str, data: str, epochs: int, optimizer: OptimizerConfig) -> ExperimentConfig:
+    """A model on a data set, in their usual forms."""
+    config = ExperimentConfig(model=ModelConfig(model), data=DataConfig(data), epochs=epochs)
+    return replace(config, optimizer=optimizer)
+
+
 # --- the four setups (Section 6.2) ---------------------------------------------------------------
 
 
@@ -51,51 +58,38 @@ PLATEAU = ScheduleConfig(factor=0.5)
 class Setup:
     """A model and its data, with what the paper found best for each optimizer."""
 
-    model: ModelConfig
-    data: DataConfig
+    model: str
+    data: str
     epochs: int
     adam: float  # learning rate
     kfac: tuple[float, float]  # learning rate and damping
     newton_summary: tuple[float, float]  # lambda_1 and lambda_int
     sgd: float = 1e-2  # learning rate, not from the paper
-    cuda_graph: bool = True  # for summaries, where a GPU would wait for Python otherwise
     tf32: bool = False  # torch's own default is True for convolutions
 
 
 SETUPS = {
-    "mlp_mnist": Setup(
-        ModelConfig("mlp"), DataConfig("mnist"), 200, 3e-4, (1e-4, 1e-2), (3e-2, 1.0)
-    ),
-    "lenet_cifar10": Setup(
-        ModelConfig("lenet"), DataConfig("cifar10"), 200, 3e-4, (1e-4, 3e-2), (0.3, 1.0)
-    ),
+    "mlp_mnist": Setup("mlp", "mnist", 200, 3e-4, (1e-4, 1e-2), (3e-2, 1.0)),
+    "lenet_cifar10": Setup("lenet", "cifar10", 200, 3e-4, (1e-4, 3e-2), (0.3, 1.0)),
     "vgg_cifar10": Setup(
-        ModelConfig("vgg11"),
-        DataConfig("cifar10"),
+        "vgg11",
+        "cifar10",
         100,
         1e-5,
         (3e-4, 3e-2),
         (0.3, 1.0),
         sgd=1e-3,
-        cuda_graph=False,
         tf32=True,
     ),
-    "bigmlp_cifar10": Setup(
-        ModelConfig("big_mlp"), DataConfig("cifar10"), 100, 1e-5, (1e-5, 1e-2), (0.1, 3.0), sgd=1e-3
-    ),
+    "bigmlp_cifar10": Setup("big_mlp", "cifar10", 100, 1e-5, (1e-5, 1e-2), (0.1, 3.0), sgd=1e-3),
 }
 
 
 def setup(name: str, optimizer: OptimizerConfig) -> ExperimentConfig:
     """One of the four setups, at a constant learning rate."""
     chosen = SETUPS[name]
-    return ExperimentConfig(
-        model=chosen.model,
-        data=chosen.data,
-        epochs=chosen.epochs,
-        optimizer=optimizer,
-        tf32=chosen.tf32,
-    )
+    config = experiment(chosen.model, chosen.data, chosen.epochs, optimizer)
+    return replace(config, tf32=chosen.tf32)
 
 
 def paper_optimizer(
@@ -103,8 +97,7 @@ def paper_optimizer(
 ) -> NewtonSummaryConfig:
     """NewtonSummary with the paper's lambda_1 and lambda_int for a setup."""
     lr, lambda_int = SETUPS[name].newton_summary
-    graph = SETUPS[name].cuda_graph
-    return NewtonSummaryConfig(variant=variant, lr=lr, lambda_int=lambda_int, cuda_graph=graph)
+    return NewtonSummaryConfig(variant=variant, lr=lr, lambda_int=lambda_int, cuda_graph=True)
 
 
 def with_newton_summary(name: str) -> ExperimentConfig:
@@ -119,7 +112,7 @@ def with_as_published(name: str) -> ExperimentConfig:
 
 def with_default(name: str) -> ExperimentConfig:
     """NewtonSummary with the package's own defaults, the same for every setup."""
-    return setup(name, NewtonSummaryConfig(cuda_graph=SETUPS[name].cuda_graph))
+    return setup(name, NewtonSummaryConfig(cuda_graph=True))
 
 
 def with_adam(name: str) -> ExperimentConfig:
@@ -135,8 +128,7 @@ def with_kfac(name: str) -> ExperimentConfig:
 
 def with_sgd(name: str) -> ExperimentConfig:
     """SGD with momentum, with Hbar in full batch before each epoch (Section 6.1)."""
-    config = setup(name, SGDConfig(lr=SETUPS[name].sgd))
-    return replace(config, measure=MeasureConfig(every=1))
+    return replace(setup(name, SGDConfig(lr=SETUPS[name].sgd)), measure=MeasureConfig(every=1))
 
 
 # --- the studies of the appendices ---------------------------------------------------------------
@@ -156,14 +148,10 @@ def diagonal(name: str) -> ExperimentConfig:
 
 def vbigmlp_cifar10() -> ExperimentConfig:
     """App. H: VBigMLP in five chunks of weights and biases; lambdas as for BigMLP."""
-    return ExperimentConfig(
-        model=ModelConfig("vbig_mlp"),
-        data=DataConfig("cifar10"),
-        epochs=200,
-        optimizer=replace(paper_optimizer("bigmlp_cifar10"), partition="chunks-5"),
-        schedule=PLATEAU,
-        measure=MeasureConfig(every=1, partition="chunks-5", lambda_int=3.0),
-    )
+    optimizer = replace(paper_optimizer("bigmlp_cifar10"), partition="chunks-5")
+    measure = MeasureConfig(every=1, partition="chunks-5", lambda_int=3.0)
+    config = experiment("vbig_mlp", "cifar10", 200, optimizer)
+    return replace(config, schedule=PLATEAU, measure=measure)
 
 
 def vbigmlp_cifar10_adam() -> ExperimentConfig:
@@ -178,7 +166,7 @@ def vbigmlp_cifar10_adam() -> ExperimentConfig:
 def embedded(model: str, optimizer: OptimizerConfig) -> ExperimentConfig:
     """A small run on the images inside the package: seconds an epoch on a laptop."""
     data = DataConfig("embedded", pad=model == "lenet")
-    return ExperimentConfig(model=ModelConfig(model), data=data, epochs=10, optimizer=optimizer)
+    return replace(experiment(model, "embedded", 10, optimizer), data=data)
 
 
 def lenet_embedded() -> ExperimentConfig:
@@ -216,12 +204,8 @@ def mlp_embedded_kfac() -> ExperimentConfig:
 
 def resnet18_cifar10() -> ExperimentConfig:
     """ResNet-18 with batch norm on CIFAR-10, one block of layers a group."""
-    return ExperimentConfig(
-        model=ModelConfig("resnet18"),
-        data=DataConfig("cifar10"),
-        epochs=30,
-        optimizer=NewtonSummaryConfig(partition="blocks-4", curvature_batch_size=500),
-    )
+    optimizer = NewtonSummaryConfig(partition="blocks-4", curvature_batch_size=500)
+    return experiment("resnet18", "cifar10", 30, optimizer)
 
 
 def resnet18_cifar10_adam() -> ExperimentConfig:
@@ -231,12 +215,7 @@ def resnet18_cifar10_adam() -> ExperimentConfig:
 
 def autoencoder_mnist() -> ExperimentConfig:
     """An autoencoder of digits, with squared error: D3 = 0 in the last layer."""
-    return ExperimentConfig(
-        model=ModelConfig("autoencoder"),
-        data=DataConfig("mnist"),
-        epochs=50,
-        optimizer=NewtonSummaryConfig(lr=0.1),
-    )
+    return experiment("autoencoder", "mnist", 50, NewtonSummaryConfig(lr=0.1))
 
 
 def autoencoder_embedded() -> ExperimentConfig:
@@ -246,14 +225,8 @@ def autoencoder_embedded() -> ExperimentConfig:
 
 def gpt_addition() -> ExperimentConfig:
     """A small GPT that learns to add numbers below 100."""
-    return ExperimentConfig(
-        model=ModelConfig("gpt"),
-        data=DataConfig("addition"),
-        epochs=30,
-        optimizer=NewtonSummaryConfig(
-            partition="blocks-2", direction="adam", curvature_batch_size=500
-        ),
-    )
+    optimizer = NewtonSummaryConfig(partition="blocks-2", curvature_batch_size=500)
+    return experiment("gpt", "addition", 30, replace(optimizer, direction="adam"))
 
 
 def gpt_addition_adam() -> ExperimentConfig:
@@ -319,24 +292,10 @@ def _registry() -> dict[str, Recipe]:
         add(f"vgg_cifar10_{p.replace('-', '_')}", partial(vgg_partition, p), about)
     for name in ("lenet_cifar10", "vgg_cifar10"):
         add(f"{name}_diagonal", partial(diagonal, name), diagonal.__doc__)
-    for function in (
-        vbigmlp_cifar10,
-        vbigmlp_cifar10_adam,
-        lenet_embedded,
-        lenet_embedded_adam,
-        lenet_embedded_sgd,
-        mlp_embedded,
-        mlp_embedded_adam,
-        mlp_embedded_kfac,
-        resnet18_cifar10,
-        resnet18_cifar10_adam,
-        autoencoder_mnist,
-        autoencoder_embedded,
-        gpt_addition,
-        gpt_addition_adam,
-        rosenbrock,
-    ):
-        add(function.__name__, function, function.__doc__)
+    for name, make in globals().items():  # all other functions here that take no arguments
+        is_own = inspect.isfunction(make) and make.__module__ == __name__ and name[0] != "_"
+        if is_own and not inspect.signature(make).parameters:
+            add(name, make, make.__doc__)
     return recipes
 
 

@@ -12,13 +12,11 @@ from typing import Any
 from newton_summary.experiments.config import ExperimentConfig, NewtonSummaryConfig, flatten
 from newton_summary.experiments.rundir import Run, finite
 
-OPTIMIZER_LABELS = {
+LABELS = {
     "newton_summary": "NewtonSummary",
     "adam": "Adam",
     "kfac": "K-FAC",
     "sgd": "SGD",
-}
-MODEL_LABELS = {
     "mlp": "MLP",
     "lenet": "LeNet",
     "vgg11": "VGG-11'",
@@ -28,13 +26,11 @@ MODEL_LABELS = {
     "autoencoder": "Autoencoder",
     "gpt": "GPT",
     "rosenbrock": "Rosenbrock",
-}
-DATA_LABELS = {
     "mnist": "MNIST",
     "cifar10": "CIFAR-10",
     "embedded": "embedded MNIST",
-    "addition": "addition",
 }
+"""Of optimizers, models and data; others are called by their names."""
 
 
 @dataclass(frozen=True)
@@ -142,24 +138,24 @@ def spread(results: Iterable[Outcome], name: str) -> Spread:
 def setup_label(config: ExperimentConfig) -> str:
     """Return the model and its data, as in ``"LeNet / CIFAR-10"``."""
     model, data = config.model.name, config.data.name
-    label = MODEL_LABELS.get(model, model) + (", NTK" if config.model.ntk else "")
-    return label if data == "nothing" else f"{label} / {DATA_LABELS.get(data, data)}"
+    label = LABELS.get(model, model) + (", NTK" if config.model.ntk else "")
+    return label if data == "nothing" else f"{label} / {LABELS.get(data, data)}"
 
 
 def optimizer_label(config: ExperimentConfig) -> str:
     """Return the optimizer, with what sets it apart from the paper's NewtonSummary."""
     optimizer = config.optimizer
-    label = OPTIMIZER_LABELS.get(optimizer.name, optimizer.name)
+    label = LABELS.get(optimizer.name, optimizer.name)
     if not isinstance(optimizer, NewtonSummaryConfig):
         return label
-    marks = [
-        optimizer.partition if optimizer.partition != "canonical" else "",
-        "diagonal" if optimizer.diagonal else "",
-        optimizer.variant if optimizer.variant != "as-run" else "",
-        f"direction {optimizer.direction}" if optimizer.direction != "gradient" else "",
-    ]
-    marks = [mark for mark in marks if mark]
-    return f"{label} ({', '.join(marks)})" if marks else label
+    marks = {
+        optimizer.partition: optimizer.partition != "canonical",
+        "diagonal": optimizer.diagonal,
+        optimizer.variant: optimizer.variant != "as-run",
+        f"direction {optimizer.direction}": optimizer.direction != "gradient",
+    }
+    shown = ", ".join(mark for mark, differs in marks.items() if differs)
+    return f"{label} ({shown})" if shown else label
 
 
 def is_paper_mode(config: ExperimentConfig) -> bool:

@@ -18,13 +18,7 @@ from typing import Any
 
 from newton_summary.display.names import dotted_names, first_names
 from newton_summary.errors import UserError
-from newton_summary.experiments.config import (
-    ExperimentConfig,
-    check,
-    flatten,
-    from_dict,
-    to_dict,
-)
+from newton_summary.experiments.config import ExperimentConfig, check, flatten, from_dict, to_dict
 from newton_summary.history import Measured
 from newton_summary.run_directory import (
     CHECKPOINT,
@@ -56,7 +50,7 @@ from newton_summary.storage.writing import (
 LOCK_SECONDS = 3  # to wait for another process to release the directory
 
 # Fields that may differ when a run resumes: where files are, how long to train, and how fast.
-FREE = {"data.root", "data.download", "epochs", "recipe", "graph_steps"}
+FREE = {"data.root", "data.download", "epochs", "recipe", "graph_steps", "optimizer.cuda_graph"}
 
 
 @dataclass
@@ -79,12 +73,9 @@ class Run:
         try:
             config = from_dict(values)
             check(config)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{path / CONFIG} is not the configuration of a run ({error!r})."
-            ) from None
-        except UserError as error:
-            raise UserError(f"{path / CONFIG} is not the configuration of a run: {error}") from None
+        except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:
+            why = f": {error}" if isinstance(error, UserError) else f" ({error!r})."
+            raise UserError(f"{path / CONFIG} is not the configuration of a run{why}") from None
         unknown = sorted(dict(dotted_names(values)).keys() - flatten(config).keys())
         if unknown:
             warnings.warn(
@@ -259,7 +250,13 @@ class RunWriter:
         last = -1 if checkpoint is None else int(checkpoint["epoch"])
         if last >= len(rows):
             raise UserError(f"{self.path / METRICS} ends before epoch {last} of {CHECKPOINT}.")
-        self._settle(files)
+        self._manifest = dict(files.manifest or {})
+        try:  # to give the files of the state that was read their names back, the manifest last
+            for name, place in files.places.items():
+                if place.name != name:
+                    os.replace(place, self.path / name)
+        except OSError as error:
+            raise cannot_write(self.path, error) from None
         self.rows = rows[: last + 1]
         self.summaries = [m for m in summaries if m.epoch <= last]
         self.environment["sessions"].append({**session, "from_epoch": max(last, 0)})
@@ -269,16 +266,6 @@ class RunWriter:
             contents |= {SUMMARIES: self._write_summaries, METRICS: self._write_rows}
         self._replace({**contents, ENVIRONMENT: self._write_environment})
         return checkpoint
-
-    def _settle(self, files: RunFiles) -> None:
-        """Give the files of the state that was read their names back, the manifest last."""
-        self._manifest = dict(files.manifest or {})
-        try:
-            for name, place in files.places.items():
-                if place.name != name:
-                    os.replace(place, self.path / name)
-        except OSError as error:
-            raise cannot_write(self.path, error) from None
 
     def _acquire(self) -> None:
         """Lock the directory for as long as this process lives."""

@@ -6,9 +6,10 @@ import csv
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from operator import attrgetter
 
 from newton_summary.display.names import markdown_text, printable
 from newton_summary.experiments.config import NewtonSummaryConfig
@@ -45,6 +46,7 @@ PAPER_TIMES = {
 
 
 Row = list[tuple[str, str]]  # the title of each column, and the cell
+Rows = Callable[[Sequence[Run]], Iterator[Row]]
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,6 @@ class Table:
     header: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     note: str = ""
-
-    @classmethod
-    def of(cls, name: str, title: str, rows: Sequence[Row], note: str = "") -> Table:
-        """Return the table of at least one row."""
-        header, *_ = (tuple(title for title, _ in row) for row in rows)
-        return cls(name, title, header, [tuple(cell for _, cell in row) for row in rows], note)
 
     def markdown(self) -> str:
         """Return the table in Markdown."""
@@ -79,38 +75,54 @@ class Table:
         return stream.getvalue()
 
 
-def results_table(runs: Sequence[Run]) -> Table:
+def table(name: str, title: str, note: str = "") -> Callable[[Rows], Callable[..., Table | None]]:
+    """Make a function that gives rows one that returns their table; None without rows."""
+
+    def decorate(rows_of: Rows) -> Callable[..., Table | None]:
+        @wraps(rows_of)
+        def make(runs: Sequence[Run]) -> Table | None:
+            rows = list(rows_of(runs))
+            header = [tuple(title for title, _ in row) for row in rows[:1]]
+            cells = [tuple(cell for _, cell in row) for row in rows]
+            return Table(name, title, header[0], cells, note) if rows else None
+
+        return make
+
+    return decorate
+
+
+@table(
+    "results",
+    "Results",
+    "Training loss: mean over the last epoch, and the lowest of all epochs. Test: at the epoch "
+    "of the lowest validation loss. Mean ± standard deviation over seeds. The paper shows "
+    "these as curves, without numbers.",
+)
+def results_table(runs: Sequence[Run]) -> Iterator[Row]:
     """Return losses and accuracy by setup and optimizer, over seeds (Section 6.2, App. I)."""
-    rows = []
     labels = method_labels(runs)
     methods = group_by(runs, lambda run: (setup_label(run.config), labels[run.path]))
     for (setup, optimizer), group in methods.items():
         results = [outcome(run) for run in group]
-        rows.append(
-            [
-                ("setup", setup),
-                ("optimizer", optimizer),
-                ("seeds", str(len(group))),
-                ("epochs", _range([result.epochs for result in results])),
-                ("train loss", str(spread(results, "train_loss"))),
-                ("best train loss", str(spread(results, "best_train_loss"))),
-                ("test loss", str(spread(results, "test_loss"))),
-                ("test accuracy", _percent(spread(results, "test_accuracy"))),
-                ("", _troubles([result.status for result in results])),
-            ]
-        )
-    note = (
-        "Training loss: mean over the last epoch, and the lowest of all epochs. Test: at the epoch "
-        "of the lowest validation loss. Mean ± standard deviation over seeds. The paper shows "
-        "these as curves, without numbers."
-    )
-    return Table.of("results", "Results", rows, note)
+        yield [
+            ("setup", setup),
+            ("optimizer", optimizer),
+            ("seeds", str(len(group))),
+            ("epochs", _range([result.epochs for result in results])),
+            ("train loss", str(spread(results, "train_loss"))),
+            ("best train loss", str(spread(results, "best_train_loss"))),
+            ("test loss", str(spread(results, "test_loss"))),
+            ("test accuracy", _percent(spread(results, "test_accuracy"))),
+            ("", _troubles([result.status for result in results])),
+        ]
 
 
-def partition_table(runs: Sequence[Run]) -> Table | None:
+@table(
+    "partitions", "Choice of the partition (App. J)", "The paper's values are those of 100 epochs."
+)
+def partition_table(runs: Sequence[Run]) -> Iterator[Row]:
     """Return loss, time and memory by partition (App. J)."""
     studied = [run for run in runs if is_paper_mode(run.config) and not _optimizer(run).diagonal]
-    rows = []
     for setup, group in group_by(studied, lambda run: setup_label(run.config)).items():
         by_partition = group_by(group, lambda run: _optimizer(run).partition)
         if len(by_partition) < 2:
@@ -120,64 +132,54 @@ def partition_table(runs: Sequence[Run]) -> Table | None:
         for partition in [*order, *(p for p in by_partition if p not in order)]:
             results = [outcome(run) for run in by_partition[partition]]
             paper = PAPER_PARTITIONS.get(partition) if known else None
-            rows.append(
-                [
-                    ("setup", setup),
-                    ("partition", partition),
-                    ("epochs", _range([result.epochs for result in results])),
-                    ("train loss", str(spread(results, "train_loss"))),
-                    ("paper", "-" if paper is None else f"{paper[0]:.3g}"),
-                    ("training s", str(spread(results, "seconds"))),
-                    ("paper", "-" if paper is None else str(paper[1])),
-                    ("memory GiB", str(spread(results, "memory_gib"))),
-                    ("paper", "-" if paper is None else f"{paper[2]} GB"),
-                ]
-            )
-    if not rows:
-        return None
-    note = "The paper's values are those of 100 epochs."
-    return Table.of("partitions", "Choice of the partition (App. J)", rows, note)
+            yield [
+                ("setup", setup),
+                ("partition", partition),
+                ("epochs", _range([result.epochs for result in results])),
+                ("train loss", str(spread(results, "train_loss"))),
+                ("paper", "-" if paper is None else f"{paper[0]:.3g}"),
+                ("training s", str(spread(results, "seconds"))),
+                ("paper", "-" if paper is None else str(paper[1])),
+                ("memory GiB", str(spread(results, "memory_gib"))),
+                ("paper", "-" if paper is None else f"{paper[2]} GB"),
+            ]
 
 
-def diagonal_table(runs: Sequence[Run]) -> Table | None:
+@table(
+    "diagonal",
+    "Diagonal approximation (App. K)",
+    'The paper (App. K): the diagonal approximation "performs worse or is more unstable".',
+)
+def diagonal_table(runs: Sequence[Run]) -> Iterator[Row]:
     """Compare NewtonSummary with its diagonal approximation (App. K)."""
-    studied = [
-        run
-        for run in runs
-        if is_paper_mode(run.config) and _optimizer(run).partition == "canonical"
-    ]
-    rows = []
+    paper = [run for run in runs if is_paper_mode(run.config)]
+    studied = [run for run in paper if _optimizer(run).partition == "canonical"]
     for setup, group in group_by(studied, lambda run: setup_label(run.config)).items():
         if not any(_optimizer(run).diagonal for run in group):
             continue
-
-        def settings(run: Run) -> tuple[bool, Any, Any]:
-            optimizer = _optimizer(run)
-            return optimizer.diagonal, optimizer.lr, optimizer.lambda_int
-
+        settings = attrgetter(*(f"config.optimizer.{x}" for x in ("diagonal", "lr", "lambda_int")))
         for (diagonal, lr, lambda_int), same in sorted(group_by(group, settings).items()):
             results = [outcome(run) for run in same]
-            rows.append(
-                [
-                    ("setup", setup),
-                    ("Hbar", "diagonal" if diagonal else "full"),
-                    ("lambda_1", str(lr)),
-                    ("lambda_int", str(lambda_int)),
-                    ("epochs", _range([result.epochs for result in results])),
-                    ("best train loss", str(spread(results, "best_train_loss"))),
-                    ("train loss", str(spread(results, "train_loss"))),
-                    ("", _troubles([result.status for result in results])),
-                ]
-            )
-    if not rows:
-        return None
-    note = 'The paper (App. K): the diagonal approximation "performs worse or is more unstable".'
-    return Table.of("diagonal", "Diagonal approximation (App. K)", rows, note)
+            yield [
+                ("setup", setup),
+                ("Hbar", "diagonal" if diagonal else "full"),
+                ("lambda_1", str(lr)),
+                ("lambda_int", str(lambda_int)),
+                ("epochs", _range([result.epochs for result in results])),
+                ("best train loss", str(spread(results, "best_train_loss"))),
+                ("train loss", str(spread(results, "train_loss"))),
+                ("", _troubles([result.status for result in results])),
+            ]
 
 
-def times_table(runs: Sequence[Run]) -> Table:
+@table(
+    "times",
+    "Times and memory (App. M)",
+    "Seconds of training alone, without evaluation and measurements. In the same process: "
+    "against some steps of Adam that were timed at the end of the run.",
+)
+def times_table(runs: Sequence[Run]) -> Iterator[Row]:
     """Return the time of an epoch by setup and optimizer, and its ratio to Adam's (App. M)."""
-    rows = []
     label_of = method_labels(runs)
     for setup, group in group_by(runs, lambda run: setup_label(run.config)).items():
         methods = group_by(group, lambda run: label_of[run.path])
@@ -190,55 +192,39 @@ def times_table(runs: Sequence[Run]) -> Table:
         for label, same in methods.items():
             measured = [run.environment().get("adam_seconds") for run in same]
             beside = Spread(tuple(float(value) for value in measured if value)).mean
-            rows.append(
-                [
-                    ("setup", setup),
-                    ("optimizer", label),
-                    ("s per epoch", str(times[label])),
-                    ("over Adam", _ratio(times[label].mean, adam)),
-                    ("over Adam, same process", _ratio(times[label].mean, beside)),
-                    ("paper, over Adam", _ratio(paper.get(label), paper.get("Adam"))),
-                    ("memory GiB", str(spread([outcome(run) for run in same], "memory_gib"))),
-                    ("machine", _devices(same)),
-                ]
-            )
-    note = (
-        "Seconds of training alone, without evaluation and measurements. In the same process: "
-        "against some steps of Adam that were timed at the end of the run."
-    )
-    return Table.of("times", "Times and memory (App. M)", rows, note)
+            yield [
+                ("setup", setup),
+                ("optimizer", label),
+                ("s per epoch", str(times[label])),
+                ("over Adam", _ratio(times[label].mean, adam)),
+                ("over Adam, same process", _ratio(times[label].mean, beside)),
+                ("paper, over Adam", _ratio(paper.get(label), paper.get("Adam"))),
+                ("memory GiB", str(spread([outcome(run) for run in same], "memory_gib"))),
+                ("machine", _devices(same)),
+            ]
 
 
-def runs_table(runs: Sequence[Run]) -> Table:
+@table("runs", "Runs")
+def runs_table(runs: Sequence[Run]) -> Iterator[Row]:
     """Return where each number comes from: directory, command, date and machine."""
-    rows = []
     for run in runs:
         sessions = run.environment().get("sessions") or [{}]
         last = sessions[-1]
-        rows.append(
-            [
-                ("run", str(run.path)),
-                ("seed", str(run.config.seed)),
-                ("status", outcome(run).status),
-                ("started", str(last.get("started", "-"))),
-                ("machine", str(last.get("gpu") or last.get("device") or "-")),
-                ("torch", str(last.get("torch", "-"))),
-                ("commit", str(last.get("commit") or "-")),
-            ]
-        )
-    return Table.of("runs", "Runs", rows)
+        yield [
+            ("run", str(run.path)),
+            ("seed", str(run.config.seed)),
+            ("status", outcome(run).status),
+            ("started", str(last.get("started", "-"))),
+            ("machine", str(last.get("gpu") or last.get("device") or "-")),
+            ("torch", str(last.get("torch", "-"))),
+            ("commit", str(last.get("commit") or "-")),
+        ]
 
 
 def all_tables(runs: Sequence[Run]) -> list[Table]:
     """Return every table that these runs have something for."""
-    tables = [
-        results_table(runs),
-        partition_table(runs),
-        diagonal_table(runs),
-        times_table(runs),
-        runs_table(runs),
-    ]
-    return [table for table in tables if table is not None]
+    every = (results_table, partition_table, diagonal_table, times_table, runs_table)
+    return [made for make in every if (made := make(runs)) is not None]
 
 
 def _csv_cell(text: str) -> str:

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -448,19 +447,16 @@ def _memory_errors() -> Iterator[None]:
 def _check_fit(task: Task, data: Dataset, config: ExperimentConfig) -> None:
     """Raise a UserError if the model cannot take the samples."""
     training = task.model.training
-    task.model.eval()
     batch = next(data.train.parts(2))
     try:
-        loss: Tensor | None = task.loss(task.model, batch)
+        task.loss(task.model.eval(), batch)
     except (RuntimeError, IndexError, ValueError, TypeError):
-        loss = None
-    task.model.train(training)
-    if loss is None:
-        shape = tuple(batch[0].shape[1:])
         raise UserError(
             f"The model {config.model.name!r} does not fit the data {config.data.name!r}, whose "
-            f"samples have the shape {shape}."
-        )
+            f"samples have the shape {tuple(batch[0].shape[1:])}."
+        ) from None
+    finally:
+        task.model.train(training)
 
 
 def _check_divisible(task: Task, ranks: RankGroup) -> None:
@@ -473,21 +469,8 @@ def _check_divisible(task: Task, ranks: RankGroup) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Seconds per epoch, and the same for Adam."""
-
-    seconds: float
-    adam: float | None
-
-    @property
-    def ratio(self) -> float | None:
-        """Ratio of this run to Adam."""
-        return None if not self.adam else self.seconds / self.adam
-
-
-def speed(run: Run) -> Speed | None:
-    """Return the median time of an epoch, leaving out the first if there are several."""
+def speed(run: Run) -> tuple[float, float | None] | None:
+    """Return the median seconds of an epoch, without the first of several, and those of Adam."""
     times = [row["seconds"] for row in run.rows[2:] or run.rows[1:]]
     seconds = statistics.median_high(times) if times else 0.0
-    return Speed(seconds, run.environment().get("adam_seconds")) if seconds > 0 else None
+    return (seconds, run.environment().get("adam_seconds")) if seconds > 0 else None

@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from newton_summary.analysis.interactions import normalized, strongest_pairs
+from newton_summary.display.html import DIVERGING
 from newton_summary.figures.drawing import (
-    AGAINST,
     COLOURS,
-    NEGATIVE,
     PANEL,
-    POSITIVE,
-    TOGETHER,
     UNKNOWN,
     Array,
     Figure,
@@ -36,19 +32,24 @@ from newton_summary.figures.drawing import (
     figure_text,
     message_figure,
     short_name,
+    titled_figure,
 )
 from newton_summary.history import History
 from newton_summary.solver import LearningRates, learning_rates
 from newton_summary.summary import Block, Summary, need_summary
 
+POSITIVE, NEGATIVE = COLOURS[:2]
+AGAINST, TOGETHER = DIVERGING[-3], DIVERGING[2]  # signs of an interaction, as in the heat maps
+
 Matrix = Literal["Hbar", "normalized", "inverse"]
 BlockName = Literal["weight-weight", "weight-bias", "bias-bias"]
 
-TITLES = {
-    "Hbar": "Hbar",
-    "normalized": "Hbar, scaled to a unit diagonal",
-    "inverse": "inverse of Hbar",
+MATRICES: dict[str, tuple[str, Callable[[Summary], torch.Tensor]]] = {
+    "Hbar": ("Hbar", Summary.hessian),
+    "normalized": ("Hbar, scaled to a unit diagonal", normalized),
+    "inverse": ("inverse of Hbar", lambda summary: summary.inverse(without_dead=True)),
 }
+"""Title of each matrix, and how to compute it."""
 
 
 # --- matrices -------------------------------------------------------------------------------------
@@ -70,18 +71,14 @@ def heatmap(
     >>> heatmap(summary, "normalized").axes[0].get_title(loc="left")
     'Hbar, scaled to a unit diagonal'
     """
-    if what not in TITLES:
-        raise ValueError(f"what={what!r}: write {', '.join(map(repr, TITLES))}.")
+    if what not in MATRICES:
+        raise ValueError(f"what={what!r}: write {', '.join(map(repr, MATRICES))}.")
     need_summary(summary, "heatmap")
-    title = TITLES[what] + ("" if block is None else f", {block}")
+    title, matrix_of = MATRICES[what]
+    title += "" if block is None else f", {block}"
     summary.hessian()  # raises if there is none
     try:
-        makers: dict[str, Callable[[], torch.Tensor]] = {
-            "Hbar": summary.hessian,
-            "normalized": partial(normalized, summary),
-            "inverse": partial(summary.inverse, without_dead=True),
-        }
-        matrix = makers[what]()
+        matrix = matrix_of(summary)
     except ValueError as error:
         return message_figure(title, str(error))
     shown = _titled(summary, block_of(summary, matrix, block))
@@ -91,9 +88,7 @@ def heatmap(
     cell = _cell(max(rows, columns))
     margin = 0.07 * max(len(short_name(n)) for n in (*shown.rows, *shown.columns)) + 0.3
     size = (max(cell * columns, 1.6) + margin + 1.2, max(cell * rows, 1.6) + margin + 0.6)
-    figure = Picture(figsize=size, layout="compressed")
-    axis = figure.subplots()
-    axis.set_title(title, loc="left", fontsize=10)
+    figure, axis = titled_figure(title, *size, layout="compressed")
     draw_matrix(axis, shown, scale, font_size=max(4.0, min(9.0, 60 * cell)))
     return figure
 
@@ -133,9 +128,8 @@ def pairs(summary: Summary | torch.Tensor, count: int = 15) -> Figure:
     strongest = strongest_pairs(summary, count)
     if not len(strongest):
         return message_figure("Strongest interactions", "There are no pairs with an interaction.")
-    height = 0.24 * len(strongest) + 1.1
-    figure = Picture(figsize=(1.7 * PANEL[0], height), layout="constrained")
-    axis = figure.subplots()
+    title = "Strongest interactions, and layers apart"
+    figure, axis = titled_figure(title, 1.7 * PANEL[0], 0.24 * len(strongest) + 1.1)
     for row, pair in enumerate(strongest):
         colour = AGAINST if pair.interaction > 0 else TOGETHER
         axis.barh(row, abs(pair.interaction), color=colour, height=0.7)
@@ -151,7 +145,6 @@ def pairs(summary: Summary | torch.Tensor, count: int = 15) -> Figure:
     axis.set_ylim(len(names) - 0.5, -0.5)
     axis.margins(x=0.25)
     axis.set_xlabel("size of the interaction, H_st / sqrt(|H_ss H_tt|)", fontsize=8)
-    axis.set_title("Strongest interactions, and layers apart", loc="left", fontsize=10)
     handles = [
         Patch(color=AGAINST, label="in each other's way"),
         Patch(color=TOGETHER, label="help each other"),
@@ -178,9 +171,8 @@ def rates(history: History, window: int | None = None) -> Figure:
     _need_histories([history], "rates")
     if not history.measured:
         raise ValueError(f"The history {history.name!r} has no measurements.")
-    figure = Picture(figsize=(1.9 * PANEL[0], 1.3 * PANEL[1]), layout="constrained")
-    axis = figure.subplots()
-    axis.set_title(f"Learning rates, {figure_text(history.name)}", loc="left", fontsize=10)
+    title = f"Learning rates, {figure_text(history.name)}"
+    figure, axis = titled_figure(title, 1.9 * PANEL[0], 1.3 * PANEL[1])
     draw_rates(axis, history, window)
     return figure
 
@@ -203,8 +195,8 @@ def rate_bars(summary: Summary | LearningRates, lambda_int: float = 1.0) -> Figu
     error = found.eta_stderr
     errors = np.zeros_like(eta) if error is None else error.detach().double().cpu().numpy()
     row = 0.24 if len(eta) <= 45 else 0.09  # inches
-    figure = Picture(figsize=(1.6 * PANEL[0], 0.9 + row * len(eta)), layout="constrained")
-    axis = figure.subplots()
+    title = f"Learning rates: {found.status}"
+    figure, axis = titled_figure(title, 1.6 * PANEL[0], 0.9 + row * len(eta))
     rows = np.arange(len(eta))
     handles = []
     for chosen, colour, marker, fill, label in (
@@ -232,7 +224,6 @@ def rate_bars(summary: Summary | LearningRates, lambda_int: float = 1.0) -> Figu
     axis.set_ylim(len(eta) - 0.5, -0.5)
     axis.grid(axis="x", alpha=0.3)
     axis.set_xlabel("learning rate" + ("" if error is None else " ± standard error over batches"))
-    axis.set_title(f"Learning rates: {found.status}", loc="left", fontsize=10)
     figure.legend(handles=handles, loc="outside right upper", fontsize=7, frameon=False)
     return figure
 
@@ -306,8 +297,8 @@ def predicted_change(history: History) -> Figure:
     tried = [(m.epoch, trial) for m in history.measured for trial in m.trials]
     if not tried:
         raise ValueError(f"The history {history.name!r} has no trials: see step_trials.")
-    figure = Picture(figsize=(1.4 * PANEL[0], 1.3 * PANEL[1]), layout="constrained")
-    axis = figure.subplots()
+    title = f"Predicted and real change, {figure_text(history.name)}"
+    figure, axis = titled_figure(title, 1.4 * PANEL[0], 1.3 * PANEL[1])
     numbers = [v for _, t in tried for v in (t.predicted, t.real) if math.isfinite(v)]
     largest = max(map(abs, numbers), default=1.0) or 1.0
     smallest = min((abs(v) for v in numbers if v), default=1.0)
@@ -329,9 +320,6 @@ def predicted_change(history: History) -> Figure:
     axis.set_xlabel("predicted change of the loss")
     axis.set_ylabel("real change")
     axis.grid(alpha=0.3)
-    axis.set_title(
-        f"Predicted and real change, {figure_text(history.name)}", loc="left", fontsize=10
-    )
     axis.legend(fontsize=7, frameon=False)
     return figure
 

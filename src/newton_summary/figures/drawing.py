@@ -28,7 +28,6 @@ from matplotlib.patches import Patch as Patch
 from matplotlib.ticker import MaxNLocator as MaxNLocator
 
 from newton_summary.analysis.interactions import layer_numbers, smooth
-from newton_summary.display.html import DIVERGING
 from newton_summary.display.names import printable
 from newton_summary.history import History
 from newton_summary.summary import Block
@@ -38,8 +37,7 @@ Scale = Literal["raw", "symlog"]
 
 # Okabe and Ito's colours, which suit most colour-blind readers.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
-POSITIVE, NEGATIVE, UNKNOWN = COLOURS[0], COLOURS[1], "#808080"
-AGAINST, TOGETHER = DIVERGING[-3], DIVERGING[2]  # signs of an interaction, as in the heat maps
+UNKNOWN = "#808080"
 PANEL = (4.2, 3.2)  # inches
 DECADES = (3, 12)  # of a matrix on the logarithmic scale, at least and at most
 MOST_NAMES = 45  # in a legend
@@ -53,6 +51,16 @@ class Picture(Figure):
         stream = io.BytesIO()
         self.savefig(stream, format="png", dpi=110)
         return stream.getvalue()
+
+
+def titled_figure(
+    title: str, width: float, height: float, layout: Any = "constrained"
+) -> tuple[Figure, Axes]:
+    """Return a figure of so many inches, with axes under a title."""
+    figure = Picture(figsize=(width, height), layout=layout)
+    axis = figure.subplots()
+    axis.set_title(title, loc="left", fontsize=10)
+    return figure, axis
 
 
 def draw_matrix(
@@ -127,9 +135,7 @@ def _hatch(axis: Axes, where: npt.NDArray[np.bool_]) -> None:
 
 def message_figure(title: str, text: str) -> Figure:
     """Return a figure with a message in place of a picture."""
-    figure = Picture(figsize=(PANEL[0] * 1.2, PANEL[1] * 0.7), layout="constrained")
-    axis = figure.subplots()
-    axis.set_title(title, loc="left", fontsize=10)
+    figure, axis = titled_figure(title, PANEL[0] * 1.2, PANEL[1] * 0.7)
     axis.set_axis_off()
     axis.text(0.0, 0.9, textwrap.fill(text, 60), va="top", fontsize=9, transform=axis.transAxes)
     return figure
@@ -161,13 +167,8 @@ def draw_rates(axis: Axes, history: History, window: int | None = None) -> None:
     if np.isfinite(values).any() and (values != 0).any():
         axis.set_yscale("log")
     lost = epochs[~np.isfinite(values).all(1)]
-    axis.scatter(
-        lost,
-        np.full_like(lost, 0.02),
-        marker="x",
-        color=UNKNOWN,
-        transform=axis.get_xaxis_transform(),
-    )
+    bottom = axis.get_xaxis_transform()
+    axis.scatter(lost, np.full_like(lost, 0.02), marker="x", color=UNKNOWN, transform=bottom)
     if len(epochs) == 1:
         axis.set_xlim(epochs[0] - 1, epochs[0] + 1)
     axis.set_xlabel("epoch")

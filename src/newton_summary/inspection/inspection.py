@@ -20,6 +20,7 @@ from torch import Tensor
 from newton_summary.analysis.interactions import Pair, strongest_pairs
 from newton_summary.display.table import text_table
 from newton_summary.errors import UserError
+from newton_summary.experiments.rundir import finite
 from newton_summary.history import History
 from newton_summary.inspection.settings import Settings
 from newton_summary.inspection.user_file import Built, kind_of, telling
@@ -27,8 +28,7 @@ from newton_summary.measuring.measurement import summarize
 from newton_summary.measuring.trial_steps import step_trials
 from newton_summary.measuring.tried_rates import learning_rates
 from newton_summary.partition import make_partition
-from newton_summary.probe.cutting import to_device
-from newton_summary.probe.inputs import as_batches
+from newton_summary.probe.inputs import as_batches, to_device
 from newton_summary.solver import LearningRates
 from newton_summary.summary import Summary
 
@@ -78,14 +78,13 @@ class Inspection:
     def _rates_in_words(self) -> list[str]:
         eta, errors = self.rates.eta.tolist(), self.rates.eta_stderr
         forwards = sorted((s for s in range(len(eta)) if eta[s] > 0), key=eta.__getitem__)
-        ends = {"fastest": forwards[-1:], "slowest": forwards[:1]}
-        if len(forwards) == 1:
-            ends = {"forwards": forwards}
+        ends = [("forwards", s) for s in forwards]
+        if len(forwards) > 1:
+            ends = [("fastest", forwards[-1]), ("slowest", forwards[0])]
         rows = []
-        for word, chosen in ends.items():
-            for s in chosen:
-                error = "" if errors is None else f" ± {float(errors[s]):.1g}"
-                rows.append([f"  {word}", self.summary.titles[s], f"{eta[s]:.4g}{error}"])
+        for word, s in ends:
+            error = "" if errors is None else f" ± {float(errors[s]):.1g}"
+            rows.append([f"  {word}", self.summary.titles[s], f"{eta[s]:.4g}{error}"])
         lines = [f"Learning rates with {self._strength()}", *([text_table(rows)] if rows else [])]
         backwards = sum(value < 0 for value in eta)
         if backwards:
@@ -111,28 +110,21 @@ class Inspection:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the rates and pairs as plain values; None stands for what is not finite."""
-
-        def finite(value: float) -> float | None:
-            return value if math.isfinite(value) else None
-
-        def by_name(values: Tensor | None) -> dict[str, float | None] | None:
-            if values is None:
-                return None
-            return dict(zip(self.summary.names, map(finite, values.tolist()), strict=True))
-
-        return {
-            "loss": finite(float(self.summary.loss)),
+        names, stderr = self.summary.names, self.rates.eta_stderr
+        values: dict[str, Any] = {
+            "loss": float(self.summary.loss),
             "samples": self.summary.num_samples,
             "backend": self.summary.backend,
             "status": self.rates.status,
             "lambda_int": self.rates.lambda_int,
-            "predicted_change": finite(self.rates.model_change),
-            "real_change": finite(self.rates.real_change),
-            "learning_rates": by_name(self.rates.eta),
-            "stderr": by_name(self.rates.eta_stderr),
+            "predicted_change": self.rates.model_change,
+            "real_change": self.rates.real_change,
+            "learning_rates": dict(zip(names, self.rates.eta.tolist(), strict=True)),
+            "stderr": None if stderr is None else dict(zip(names, stderr.tolist(), strict=True)),
             "strongest_pairs": [pair._asdict() for pair in self.pairs],
             "facts": self.history.facts,
         }
+        return finite(values)  # type: ignore[no-any-return]
 
 
 # --- measuring -----------------------------------------------------------------------------------
@@ -156,7 +148,9 @@ def inspect_model(
     with telling(file, "Measuring failed", _hint(data)):
         batches = take_batches(data, settings.max_batches)
         if settings.device is not None:
-            device = _device(settings.device)
+            from newton_summary.experiments.training import find_device
+
+            device = find_device(settings.device)
             model, batches = model.to(device), [to_device(batch, device) for batch in batches]
         groups = make_partition(model, settings.partition)
         start = time.perf_counter()
@@ -171,13 +165,8 @@ def inspect_model(
             progress=progress,
         )
         seconds = time.perf_counter() - start
-        rates = learning_rates(
-            summary,
-            lambda_int,
-            model=model,
-            loss_fn=loss_fn,
-            data=dict(enumerate(batches)).values(),
-        )
+        data = dict(enumerate(batches)).values()  # not a list: one of tensors would be one batch
+        rates = learning_rates(summary, lambda_int, model=model, loss_fn=loss_fn, data=data)
         trials = step_trials(model, loss_fn, iter(batches), summary, rates) if rates.ok else ()
     history = History(name)
     history.add(0, summary, rates, trials=trials)
@@ -188,12 +177,11 @@ def inspect_model(
 
 def _strength(settings: Settings) -> float | None:
     """Return lambda_int, None if it has to be found; raise a UserError for a wrong one."""
-    has_D3 = settings.order == 3
     if settings.lambda_int is None:
         return None
     if not 0 <= settings.lambda_int < math.inf:
         raise UserError(f"--lambda-int {settings.lambda_int:g}: write a finite number, 0 or more.")
-    if settings.lambda_int > 0 and not has_D3:
+    if settings.lambda_int > 0 and settings.order != 3:
         raise UserError(
             f"--lambda-int {settings.lambda_int:g} needs the third derivative D3, which --order "
             f"{settings.order} leaves out: write --order 3, or --lambda-int 0."
@@ -232,12 +220,6 @@ def take_batches(data: Any, most: int) -> list[Any]:
     if not batches:
         raise UserError("The data is empty: there is no batch to measure.")
     return batches
-
-
-def _device(name: str) -> torch.device:
-    from newton_summary.experiments.training import find_device
-
-    return find_device(name)
 
 
 def _facts(

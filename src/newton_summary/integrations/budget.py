@@ -69,12 +69,10 @@ class Budget:
         return self.spent + smallest <= self.share * self.training
 
     def batches(self, used: int, most: int, seconds: float) -> int:
-        """Return how many batches to measure on, so that it takes so many seconds at most.
+        """Return how many batches to measure on, ``most`` at the most.
 
-        Args:
-            used: Batches of the last measurement; 0 before the first.
-            most: The most to take.
-            seconds: Of training from one measurement to the next.
+        The last measurement was on ``used`` batches, 0 before the first, and training takes so many
+        seconds from one to the next.
         """
         if self.share is None or not used or not self.last:
             return most

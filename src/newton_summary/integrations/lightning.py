@@ -57,8 +57,6 @@ class SummaryCallback(Monitor, Callback):
 
     def batch_loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss of a batch, by ``training_step`` or by ``loss_fn``."""
-        if self.loss_fn is None:
-            return training_loss(model, batch)
         return self._own_loss(model, to_device(model, batch))
 
     def _own_loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -72,8 +70,7 @@ class SummaryCallback(Monitor, Callback):
         """Check that the report can be written; begin to steer."""
         self.check_report()
         self.console.enabled &= trainer.is_global_zero
-        steps = trainer.estimated_stepping_batches
-        self.plan(pl_module, steps * trainer.accumulate_grad_batches)
+        self.plan(pl_module, trainer.estimated_stepping_batches * trainer.accumulate_grad_batches)
         self._waiting, self._found = [], None
         if self.adjust:
             if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:
@@ -152,7 +149,12 @@ class SummaryCallback(Monitor, Callback):
 
     def _logs(self, trainer: Any) -> list[Logger]:
         if self._found is None:
-            self._found = [_CallbackMetrics(trainer)]
+
+            def write(values: Mapping[str, float], step: int) -> None:
+                """Write to the trainer's metrics, which other callbacks can watch."""
+                trainer.callback_metrics.update({k: Tensor([v])[0] for k, v in values.items()})
+
+            self._found = [NumbersOnly(write)]
             if trainer.is_global_zero:
                 self._found += [_adapted(logger) for logger in trainer.loggers]
         return self._found
@@ -163,28 +165,6 @@ class SummaryCallback(Monitor, Callback):
             self.finish(directory)
 
 
-class _CallbackMetrics(NumbersOnly):
-    """The trainer's metrics, which other callbacks can watch."""
-
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
-
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Write numbers by name."""
-        self.trainer.callback_metrics.update({k: Tensor([v])[0] for k, v in values.items()})
-
-
-class _Metrics(NumbersOnly):
-    """Any other logger of Lightning, which takes numbers."""
-
-    def __init__(self, logger: Any):
-        self.logger = logger
-
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Write numbers by name."""
-        self.logger.log_metrics(dict(values), step=step)
-
-
 def _adapted(logger: Any) -> Logger:
     """Return a Lightning logger as one of ours."""
     kind = type(logger).__name__
@@ -192,4 +172,4 @@ def _adapted(logger: Any) -> Logger:
         return TensorBoard(logger.experiment)
     if kind == "WandbLogger":
         return WeightsAndBiases(logger.experiment)
-    return _Metrics(logger)
+    return NumbersOnly(lambda values, step: logger.log_metrics(dict(values), step=step))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from newton_summary.probe.state import PlainAttributes
 
@@ -55,40 +55,26 @@ def to_device(module: Any, batch: Any) -> Any:
 
 @contextmanager
 def quiet(module: Any) -> Iterator[None]:
-    """Hide from the training what a module logs and what it keeps in attributes."""
-    logs = {"log": _say_nothing, "log_dict": _say_nothing}
-    trainer = module.trainer
-    loggers = trainer.loggers
-    with attributes_kept(module):
-        vars(module).update(logs)
-        if loggers:
-            trainer.loggers = [_dummy_logger()]
-        try:
-            yield
-        finally:
-            trainer.loggers = loggers
+    """Hide from the training what a module logs and what it keeps in attributes.
 
-
-@contextmanager
-def attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Restore the attributes of a module and its submodules, such as counters and lists of outputs.
-
-    The contents of containers are restored, and tensors, such as those of metrics (torchmetrics).
+    Those of the module and its submodules are restored, such as counters and lists of outputs, with
+    the contents of containers, and tensors, such as those of metrics (torchmetrics).
     """
+    trainer, loggers = module.trainer, module.trainer.loggers
     with torch._C.DisableTorchFunction():  # not part of what a measurement records
         attributes = PlainAttributes(list(module.modules()))
         tensors = [(tensor.data, tensor.clone()) for tensor in attributes.tensors()]
     try:
+        vars(module).update(dict.fromkeys(("log", "log_dict"), lambda *_, **__: None))
+        if loggers:
+            trainer.loggers = [_dummy_logger()]
         yield
     finally:
+        trainer.loggers = loggers
         with torch._C.DisableTorchFunction():
             attributes.restore()
             for tensor, before in tensors:
                 tensor.copy_(before)
-
-
-def _say_nothing(*args: Any, **kwargs: Any) -> None:
-    """Stand in for ``log`` and ``log_dict``."""
 
 
 def _dummy_logger() -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from newton_summary.history import History, Measured
@@ -28,7 +28,10 @@ class Logger(Protocol):
 
 
 class NumbersOnly:
-    """A log that ignores pictures."""
+    """A log that ignores pictures; ``write`` takes numbers by name, and the step."""
+
+    def __init__(self, write: Callable[..., None]):
+        self.scalars = write
 
     def figure(self, name: str, figure: Figure, step: int) -> None:
         """Ignore pictures."""

@@ -256,8 +256,7 @@ class Monitor:
         errors = [group.stderr for group in groups.groups]
         stderr = None if None in errors else factors.new_tensor(errors)
         rates = replace(groups.rates, eta=factors, eta_stderr=stderr, status="minimum")
-        trial = Trial(1.0, *groups.then)
-        self.history.add(epoch, groups.summary, rates, trials=[trial])
+        self.history.add(epoch, groups.summary, rates, trials=[Trial(1.0, *groups.then)])
         said = sentence(self.advice, steered=self.controller is not None)
         self.console.say(f"epoch {epoch:g}: {said}")
         for group in self.advice.groups:
@@ -305,10 +304,9 @@ class Monitor:
         if self.history.name == UNNAMED:
             self.history.name = type(model).__name__
         params = [p for p in model.parameters() if p.requires_grad]
-        summary = measured.summary
         self.history.facts |= {
             "model": f"{type(model).__name__}, {sum(p.numel() for p in params):,} parameters",
-            "backend": summary.backend,
+            "backend": measured.summary.backend,
             "device": str(params[0].device),
             "newton_summary": newton_summary.__version__,
             "torch": str(torch.__version__),  # a subclass of str, which checkpoints refuse

@@ -12,17 +12,11 @@ from newton_summary.probe.state import RandomState
 
 
 def sample_batches(loader: Any, num_batches: int, rank: int = 0, ranks: int = 1) -> UserList[Any]:
-    """Return batches of random samples from the dataset of a loader.
+    """Return batches of random samples from the dataset of a loader, or of a wrapper of one.
 
     The samples are the same at each call, and differ between ranks. The loader itself is not read,
     so its workers, its sampler and all random numbers stay as they are. Batches have the loader's
-    size: with batch norms the loss depends on it.
-
-    Args:
-        loader: A DataLoader, or a wrapper with the same attributes.
-        num_batches: The number of batches; fewer if the dataset is small.
-        rank: Number of this process.
-        ranks: Number of processes.
+    size: with batch norms the loss depends on it. There are fewer if the dataset is small.
     """
     dataset: Any = getattr(loader, "dataset", None)
     batch_size = getattr(loader, "batch_size", None)

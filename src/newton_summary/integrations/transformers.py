@@ -18,7 +18,7 @@ from newton_summary.integrations.loggers import PREFIX, Logger, NumbersOnly
 from newton_summary.integrations.monitor import Monitor
 from newton_summary.integrations.sampling import sample_batches
 from newton_summary.partition import unwrap
-from newton_summary.probe.cutting import to_device
+from newton_summary.probe.inputs import to_device
 
 try:
     from transformers import TrainerCallback
@@ -110,9 +110,8 @@ class SummaryCallback(Monitor, TrainerCallback):
         """Measure the last step, on the batches of the next."""
         if self.controller is not None and self._waiting:
             with self._own_passes():
-                loggers = [_LogHistory(state), *self._found]
                 epoch = state.epoch or 0
-                self.before_step(self._waiting, epoch, state.global_step, loggers)
+                self.before_step(self._waiting, epoch, state.global_step, self._logs(state))
             self._waiting = []
 
     @contextmanager
@@ -156,42 +155,29 @@ class SummaryCallback(Monitor, TrainerCallback):
             self.data = sample_batches(
                 kwargs["train_dataloader"], self.num_batches, args.process_index, args.world_size
             )
-        with _training_mode(model), self._own_passes():
-            self.measure(
-                model,
-                round(state.epoch or 0, 6),
-                state.global_step,
-                loggers=[_LogHistory(state), *self._found],
-                optimizer=_plain(kwargs["optimizer"]),
-            )
+        modes = [(module, module.training) for module in model.modules()]
+        model.train()  # as for the Trainer's steps; models are loaded in eval mode
+        try:
+            with self._own_passes():
+                epoch, optimizer = round(state.epoch or 0, 6), _plain(kwargs["optimizer"])
+                logs = self._logs(state)
+                self.measure(model, epoch, state.global_step, loggers=logs, optimizer=optimizer)
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def _logs(self, state: Any) -> list[Logger]:
+        """Return the Trainer's own log, which it saves in trainer_state.json, and the others."""
+
+        def write(values: Mapping[str, float], step: int) -> None:
+            state.log_history.append({**values, "epoch": state.epoch or 0, "step": step})
+
+        return [NumbersOnly(write), *self._found]
 
 
 def _plain(optimizer: Any) -> Any:
     """Return the torch optimizer that accelerate has wrapped."""
     return getattr(optimizer, "optimizer", optimizer)
-
-
-class _LogHistory(NumbersOnly):
-    """The Trainer's own log, which it saves in trainer_state.json."""
-
-    def __init__(self, state: Any):
-        self.state = state
-
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Write numbers by name."""
-        self.state.log_history.append({**values, "epoch": self.state.epoch or 0, "step": step})
-
-
-@contextmanager
-def _training_mode(model: nn.Module) -> Iterator[None]:
-    """Switch to training mode, as the Trainer's steps do; models are loaded in eval mode."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.train()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _checkpoint(args: Any, state: Any) -> Path:

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from newton_summary.derivatives import Backend
-from newton_summary.display.names import first_names
+from newton_summary.display.names import first_names, nearest
 from newton_summary.display.table import ShownAsTable
 from newton_summary.measuring.box import Array
 from newton_summary.measuring.factors import Estimate, FactorModel, Verdict, has_effect
@@ -26,7 +26,7 @@ from newton_summary.measuring.param_groups import (
     own_groups,
     rates_of,
 )
-from newton_summary.measuring.rehearsal import Rehearsal, prefer, rehearse
+from newton_summary.measuring.rehearsal import Rehearsal, rehearse
 from newton_summary.measuring.trial_steps import try_steps
 from newton_summary.parallel.processes import Distributed, find_processes
 from newton_summary.partition import Params, Partition, Spec
@@ -37,11 +37,15 @@ from newton_summary.probe.state import Journal, unmoved
 from newton_summary.solver import LearningRates, check_strength, learning_rates
 from newton_summary.summary import Summary
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+ALIKE = 2.0  # rates within this factor train alike: none is left for another
 VERDICTS: dict[Verdict, str] = {
     "raise": "the loss would fall more with a larger rate",
     "lower": "the loss would fall more with a smaller rate",
-    "keep": "the present rate is within the error, or within a quarter, of the best one, or did as "
-    "well in the rehearsal",
+    "keep": "the present rate is within the error of the best one, or about as good: near it, or "
+    "fast enough in the rehearsal",
     "noise": "the batches do not agree on whether to raise or lower it: measure on more data",
     "refuted": "a step with another rate was tried, and lowered the loss less than the present one",
     "not yet": "parts of it have no gradient yet, such as a LoRA factor whose partner is zero: ask "
@@ -50,6 +54,16 @@ VERDICTS: dict[Verdict, str] = {
     "no step": "the optimizer does not move this group (its lr or its gradient is zero)",
 }
 """What each verdict means."""
+
+
+class Measuring(TypedDict, total=False):
+    """Options of the measurement, as for :func:`summarize`."""
+
+    backend: Backend
+    microbatch: int | None
+    num_samples: NumSamples | None
+    progress: bool
+    distributed: Distributed
 
 
 class Change(NamedTuple):
@@ -156,12 +170,12 @@ class Advice(ShownAsTable):
             f"(predicted: {self.now.predicted:+.3g} and {self.then.predicted:+.3g})"
         ]
         if self.rehearsal is not None:
-            steps, now, then = self.rehearsal
+            steps, now, then, then_steps = self.rehearsal
             changed = [group for group in self.groups if group.change != 1]
             differs = any(not math.isclose(group.change, group.factor) for group in changed)
             lines.append(
-                f"rehearsal of {steps} steps: the loss reaches {now:.4g} now, {then:.4g} "
-                f"{'as suggested' if changed else 'at best with others'}"
+                f"rehearsal: the loss of held-out batches reaches {now:.4g} in {steps} steps now, "
+                f"{then:.4g} in {then_steps} {'as suggested' if changed else 'with another rate'}"
                 f"{' (factor: of the best next step)' if differs else ''}"
             )
         if self.together is not None:
@@ -221,11 +235,7 @@ def suggest_lrs(
     max_change: float = 10.0,
     rehearsal: bool = True,
     diagonal: bool = False,
-    backend: Backend = "auto",
-    microbatch: int | None = None,
-    num_samples: NumSamples | None = None,
-    progress: bool = False,
-    distributed: Distributed = "auto",
+    **measuring: Unpack[Measuring],
 ) -> Advice:
     """Suggest a factor for the learning rate of each group of an optimizer.
 
@@ -236,11 +246,12 @@ def suggest_lrs(
     turns out, to be worse than the present rates.
 
     The best next step is not the best rate for a training, so the factors say which rates to raise
-    and which to lower, and a rehearsal says how far: a training of two passes over the batches (at
-    most 32 of them) on a copy, with the present rates and with two others. Batches of the size that
-    you train with, sixteen or more, make it realistic. Model and optimizer do not change until
-    ``apply()``. Takes one summary for each batch, up to twenty forward passes, and seven gradients
-    of each batch for the rehearsal.
+    and which to lower, and a rehearsal says how far: a short training on a copy, with the present
+    rates and with two others, judged on batches that it was not trained on. A rate c times as large
+    has to reach the same loss in at most 1/sqrt(c) of the steps. Batches of the size that you train
+    with, sixteen or more (the first 32 are used), make it realistic. Model and optimizer do not
+    change until ``apply()``. Takes one summary for each batch, up to twenty forward passes, and
+    seven gradients of each batch for the rehearsal.
 
     Args:
         model: Any module.
@@ -259,11 +270,8 @@ def suggest_lrs(
         max_change: The limit of the factors, up or down.
         rehearsal: Whether to rehearse. Without, the factors are suggested as they are.
         diagonal: Leave out the interactions between groups.
-        backend: As for :func:`summarize`.
-        microbatch: As for :func:`summarize`.
-        num_samples: As for :func:`summarize`.
-        progress: As for :func:`summarize`.
-        distributed: As for :func:`summarize`.
+        **measuring: ``backend``, ``microbatch``, ``num_samples``, ``progress`` and ``distributed``,
+            as for :func:`summarize`.
 
     Returns:
         The advice.
@@ -282,6 +290,10 @@ def suggest_lrs(
     >>> f"{adam.param_groups[0]['lr']:.0e}"
     '1e-05'
     """
+    for name in measuring:
+        if name not in Measuring.__annotations__:
+            known = [*Measuring.__annotations__, *(suggest_lrs.__kwdefaults__ or ())]
+            raise TypeError(f"suggest_lrs has no argument {name!r}.{nearest(name, known)}")
     for name, value, low, high in (
         ("fraction", fraction, 0, 1),
         ("max_change", max_change, 1, sys.float_info.max),
@@ -297,6 +309,8 @@ def suggest_lrs(
         )
     if isinstance(data, Iterator):  # is read several times; a list of tensors would be one batch
         data = dict(enumerate(data)).values()
+    microbatch, num_samples = measuring.get("microbatch"), measuring.get("num_samples")
+    distributed = measuring.get("distributed", "auto")
     same: dict[str, Any] = {"microbatch": microbatch, "num_samples": num_samples}
     same["distributed"] = distributed
     with Journal() as thaw:
@@ -318,12 +332,11 @@ def suggest_lrs(
             partition=part,
             direction=u,
             order=3 if lambda_int else 2,
-            backend=backend,
-            progress=progress,
             stderr=True,
-            **same,
+            **measuring,
         )
-        moved = part.inner(u, u).detach().cpu().numpy() > 0
+        sizes = part.inner(u, u).detach().double().cpu().numpy()
+        moved = sizes > 0
         live = moved & has_effect(summary, max_change)
 
         def try_factors(factors: Sequence[Array]) -> list[float]:
@@ -332,11 +345,12 @@ def suggest_lrs(
             tried = try_steps(model, loss_fn, data, summary, etas, part, direction=u, **same)
             return [math.inf if math.isnan(real) else real for _, real in tried]
 
-        def rehearse_factors(factors: Sequence[Array]) -> tuple[int, list[float]]:
-            """Return the loss that a short training reaches with each of several factors."""
+        def rehearse_factors(factors: Sequence[Array]) -> tuple[Rehearsal, int | None]:
+            """Return which of several factors a short training prefers to the present rates."""
+            times = [math.sqrt(float((c**2 * sizes).sum() / sizes.sum())) for c in factors]
             with processes.joint():
                 probe = open_probe(model, loss_fn, data, part, microbatch, processes, num_samples)
-            return rehearse(probe, optimizer, factors)
+            return rehearse(probe, optimizer, factors, times)
 
         limits = (1 / max_change, max_change)
         factor_model = FactorModel(summary, live, 0.0, limits, diagonal)
@@ -351,6 +365,7 @@ def suggest_lrs(
         checked = _checked(
             changes,
             longest,
+            ALIKE if fraction == 1 and max_change > ALIKE else 1.0,
             factor_model,
             summary,
             try_factors,
@@ -436,14 +451,16 @@ class _Checked:
 def _checked(
     changes: Array,
     longest: Array,
+    alike: float,
     model: FactorModel,
     summary: Summary,
     try_factors: Callable[..., list[float]],
-    rehearse_factors: Callable[..., tuple[int, list[float]]] | None,
+    rehearse_factors: Callable[..., tuple[Rehearsal, int | None]] | None,
 ) -> _Checked:
     """Try the suggested step; take shorter changes if the loss falls less than now, or none.
 
-    With a rehearsal, the longest change whose step is better than now, and half of it.
+    With a rehearsal, the longest change whose step is better than now, or half of it, if they are
+    not ``alike``.
     """
     ones, lowest = np.ones_like(changes), np.where(model.live, model.limits[0], 1.0)
     several = [ones]
@@ -462,11 +479,11 @@ def _checked(
         return _Checked(ones, now, now, "refuted" if count > 1 else None)
     if rehearse_factors is None:
         return _Checked(several[usable[0]], now, tried[usable[0]])
+    usable = [i for i in usable if np.abs(np.log(several[i])).max() >= math.log(alike)]
+    if not usable:
+        return _Checked(ones, now, now, "keep")
     compared = [i for i in usable if i < 3] or usable[:1]
-    steps, (first, *others) = rehearse_factors([ones, *(several[i] for i in compared)])
-    larger = float(np.log(several[compared[0]]).sum()) > 0
-    best = prefer(float(summary.loss), first, others, larger)
-    rehearsal = Rehearsal(steps, first, min(others) if best is None else others[best])
+    rehearsal, best = rehearse_factors([several[i] for i in compared])
     if best is None:
         return _Checked(ones, now, now, "keep", rehearsal)
     return _Checked(several[compared[best]], now, tried[compared[best]], None, rehearsal)

@@ -10,12 +10,13 @@ from newton_summary.errors import (
     CoupledSamplesError,
     NotFiniteError,
     RankError,
+    is_out_of_memory,
 )
 from newton_summary.probe.probe import Evaluation, check_depends, check_finite
 from newton_summary.probe.state import interrupt_behind
 from newton_summary.summary import Summary
 
-PASSED_ON = (CannotDifferentiate, CoupledSamplesError, RankError, torch.OutOfMemoryError, Warning)
+PASSED_ON = (CannotDifferentiate, CoupledSamplesError, RankError, Warning)
 
 
 def reason_to_fall_back(error: Exception, batch: Evaluation, backend: str) -> Exception:
@@ -29,7 +30,7 @@ def reason_to_fall_back(error: Exception, batch: Evaluation, backend: str) -> Ex
         raise interrupt
     probe = batch.probe
     ours = isinstance(error, PASSED_ON) or error is probe.complaint
-    if ours or backend not in AUTO or probe.processes.sharded:
+    if ours or is_out_of_memory(error) or backend not in AUTO or probe.processes.sharded:
         return error
     probe.recorded = False
     loss = batch()

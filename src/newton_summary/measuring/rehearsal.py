@@ -3,6 +3,13 @@
 The best next step is not the best rate. A few steps on the curvature along them is another one,
 most of all at the start of a training, and the noise of batches counts. So derivatives say which
 rates to raise and which to lower, and a rehearsal says how far.
+
+A short training favours large rates, whose noise shows only later. Where neither curvature nor
+noise matter, the loss depends on the product of rate and steps alone: a rate c times as large is c
+times as fast. At the edge of stability it is no faster. Halfway between the two, a larger rate has
+to be sqrt(c) times as fast. The present one has the benefit of the doubt: it is left for a smaller
+one if it is less than c^(1/4) times as fast; so is the larger one of two others. Batches that
+nobody has trained on decide.
 """
 
 from __future__ import annotations
@@ -10,8 +17,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import groupby, islice
+from statistics import fmean
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
@@ -21,95 +30,98 @@ from newton_summary.probe.directions import borrowed
 from newton_summary.probe.probe import Probe
 from newton_summary.probe.state import Journal, unmoved
 
-PASSES = 2  # over the data
+PASSES = 2  # as many steps as in two passes over the batches
 MOST = 32  # batches, which are kept in memory
-WORTH = 1.25  # a larger rate has to lower the loss by so much more
+RAISE, LOWER = 1 / 2, 1 / 4  # the exponents of c
 
 
 class Rehearsal(NamedTuple):
-    """The loss that a short training reaches with the present rates, and as suggested.
+    """The loss that a short training reaches with the present rates, and with others.
 
-    >>> Rehearsal(steps=32, now=1.9, then=0.7).then
-    0.7
+    It is the loss of batches that it was not trained on: the last quarter of them.
+
+    >>> Rehearsal(steps=32, now=1.9, then=1.7, then_steps=10).then
+    1.7
     """
 
-    steps: int
-    now: float  # mean over the last pass through the data, each batch before its step
-    then: float
+    steps: int  # with the present rates
+    now: float
+    then: float  # as suggested; with the best others if nothing is
+    then_steps: int  # a larger rate has to be faster
 
 
 def rehearse(
-    probe: Probe, optimizer: Optimizer, several: Sequence[Array]
-) -> tuple[int, list[float]]:
-    """Train with each of several factors on the steps of the groups, a step for each batch.
+    probe: Probe, optimizer: Optimizer, several: Sequence[Array], times: Sequence[float]
+) -> tuple[Rehearsal, int | None]:
+    """Train with the present rates, and with each of several factors on the steps of the groups.
 
-    Model and optimizer are put back bit for bit.
+    Model and optimizer are put back bit for bit. Takes 2 gradients of each batch for the present
+    rates and for each of the others.
 
     Args:
         probe: The loss and its data, at most the first 32 batches of it.
         optimizer: Whose steps are taken, on a copy of its state.
         several: Factors of all groups, each (S,).
+        times: How many times as long as with the present rates a step is with each of them.
 
     Returns:
-        The number of steps, and the loss that each of the factors reaches: the mean over the last
-        pass through the data, each batch before its step; infinity if the loss is lost.
+        The rehearsal, and which of the factors to prefer to the present rates; None if none is.
     """
     with Journal(), probe:
         with probe.processes.joint():
             parts = groupby(probe.closures(), key=lambda part: part[0].number)
             batches = [list(of_one) for _, of_one in islice(parts, MOST)]
         batches = batches[: min(probe.processes.gather(len(batches)))]
-        reached = [_train(probe, optimizer, factors, batches) for factors in several]
-    return PASSES * len(batches), reached
+        if not batches:
+            return Rehearsal(0, math.nan, math.nan, 0), None
+        steps = PASSES * len(batches)
+        pairs = [_lengths(steps, c) for c in times]
+        ends = [_lengths(steps, min(times) / c)[0] for c in times]  # to compare them, as if present
+        present = _train(probe, optimizer, np.ones_like(several[0]), batches, {n for n, _ in pairs})
+        others = [
+            _train(probe, optimizer, factors, batches, {n, end})
+            for factors, (_, n), end in zip(several, pairs, ends, strict=True)
+        ]
+    found = [
+        Rehearsal(n, present[n], other[m], m) for other, (n, m) in zip(others, pairs, strict=True)
+    ]
+    lost = [one.now == math.inf and one.then_steps == steps for one in found]  # lower it anyway
+    better = [i for i, one in enumerate(found) if one.then < one.now or lost[i]]
+    best = min(better or range(len(found)), key=lambda i: others[i][ends[i]])
+    return found[best], best if better else None
 
 
-def _train(probe: Probe, optimizer: Optimizer, factors: Array, batches: Sequence[Any]) -> float:
-    losses: list[float] = []
-    with unmoved(probe.params.values()), borrowed(optimizer, probe.params) as step:
-        for k in range(PASSES):
-            for parts in batches:
-                if k == PASSES - 1:
-                    losses.append(float(probe.mean_loss(parts)))
-                try:
-                    u = step(probe.gradient(parts))
-                except NotFiniteError:
-                    return math.inf
-                u = probe.partition.scale(u, torch.from_numpy(factors))
-                with torch.no_grad():
-                    for name, p in probe.params.items():
-                        p.sub_(u[name])
-                probe.moved()
-    mean = sum(losses) / max(len(losses), 1)
-    return mean if math.isfinite(mean) else math.inf
+def _lengths(steps: int, c: float) -> tuple[int, int]:
+    """Return after how many steps to compare the present rates, and those c times as large."""
+    if c > 1:
+        return steps, max(round(steps / c**RAISE), 1)
+    return max(round(steps * c**LOWER), 1), steps
 
 
-def prefer(start: float, now: float, reached: Sequence[float], larger: bool) -> int | None:
-    """Return which of several rehearsals is better than the present rates; None if none is.
+def _train(
+    probe: Probe, optimizer: Optimizer, factors: Array, batches: Sequence[Any], lengths: set[int]
+) -> dict[int, float]:
+    """Return the loss of the last quarter of the batches after so many steps on the others.
 
-    A short rehearsal favours large rates, whose noise shows only later, so a larger one has to
-    lower the loss by a quarter more: its logarithm, as far as losses are positive.
-
-    >>> prefer(2.3, now=1.0, reached=[0.7, 0.4], larger=True)
-    1
-    >>> prefer(2.3, now=1.0, reached=[0.9, 0.95], larger=True)  # hardly better
-    >>> prefer(2.3, now=1.0, reached=[0.9, 0.95], larger=False)
-    0
-
-    Args:
-        start: The loss before.
-        now: The loss that the present rates reach.
-        reached: The losses that others reach.
-        larger: Whether these are larger than the present ones.
+    It is the mean after each of the last eighth of the steps.
     """
-    logarithm = min(start, now, *reached) > 0
-
-    def fall(loss: float) -> float:
-        if not math.isfinite(loss):
-            return -math.inf
-        return math.log(start / loss) if logarithm else start - loss
-
-    best = min(range(len(reached)), key=reached.__getitem__)
-    if not larger and not now < start:  # smaller ones can only do less harm
-        return best
-    needed = fall(now) * (WORTH if larger and fall(now) > 0 else 1.0)
-    return best if fall(reached[best]) > needed else None
+    count = max(len(batches) // 4, 1)
+    unseen = [part for parts in batches[-count:] for part in parts]
+    trained = batches[:-count] or batches
+    scored = {n: range(n - max(round(n / 8), 1), n) for n in lengths}
+    losses: dict[int, float] = {}
+    with unmoved(probe.params.values()), borrowed(optimizer, probe.params) as step:
+        for k in range(max(lengths)):
+            try:
+                u = step(probe.gradient(trained[k % len(trained)]))
+            except NotFiniteError:
+                break
+            u = probe.partition.scale(u, torch.from_numpy(factors))
+            with torch.no_grad():
+                for name, p in probe.params.items():
+                    p.sub_(u[name])
+            probe.moved()
+            if any(k in some for some in scored.values()):
+                losses[k] = float(probe.mean_loss(unseen))
+    means = {n: fmean(losses.get(k, math.inf) for k in some) for n, some in scored.items()}
+    return {n: mean if math.isfinite(mean) else math.inf for n, mean in means.items()}

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from newton_summary.derivatives.differences import step_sizes
+from newton_summary.errors import is_out_of_memory
 from newton_summary.partition import Params
 from newton_summary.probe.probe import Evaluation, Probe
 from newton_summary.probe.state import unmoved
@@ -67,7 +68,7 @@ def is_mean_of_parts(whole: Evaluation, parts: Sequence[Evaluation], u: Params) 
                 mean = sum(part.size / whole.size * float(part()) for part in parts)
                 return _is_close(mean, float(whole()), eps)
     except Exception as error:  # such as a loss that needs all samples of the batch
-        if isinstance(error, torch.OutOfMemoryError):
+        if is_out_of_memory(error):
             raise
         return False
     finally:

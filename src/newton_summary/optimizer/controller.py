@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -35,14 +36,27 @@ from newton_summary.derivatives import Backend
 from newton_summary.display.table import ShownAsTable, without_middle
 from newton_summary.errors import NotFiniteError
 from newton_summary.history import History
-from newton_summary.measuring.measurement import summarize
+from newton_summary.measuring.measurement import find_partition, summarize
 from newton_summary.measuring.param_groups import held_by
+from newton_summary.measuring.slope import loss_and_slope
 from newton_summary.optimizer.checkpoint import check_finite, read_counts, reporting_damage
 from newton_summary.optimizer.steering import Balance, EndSlopes
-from newton_summary.parallel.processes import Distributed, is_sharded, local_part
+from newton_summary.parallel.processes import (
+    Distributed,
+    find_processes,
+    is_sharded,
+    local_part,
+)
 from newton_summary.partition import make_partition
 from newton_summary.probe.inputs import LossFn, check_loss_fn
-from newton_summary.probe.state import Journal, TorchState, unmoved
+from newton_summary.probe.probe import Probe
+from newton_summary.probe.state import (
+    Journal,
+    TorchState,
+    copies_of,
+    unmoved,
+    without_gradients,
+)
 
 Why = Literal["start", "raise", "lower", "keep", "not finite"]
 
@@ -50,7 +64,7 @@ SHORTEST = 1e-3  # of the norm of the parameters: the step from which the start 
 LONGEST = 0.1  # of the same: a step of this length is not lengthened where curvature is negative
 LOWEST = 0.3  # of the highest rate so far times 1 / sqrt(steps since then): no lower than that
 REACH = 0.5  # of the peak of a schedule: below, the rate is not raised against it
-FALLING = 0.92  # of the set point, while a schedule is below its peak
+FALLING = 0.83  # of the set point, while a schedule is below its peak
 TRIALS = 12  # gradients that the start may take
 STRIDE = 2  # one step in so many has its slope taken from the next gradient of the training
 
@@ -141,7 +155,6 @@ class RateController(ShownAsTable):
         self._partition = make_partition(model, "trivial")
         self._held = held_by(optimizer, self._partition.params)
         self._sharded = any(is_sharded(p) for p in self._held.values())
-        self._backend: Backend = "sweep" if self._sharded else "differences"
         self._balance = Balance()
         self._envelope = 0.0  # highest multiplier so far, falling like 1 / sqrt(steps)
         self._started = False
@@ -190,6 +203,7 @@ class RateController(ShownAsTable):
         """The learning rates of the next step, one for each parameter group."""
         return [float(group["lr"]) * self.multiplier for group in self.optimizer.param_groups]
 
+    @without_gradients
     def _before_hook(self, *_: Any) -> None:
         self._put_back_lrs()  # after a step that was not finished
         groups = self.optimizer.param_groups
@@ -197,14 +211,17 @@ class RateController(ShownAsTable):
         self._lrs = [(group, group["lr"], group["lr"] * self.multiplier) for group in groups]
         for group, _, multiplied in self._lrs:
             group["lr"] = multiplied
+        self._follow(max(float(group["lr"]) for group in groups))
+
+    def _follow(self, rate: float) -> None:
+        """Take the slope at the end of the last step, and keep what the next one starts from."""
         self._ends.take(self._held.values())
         wanted = self.steps + 1 >= self._due and self._measurable
         followed = self._started and (wanted or self.steps % STRIDE == 0)
-        copied = wanted or followed
-        before = [p.detach().clone() for p in self._held.values()] if copied else None
+        before = copies_of(self._held.values()) if wanted or followed else None
         self._before = before if wanted else None
-        self._rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
-        self._ends.follow(before if followed else None, self._rate)
+        self._rate = rate
+        self._ends.follow(before if followed else None, rate)
 
     @property
     def _measurable(self) -> bool:
@@ -231,7 +248,8 @@ class RateController(ShownAsTable):
         """Measure the last step, and change the rate."""
         self._due = self.steps + min(self.period, 1 + self.steps // 5)
         u = self._step_taken(before)
-        length = _norm(u.values()) / _size(before)
+        length, size = _norms(u.values(), before)
+        length /= size
         if length == 0:
             return
         loss, slope, curvature = self._along(batch, before, u)
@@ -267,9 +285,10 @@ class RateController(ShownAsTable):
         self, batch: Any, before: list[Tensor], u: dict[str, Tensor]
     ) -> tuple[float, float, float]:
         """Return loss, slope and curvature of the last step, from the gradients at both ends."""
-        _, slope_after = self._loss_and_slope(batch, u)
-        with self._moved_to(before):
-            loss, slope = self._loss_and_slope(batch, u)
+        with self._measuring(batch, u) as measure:
+            _, slope_after = measure()
+            with self._moved_to(before):
+                loss, slope = measure()
         return loss, slope, slope - slope_after
 
     def _start(self, batch: Any, before: list[Tensor]) -> None:
@@ -280,7 +299,7 @@ class RateController(ShownAsTable):
         """
         u = self._step_taken(before)
         parts = [u[name] for name in self._held]
-        length, size = _norm(parts), _size(before)
+        length, size = _norms(parts, before)
         if length == 0:
             return
 
@@ -317,24 +336,40 @@ class RateController(ShownAsTable):
         self._started = True
         self._due = self.steps + 1
 
-    def _loss_and_slope(self, batch: Any, u: Mapping[str, Tensor]) -> tuple[float, float]:
+    def _loss_and_slope(self, batch: Any, u: dict[str, Tensor]) -> tuple[float, float]:
         """Return the loss, and how fast it falls along ``-u``; infinity and NaN if it is lost."""
-        try:
-            summary = summarize(
-                self.model,
-                self.loss_fn,
-                batch,
-                partition=self._partition,
-                direction=u,
-                order=1,
-                backend=self._backend,
-                distributed=self.distributed,
-            )
-        except NotFiniteError as error:
-            self.reason = str(error)
-            return math.inf, math.nan
-        loss, slope = torch.stack([summary.loss.double(), summary.gbar[0].double()]).tolist()
-        return loss, slope
+        with self._measuring(batch, u) as measure:
+            return measure()
+
+    @contextmanager
+    def _measuring(
+        self, batch: Any, u: dict[str, Tensor]
+    ) -> Iterator[Callable[[], tuple[float, float]]]:
+        """Give a function that returns the same, wherever the parameters are when it is called."""
+        partition = self._partition
+        processes = find_processes(self.distributed, partition.params)
+
+        def of_ranks() -> tuple[float, float]:
+            backend: Backend = "sweep" if self._sharded else "differences"
+            how: Any = {"order": 1, "backend": backend, "distributed": self.distributed}
+            given = (self.model, self.loss_fn, batch)
+            summary = summarize(*given, partition=partition, direction=u, **how)
+            return float(summary.loss), float(summary.gbar[0])
+
+        def or_lost(measure: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+            try:
+                return measure()
+            except NotFiniteError as error:
+                self.reason = str(error)
+                return math.inf, math.nan
+
+        if self._sharded or processes.count > 1:
+            yield partial(or_lost, of_ranks)
+            return
+        groups = find_partition(self.model, partition)
+        with Journal(), Probe(self.model, self.loss_fn, batch, groups) as probe:
+            probe.trusted = self._started
+            yield partial(or_lost, partial(loss_and_slope, probe, u))
 
     def _step_taken(self, before: list[Tensor]) -> dict[str, Tensor]:
         """Return what the last step has subtracted from each parameter of the model."""
@@ -504,12 +539,11 @@ def _check(optimizer: Optimizer, period: int, set_point: float, gain: float, mem
             raise ValueError("This optimizer has a RateController already; use one of them.")
 
 
-def _norm(tensors: Any) -> float:
-    norms = torch._foreach_norm([x.detach() for x in tensors])
+def _norms(step: Iterable[Tensor], before: list[Tensor]) -> tuple[float, float]:
+    """Return the length of a step and that of the parameters, at least as if these were 0.01."""
+    norms = torch._foreach_norm([x.detach() for x in (*step, *before)])
     whole = [n.full_tensor() if is_sharded(n) else n for n in norms]  # type: ignore[attr-defined]
-    return float(torch.stack([n.to(whole[0]) for n in whole]).norm())
-
-
-def _size(tensors: list[Tensor]) -> float:
-    """Return the norm of the parameters; of ones that are near zero, as if they were 0.01."""
-    return max(_norm(tensors), 0.01 * math.sqrt(sum(x.numel() for x in tensors)))
+    values = torch.stack([n.to(whole[0]) for n in whole]).tolist()
+    least = 0.01 * math.sqrt(sum(x.numel() for x in before))
+    count = len(values) - len(before)
+    return math.hypot(*values[:count]), max(math.hypot(*values[count:]), least)

@@ -161,8 +161,6 @@ class NewtonSummary(Optimizer):
         failed_refreshes: Refreshes that gave no usable rates.
         last_summary: The last summary as it was measured, along ``u``; None before the first. Of
             one group, ``Hbar`` is that of a whole step, from the gradients at both its ends.
-        last_rates: Its cubic model's minimum with its status, negative rates included, which the
-            paper's algorithm uses; None before the first.
     """
 
     def __init__(
@@ -231,7 +229,7 @@ class NewtonSummary(Optimizer):
         self._update: Update | None = None  # of the paper's algorithm
         self._steered: Steered | None = None
         self.last_summary: Summary | None = None
-        self.last_rates: LearningRates | None = None
+        self._last_rates: LearningRates | None = None
         self.failed_refreshes = self.skipped_steps = self._skipped_since = 0
         self._warned: set[str] = set()
         self._evaluating = False  # whether the model has the mean of its parameters
@@ -396,7 +394,7 @@ class NewtonSummary(Optimizer):
         self._check_gradients()
         seen = len(steered.history)
         if steered.due:
-            self._report_skipped(int(steered.skipped))
+            self._report_skipped(steered.skipped)
             with find_processes(self._curvature.distributed, self.partition.params).joint():
                 loss_fn, batch = data()
             steered.measure(loss_fn, batch)
@@ -409,8 +407,7 @@ class NewtonSummary(Optimizer):
         if steered.history[-1].why == "not finite":
             self._fail(self._not_finite(), steered.reason)
         elif steered.summary is not None:
-            self.last_summary = steered.summary
-            self.last_rates = self._solve(self.last_summary)
+            self.last_summary, self._last_rates = steered.summary, None
         self._eta = torch.full((len(self.partition),), steered.eta, dtype=torch.float64)
         self._show_rates()
 
@@ -446,7 +443,7 @@ class NewtonSummary(Optimizer):
         rates = self._solve(self._average.mean())
         if rates.ok and not bool((rates.eta > 0).any()):
             rates = replace(rates, status="no-positive-rate")
-        self.last_rates = rates
+        self._last_rates = rates
         if not rates.ok:
             self._fail(rates, rates.detail)
         if not rates.eta.isfinite().all():
@@ -494,6 +491,16 @@ class NewtonSummary(Optimizer):
         return self._eta
 
     @property
+    def last_rates(self) -> LearningRates | None:
+        """The minimum of the last summary's cubic model with its status; None before the first.
+
+        With negative rates, which the paper's algorithm sets to zero, and of its averaged summary.
+        """
+        if self._last_rates is None and self._steered is not None and self.last_summary is not None:
+            self._last_rates = self._solve(self.last_summary)  # not before somebody asks
+        return self._last_rates
+
+    @property
     def refreshes(self) -> int:
         """How many measurements were made."""
         return self._curvature.count if self._steered is None else len(self._steered.history)
@@ -531,7 +538,7 @@ class NewtonSummary(Optimizer):
     def _fail(self, found: LearningRates, reason: str) -> None:
         """Count a refresh without usable rates, and warn at the first of a kind."""
         self.failed_refreshes += 1
-        self.last_rates = found
+        self._last_rates = found
         if found.status in self._warned:
             return
         self._warned.add(found.status)
@@ -609,7 +616,7 @@ class NewtonSummary(Optimizer):
         if self._update is not None:
             since = self._update.skipped - self.skipped_steps
         elif self._steered is not None:
-            since = int(self._steered.skipped) - self.skipped_steps
+            since = self._steered.skipped - self.skipped_steps
         counts = (self._curvature.count, self.failed_refreshes, self.skipped_steps, since)
         state[checkpoint.KEY] = {
             "format": checkpoint.FORMAT,
@@ -666,14 +673,14 @@ class NewtonSummary(Optimizer):
                 self.direction.load_state_dict(saved["direction"])
         super().load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
         self._schedule, self._average, self._eta = schedule, average, eta
-        self.last_rates, self.last_summary, self._warned = rates, summary, warned
+        self._last_rates, self.last_summary, self._warned = rates, summary, warned
         self._evaluating = evaluating
         self._curvature.data, self._curvature.count = data, counts[0]
         self.failed_refreshes, self.skipped_steps, self._skipped_since = counts[1:]
         self._update = None  # made again from the momentum buffers
         if steered is not None:
-            steered.groups, steered.skipped = self.param_groups, sum(counts[2:])
-            steered.share(self.state)
+            steered.groups = self.param_groups
+            steered.share(self.state, skipped=sum(counts[2:]))
             self._steered, self._skipped_since = steered, 0
 
     def _fixed_settings(self) -> dict[str, Any]:

@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from newton_summary.errors import NotFiniteError
+from newton_summary.optimizer.adam import SECOND_BETA, FusedAdam
 from newton_summary.optimizer.controller import RateController
 from newton_summary.optimizer.curvature import Curvature, thawed
 from newton_summary.optimizer.update import unfit
-from newton_summary.parallel.processes import is_sharded, local_part
-from newton_summary.partition import Partition
+from newton_summary.parallel.processes import local_part
+from newton_summary.partition import Partition, inner_of_all
 from newton_summary.probe.inputs import LossFn
 from newton_summary.probe.state import Journal, TorchState
 from newton_summary.summary import Summary
@@ -69,8 +70,6 @@ class Steered(RateController):
 
     Attributes:
         summary: The last one, along the direction for an eta of 1.
-        skipped: How many steps were not made because of a gradient that was not finite; a tensor on
-            accelerators, so that nothing waits.
     """
 
     def __init__(
@@ -92,21 +91,29 @@ class Steered(RateController):
         how = {"period": period, "memory": memory, "distributed": curvature.distributed}
         super().__init__(optimizer, partition.model, _not_yet, **how)  # type: ignore[arg-type]
         self._first_lrs = [float(group["lr"]) for group in groups]
-        self._shapes = {name: p.shape for name, p in self._held.items()}
+        self._shapes = [p.shape for p in self._held.values()]
         if given is None:
             self.multiplier = BEGIN
-        self.share(state)
+        self.share(state, skipped=0)
         self.summary: Summary | None = None
-        self.skipped: int | Tensor = 0
 
     def _attach(self) -> None:
         """Leave the optimizer as it is: :meth:`advance` calls what the hooks would."""
 
-    def share(self, state: Any) -> None:
-        """Keep Adam's state, and the mean of the parameters, where NewtonSummary saves them."""
-        self._state = state
+    def share(self, state: Any, skipped: int) -> None:
+        """Keep Adam's state, and the mean of the parameters, where NewtonSummary saves them.
+
+        Args:
+            state: By parameter.
+            skipped: Steps that were not made so far.
+        """
+        self._state, self._skipped = state, skipped
+        self._adam: FusedAdam | None = None  # made at the first step: a model may move until then
         if self.given is None:
             self.optimizer.state = state
+            for p, values in state.items():
+                if "step" in values and _fusable([p]):  # loaded to the CPU, it would stay there
+                    values["step"] = values["step"].to(p.device)
 
     @property
     def due(self) -> bool:
@@ -125,7 +132,7 @@ class Steered(RateController):
             for name in ("multiplier", "history", "steps", "_balance", "_envelope", "_started")
         }
         self._first_lrs[: len(other._first_lrs)] = other._first_lrs
-        self.skipped, self._due = other.skipped, other.steps + 1
+        self._skipped, self._due = other.skipped, other.steps + 1
 
     def measure(self, loss_fn: LossFn, batch: Any) -> None:
         """Measure the last step on a batch, and steer; or take the batch for the first step."""
@@ -135,29 +142,52 @@ class Steered(RateController):
 
     def advance(self) -> None:
         """Take one step of the optimizer, with the rates lr * eta."""
+        if self._adam is None and self.given is None and FusedAdam.can_move(self._held):
+            self._adam = FusedAdam(self._held, self._state)
+        self._check_gradients()
+        if self._adam is not None:
+            self._step_of_adam(self._adam)
+        else:
+            self._step_of_others()
+        before = self._before
+        if self._started or before is None:
+            self._after_hook()
+        else:
+            try:
+                with thawed(self.partition):
+                    self._after_hook()
+            except BaseException:  # the loss failed while the first step was measured
+                self._place(before)
+                raise
+        if self.steps % EVERY == 0:
+            update_average(self._held.values(), self._state, self.steps, self._level())
+
+    def _step_of_adam(self, adam: FusedAdam) -> None:
+        """Take a step of Adam, without waiting for an accelerator."""
+        rates = [float(group["lr"]) * self.multiplier for group in self.groups]
+        self._follow(max(rates))
+        adam.step(self.groups, rates)
+        if adam.found.device.type == "cpu" and adam.found.item():
+            self._ends.before = None
+
+    def _step_of_others(self) -> None:
+        """Take a step of an optimizer that was given, or of Adam where there is no such kernel."""
         self._set_groups()
         finite = self._gradients_are_finite()
         self._before_hook()
         with Journal() as journal:  # an interrupt leaves the learning rates
             journal.undo_later(TorchState(()).restore)
             journal.undo_later(self._put_back_lrs)
-            if isinstance(finite, Tensor):  # decided on the device, by the fused kernel
-                self.optimizer.found_inf = 1 - finite.float()  # type: ignore[attr-defined]
-                self.skipped = self.skipped + (1 - finite.int())
-            else:
-                self.skipped = self.skipped + (not finite)
-            if isinstance(finite, Tensor) or finite:
+            if finite:
                 self.optimizer.step()
             else:
                 self._ends.before = None
-        before = self._before
-        try:
-            with thawed(self.partition):
-                self._after_hook()
-        except BaseException:  # the loss failed while the first step was measured
-            self._place(before or [])
-            raise
-        update_average(self._held.values(), self._state, self.steps, self._level())
+                self._skipped += 1
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were not made because of a gradient that was not finite (waits)."""
+        return self._skipped + (0 if self._adam is None else self._adam.skipped)
 
     def _set_groups(self) -> None:
         """Give the optimizer the present lr, momentum and weight decay of the groups."""
@@ -165,34 +195,31 @@ class Steered(RateController):
             for base, group in zip(self._base, self.given.param_groups, strict=True):
                 group["lr"] = base * float(self.groups[0]["lr"])
             return
-        alike: dict[Any, list[Tensor]] = {}
-        for group in self.groups:
-            kind = float(group["lr"]), group["momentum"], float(group["weight_decay"])
-            alike.setdefault(kind, []).extend(p for p in group["params"] if p.requires_grad)
         self.optimizer.param_groups = [
             self.optimizer.defaults
-            | {"params": params, "lr": lr, "betas": (momentum, 0.999), "weight_decay": decay}
-            for (lr, momentum, decay), params in alike.items()
+            | {"params": [p for p in group["params"] if p.requires_grad], "lr": float(group["lr"])}
+            | {"betas": (group["momentum"], SECOND_BETA), "weight_decay": group["weight_decay"]}
+            for group in self.groups
         ]
 
-    def _gradients_are_finite(self) -> Tensor | bool:
-        """Return a tensor where the optimizer can wait for it by itself."""
-        grads = []
-        for name, p in self._held.items():
-            if p.requires_grad and p.grad is not None:
-                grads.append(local_part(p.grad))
-                if grads[-1].layout is not torch.strided or p.grad.shape != self._shapes[name]:
-                    raise ValueError(unfit(name, self._shapes[name], p.grad))
+    def _check_gradients(self) -> None:
+        """Raise if a gradient is not one of its parameter."""
+        for (name, p), shape in zip(self._held.items(), self._shapes):
+            grad = p.grad
+            if grad is not None and (grad.layout is not torch.strided or grad.shape != shape):
+                raise ValueError(unfit(name, shape, grad))
+
+    def _gradients_are_finite(self) -> bool:
+        moving = (p for p in self._held.values() if p.requires_grad and p.grad is not None)
+        grads = [local_part(p.grad) for p in moving]  # type: ignore[arg-type]
         if not grads:
             return True
         dtype = torch.float64 if any(x.dtype == torch.float64 for x in grads) else torch.float32
         norms = torch._foreach_norm(grads, 2, dtype)
         total = torch.stack([x.to(norms[0].device) for x in norms]).sum()
-        sharded = any(map(is_sharded, self._held.values()))
-        if sharded:
+        if self._sharded:
             dist.all_reduce(total)
-        waits = sharded or total.device.type == "cpu" or self.given is not None
-        return bool(total.isfinite()) if waits else total.isfinite()
+        return bool(total.isfinite())
 
     def _along(
         self, batch: Any, before: list[Tensor], u: dict[str, Tensor]
@@ -201,11 +228,11 @@ class Steered(RateController):
         lambda_int, diagonal = self.groups[0]["lambda_int"], self.groups[0]["diagonal"]
         if len(self.partition) == 1 and lambda_int == 0:
             loss, slope, curvature = self._along_one(batch, before, u)
-            gbar, Hbar, value = (
-                torch.tensor(x, dtype=torch.float64) for x in ([slope], [[curvature]], loss)
-            )
-            found = Summary(gbar, Hbar, loss=value, partition=self.partition)
-            self._keep(replace(found, backend="differences", approximate=True))
+            r = self._rate / max(self._base)  # as in _keep
+            values = ([slope / r], [[curvature / r**2]], loss)
+            gbar, Hbar, value = (torch.tensor(x, dtype=torch.float64) for x in values)
+            how: Any = {"backend": "differences", "approximate": True}
+            self.summary = Summary(gbar, Hbar, loss=value, partition=self.partition, **how)
             return loss, slope, curvature
         try:
             with self._moved_to(before):
@@ -228,12 +255,12 @@ class Steered(RateController):
         known = self._ends.agreed >= SURE and not self._sharded
         if not known or len(self.history) % VERIFY == 0:
             return super()._along(batch, before, u)
-        grads = {name: p.grad for name, p in self._held.items() if p.grad is not None}
-        parts = [torch.sum(u[name] * grad, dtype=torch.float64) for name, grad in grads.items()]
+        moving = [(u[name], p.grad) for name, p in self._held.items() if p.grad is not None]
+        slope_after = inner_of_all((d for d, _ in moving), (grad for _, grad in moving))
         self._ends.before = None  # taken already
         with self._moved_to(before):
             loss, slope = self._loss_and_slope(batch, u)
-        return loss, slope, slope - sum(float(x) for x in parts)
+        return loss, slope, slope - float(slope_after)
 
     def _keep(self, found: Summary) -> None:
         """Keep a summary along the step as one along the direction, for an eta of 1."""
@@ -280,8 +307,6 @@ def update_average(params: Iterable[Tensor], state: Any, steps: int, level: floa
         steps: Taken so far.
         level: The learning rate, as a part of its peak.
     """
-    if steps % EVERY:
-        return
     moving = [p for p in params if p.requires_grad and p.grad is not None and p.itemsize >= 4]
     old = [p for p in moving if AVERAGE in state[p]]
     for p in moving:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -12,9 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from newton_summary.parallel.processes import local_part
+from newton_summary.partition import inner_of_all
 
 SAME = 0.01  # relative difference of two slopes that are the same but for rounding
 DOUBT = 4.0  # standard errors of the slope that an error has to overcome to count in full
+ROUNDING = 1e-12  # of the square of a mean: less is no variance
+UNREAD = 100  # slopes that may be left on the device
 
 
 @dataclass
@@ -54,7 +57,9 @@ class Balance:
         (1 - m) / (1 + m).
         """
         mean = self.slope / self.weight
-        variance = max(self.square / self.weight - mean**2, 0.0)
+        variance = self.square / self.weight - mean**2
+        if variance < ROUNDING * mean**2:  # such as after one measurement
+            return 0.0
         return self.weight * math.sqrt(variance * (1 - memory) / (1 + memory))
 
     def error(self, rate: float, set_point: float, memory: float) -> float:
@@ -91,17 +96,19 @@ class EndSlopes:
         trained_size: Running mean of the size of slopes that were measured as well.
         measured_size: That of the same as they were measured.
         agreed: How many of these were the same, one after the other: no dropout, no clipping.
+        unread: Slopes that were not waited for, with rate, and as measured.
     """
 
     before: list[Tensor] | None = None
     rate: float = 0.0
     measured: float | None = None
-    total: float | Tensor = 0.0
-    count: int | Tensor = 0
-    pair: tuple[float | Tensor, float] | None = None
+    total: float = 0.0
+    count: int = 0
+    pair: tuple[float, float] | None = None
     trained_size: float = 0.0
     measured_size: float = 0.0
     agreed: int = 0
+    unread: list[tuple[Tensor, float, float | None]] = field(default_factory=list)
 
     def follow(self, before: list[Tensor] | None, rate: float) -> None:
         """Begin with the step that is taken next."""
@@ -112,19 +119,25 @@ class EndSlopes:
         before, self.before = self.before, None
         if before is None or self.rate == 0:
             return
-        slopes = [
-            torch.sum(local_part(b - p.detach()) * local_part(p.grad), dtype=torch.float64)
-            for b, p in zip(before, params, strict=True)
-            if p.grad is not None
-        ]
-        if not slopes:
+        parts = [(b, p, p.grad) for b, p in zip(before, params, strict=True) if p.grad is not None]
+        if not parts:
             return
-        slope = torch.stack([x.to(slopes[0].device) for x in slopes]).sum() / self.rate
-        if self.measured is not None:
-            self.pair, self.measured = (slope, self.measured), None
-            return
-        self.total = self.total + slope.nan_to_num(0.0, 0.0, 0.0)
-        self.count = self.count + slope.isfinite().int()
+        starts, ends, grads = (list(map(local_part, some)) for some in zip(*parts, strict=True))
+        slope = inner_of_all(torch._foreach_sub(starts, ends), grads)
+        self.unread.append((slope, self.rate, self.measured))
+        self.measured = None
+        if len(self.unread) >= UNREAD:
+            self.read()
+
+    def read(self) -> None:
+        """Add up the slopes that were taken (waits)."""
+        slopes = torch.stack([slope for slope, _, _ in self.unread]).tolist() if self.unread else []
+        for slope, (_, rate, measured) in zip(slopes, self.unread, strict=True):
+            if measured is not None:
+                self.pair = (slope / rate, measured)
+            elif math.isfinite(slope):
+                self.total, self.count = self.total + slope / rate, self.count + 1
+        self.unread = []
 
     def mean(self, slope: float, rate: float, memory: float, shared: torch.device | None) -> float:
         """Return the mean of all slopes since the last time, given the one that was measured.
@@ -136,8 +149,9 @@ class EndSlopes:
             shared: Where parameters are divided among ranks, so that each has parts of the slopes,
                 the device on which to add them up.
         """
-        trained = 0.0 if self.pair is None else float(self.pair[0])
-        total, count = float(self.total), float(self.count)
+        self.read()
+        trained = 0.0 if self.pair is None else self.pair[0]
+        total, count = self.total, float(self.count)
         if shared is not None:
             parts = torch.tensor([total, count, trained], dtype=torch.float64, device=shared)
             dist.all_reduce(parts)
@@ -154,7 +168,7 @@ class EndSlopes:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as plain values and tensors."""
-        pair = None if self.pair is None else (float(self.pair[0]), self.pair[1])
+        self.read()
         before = None if self.before is None else [x.clone() for x in self.before]
-        plain = {"total": float(self.total), "count": int(self.count), "pair": pair}
-        return {f.name: getattr(self, f.name) for f in fields(self)} | plain | {"before": before}
+        saved = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "unread"}
+        return saved | {"before": before}

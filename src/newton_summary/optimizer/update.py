@@ -19,8 +19,6 @@ from torch import Tensor
 from newton_summary.parallel.processes import is_sharded, like_sharded, local_part, local_rows
 from newton_summary.partition import Params, Partition, result_dtype
 
-_unflatten: Callable[..., tuple[Tensor, ...]] = torch._utils._unflatten_dense_tensors
-
 
 class Bucket:
     """Parameters of one dtype on one device, and their direction end to end in one buffer.
@@ -49,6 +47,8 @@ class Bucket:
         self.divided = len(self.group_numbers) < len(labels)
         self._labels = labels
         self._zero = self.u.new_zeros(())
+        self._known_rates: Tensor | None = None  # of the groups
+        self._rates = self.u  # of each entry, once there are any
 
     @cached_property
     def entries(self) -> Tensor:
@@ -100,18 +100,21 @@ class Bucket:
 
     def move(self, rates: Tensor) -> None:
         """Subtract from each parameter its direction times the rate of its group, (S,)."""
-        if rates.device.type == "cpu" and not self.divided:  # numbers that nobody waits for
+        on_cpu = rates.device.type == self.u.device.type == "cpu"
+        if on_cpu and not self.divided:  # one pass over memory, and no rate of each entry
             values = rates.tolist()
-            factors = [values[s] for s in self.group_numbers]
-            if self.u.device.type != "cpu":
-                torch._foreach_sub_(self.params, torch._foreach_mul(self.views, factors))
-                return
-            for p, view, factor in zip(self.params, self.views, factors):
-                p.sub_(view, alpha=factor)
+            for p, view, s in zip(self.params, self.views, self.group_numbers):
+                p.sub_(view, alpha=values[s])
             return
-        rates = rates.to(self.u.device, self.dtype, non_blocking=True)
-        steps = (self.u * rates.index_select(0, self.entries)).to(self.u.dtype)
-        torch._foreach_sub_(self.params, _unflatten(steps, self.params))
+        if rates is not self._known_rates:
+            there = rates.to(self.u.device, self.dtype, non_blocking=True)
+            self._rates, self._known_rates = there.index_select(0, self.entries), rates
+        if self.u.dtype == self.dtype:  # one launch
+            parts = self.split(self._rates)
+            torch._foreach_addcmul_(self.params, self.views, parts, value=-1.0)
+        else:
+            steps = (self.u * self._rates).to(self.u.dtype)
+            torch._foreach_sub_(self.params, self.split(steps))
 
 
 class Update:
@@ -149,6 +152,7 @@ class Update:
         self.dtype = result_dtype(partition.params)
         self.finite: Tensor | bool = True  # whether the last direction was
         self._eta: Tensor | None = None  # the rates that are held, (S,), on the CPU
+        self._last: tuple[list[Any], Tensor] | None = None  # lr of each group, and rates
         self._made: Tensor | int = 0  # how many of the steps asked for were
         self._asked = skipped
 
@@ -162,7 +166,7 @@ class Update:
         """
         for bucket in self.buckets:
             bucket.advance(momenta)
-        self.finite = _is_finite(self._total(Tensor.sum))  # infinities never add up to a number
+        self.finite = _is_finite(self._total(_extent))
         for bucket in self.buckets:
             bucket.zero_unless(self.finite)
         self._made = self._made + self.finite
@@ -185,10 +189,12 @@ class Update:
 
     def _total(self, of: Callable[[Tensor], Tensor]) -> Tensor:
         """Add up a number of each bucket's direction, over the buckets of all ranks."""
+        if len(self.buckets) == 1 and not self.sharded:
+            return of(self.buckets[0].u)
         total = torch.zeros((), dtype=self.dtype, device=self.device)
         for bucket in self.buckets:
             if bucket.sharded or not self.sharded or dist.get_rank() == 0:  # else counted already
-                total += of(bucket.u.to(bucket.dtype)).to(total)
+                total += of(bucket.u).to(total)
         if self.sharded:
             dist.all_reduce(total)
         return total
@@ -197,7 +203,7 @@ class Update:
 
     def hold(self, eta: Tensor) -> None:
         """Take over the rates of a refresh, (S,), for the moves to come."""
-        self._eta = eta
+        self._eta, self._last = eta, None
 
     def move(self, lrs: Sequence[float | Tensor]) -> None:
         """Subtract U I_{P:S} (lr eta) from the parameters.
@@ -214,15 +220,26 @@ class Update:
             rates = self._eta.to(self.device, self.dtype, non_blocking=True) * factors.to(
                 self.dtype
             )
+        elif self._last is not None and self._last[0] == lrs:
+            rates = self._last[1]
         else:
             rates = self._eta * torch.tensor(lrs, dtype=torch.float64)
+            self._last = list(lrs), rates
         for bucket in self.buckets:
             bucket.move(rates)
 
 
+def _extent(u: Tensor) -> Tensor:
+    """Return a number, 0 or more, that is finite if and only if all of a direction is."""
+    if u.device.type == "cpu" or not u.numel():  # where a sum is much faster
+        return u.to(torch.promote_types(torch.float32, u.dtype)).sum().abs()
+    largest: Tensor = torch.linalg.vector_norm(u, math.inf)
+    return largest
+
+
 def _is_finite(number: Tensor) -> Tensor | bool:
-    """Return whether a number is finite: at once on the CPU, else as a tensor, without waiting."""
-    return math.isfinite(number.item()) if number.device.type == "cpu" else number.abs() < math.inf
+    """Return whether such a number is: at once on the CPU, else as a tensor, without waiting."""
+    return math.isfinite(number.item()) if number.device.type == "cpu" else number < math.inf
 
 
 def unfit(name: str, shape: torch.Size, grad: Tensor) -> str:

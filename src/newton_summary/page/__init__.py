@@ -68,7 +68,7 @@ def report(what: Source | Sequence[Source], path: str | Path, *, title: str | No
                 f"{history.name!r} has neither a measurement nor a curve: there is nothing to show."
             )
     path = Path(path)
-    is_folder = path.is_dir() or path.suffix == ""
+    is_folder = os.path.isdir(path) or path.suffix == ""  # of a name that cannot be: False
     return write_page(histories, path / "report.html" if is_folder else path, title)
 
 
@@ -99,7 +99,7 @@ def _history(source: object) -> History:
             f"{type(source).__name__}. summarize(model, loss_fn, data) makes a summary."
         )
     path = Path(source)
-    if not path.exists():
+    if not os.path.exists(path):
         raise FileNotFoundError(
             f"{path} does not exist: pass a run directory, or a file written by History.save."
         )

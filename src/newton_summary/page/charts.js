@@ -20,12 +20,26 @@ function baseLayout() {
   };
 }
 
-function plotOptions() {
+const PLOT_OPTIONS = { displaylogo: false, modeBarButtons: [["toImage", "zoom2d", "resetScale2d"]] };
+
+/** A line, or points; what is not finite leaves a gap. */
+function lineTrace(x, y, text, extra) {
   return {
-    displaylogo: false,
-    modeBarButtons: [["toImage", "zoom2d", "resetScale2d"]],
+    type: "scatter",
+    mode: "lines+markers",
+    x,
+    y: y.map((v) => (Number.isFinite(v) ? v : null)),
+    text,
+    hovertemplate: "%{text}<extra></extra>",
+    ...extra,
   };
 }
+
+/** The size of a rate, for a logarithmic axis: zero has no place there. */
+const sizeOf = (rate) => (rate === 0 ? NaN : Math.abs(rate));
+
+/** A dotted line across the picture. */
+const dotted = (place) => ({ type: "line", ...place, line: { color: colour("soft"), width: 1, dash: "dot" } });
 
 function axisOf(title, extra = {}) {
   return {
@@ -62,7 +76,7 @@ function drawChart(div, traces, layout) {
     legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 11 } },
     ...layout,
   };
-  Plotly.react(div, traces, { ...full, width: div.clientWidth }, plotOptions());
+  Plotly.react(div, traces, { ...full, width: div.clientWidth }, PLOT_OPTIONS);
 }
 
 /** Colour of each group, by its layer's place between the first and the last. */
@@ -81,16 +95,12 @@ function drawRates(div, run, measured, range) {
   const short = labels(names, lettersFor(div.clientWidth));
   const chosen = ticks([0, names.length - 1], names.length, div.clientWidth - 70);
   const palette = depthColours(run);
-  const trace = {
-    type: "scatter",
+  const text = names.map((name, s) => {
+    const plus = error === null ? "" : ` ± ${show(error[s], 2)}`;
+    return `${plain(name)}<br>rate ${show(eta[s])}${plus}`;
+  });
+  const trace = lineTrace([...names.keys()], eta.map(sizeOf), text, {
     mode: "markers",
-    x: names.map((_, s) => s),
-    y: eta.map((v) => (Number.isFinite(v) && v !== 0 ? Math.abs(v) : null)),
-    text: names.map(
-      (name, s) =>
-        `${plain(name)}<br>rate ${show(eta[s])}${error === null ? "" : ` ± ${show(error[s], 2)}`}`,
-    ),
-    hovertemplate: "%{text}<extra></extra>",
     marker: {
       size: names.length > 60 ? 6 : 9,
       color: eta.map((v, s) => (v < 0 ? "rgba(0,0,0,0)" : palette[s])),
@@ -100,17 +110,14 @@ function drawRates(div, run, measured, range) {
       error === null
         ? { visible: false }
         : { type: "data", array: error.map((e) => (Number.isFinite(e) ? e : 0)), color: colour("soft"), thickness: 1, width: 3 },
-  };
+  });
   const space = room(short);
   drawChart(div, [trace], {
     height: 260 + space,
     margin: { l: 56, r: 12, t: 12, b: space },
     xaxis: axisOf("", {
-      tickmode: "array",
-      tickvals: chosen,
-      ticktext: chosen.map((k) => short[k]),
+      ...namedTicks(short, chosen),
       tickangle: -90,
-      tickfont: { size: 10.5 },
       range: [-0.7, names.length - 0.3],
       showgrid: names.length <= 60,
       automargin: false,
@@ -123,45 +130,38 @@ function drawRates(div, run, measured, range) {
 function drawRatesOverTime(div, run, moments, epoch, range) {
   const rates = moments.map((m) => numbers(m.eta));
   const palette = depthColours(run);
-  const traces = run.groups.map((group, s) => ({
-    type: "scatter",
-    mode: "lines+markers",
-    x: moments.map((m) => m.epoch),
-    y: rates.map((eta) => (Number.isFinite(eta[s]) && eta[s] !== 0 ? Math.abs(eta[s]) : null)),
-    text: rates.map((eta, i) => `${plain(group.title)}<br>${UNIT} ${show(moments[i].epoch, 4)}: ${show(eta[s])}`),
-    hovertemplate: "%{text}<extra></extra>",
-    line: { width: 1.5, color: palette[s], dash: group.role === "bias" ? "dot" : "solid" },
-    marker: {
-      size: moments.length > 40 ? 3 : 5,
-      color: rates.map((eta) => (eta[s] < 0 ? colour("ground") : palette[s])),
-      line: { width: 1.5, color: palette[s] },
-    },
-  }));
+  const traces = run.groups.map((group, s) => {
+    const text = rates.map((eta, i) => `${plain(group.title)}<br>${UNIT} ${show(moments[i].epoch, 4)}: ${show(eta[s])}`);
+    return lineTrace(moments.map((m) => m.epoch), rates.map((eta) => sizeOf(eta[s])), text, {
+      line: { width: 1.5, color: palette[s], dash: group.role === "bias" ? "dot" : "solid" },
+      marker: {
+        size: moments.length > 40 ? 3 : 5,
+        color: rates.map((eta) => (eta[s] < 0 ? colour("ground") : palette[s])),
+        line: { width: 1.5, color: palette[s] },
+      },
+    });
+  });
   drawChart(div, traces, {
     hovermode: "closest",
     xaxis: axisOf(UNIT),
     yaxis: logAxis(rateWord(run), range),
-    shapes: [{ type: "line", x0: epoch, x1: epoch, y0: 0, y1: 1, yref: "paper", line: { color: colour("soft"), width: 1, dash: "dot" } }],
+    shapes: [dotted({ x0: epoch, x1: epoch, y0: 0, y1: 1, yref: "paper" })],
   });
 }
 
 /** Change of the loss along the step at one moment: the model's parabola and what happened. */
 function drawTrials(div, measured) {
   const trials = measured.trials.map((trial) => trial.map(fromJson)).sort((a, b) => a[0] - b[0]);
+  const points = [[0, 0, 0], ...trials]; // fraction, predicted, real
   const [blue, orange] = colours("runs");
-  const line = (name, k, paint, dash) => ({
-    type: "scatter",
-    mode: "lines+markers",
-    name,
-    x: [0, ...trials.map((trial) => trial[0])],
-    y: [0, ...trials.map((trial) => (Number.isFinite(trial[k]) ? trial[k] : null))],
-    text: [0, ...trials.map((trial) => trial[k])].map(
-      (v, i) => `${name}, step × ${show(i ? trials[i - 1][0] : 0, 3)}<br>change ${show(v)}`,
-    ),
-    hovertemplate: "%{text}<extra></extra>",
-    line: { color: paint, dash, width: 2 },
-    marker: { size: 7, symbol: dash === "solid" ? "circle" : "diamond" },
-  });
+  const line = (name, k, color, dash) => {
+    const text = points.map((point) => `${name}, step × ${show(point[0], 3)}<br>change ${show(point[k])}`);
+    return lineTrace(points.map((point) => point[0]), points.map((point) => point[k]), text, {
+      name,
+      line: { color, dash, width: 2 },
+      marker: { size: 7, symbol: dash === "solid" ? "circle" : "diamond" },
+    });
+  };
   drawChart(div, [line("predicted", 1, blue, "dash"), line("real", 2, orange, "solid")], {
     showlegend: true,
     margin: { l: 56, r: 12, t: 30, b: 44 },
@@ -196,20 +196,16 @@ function drawTrialsOverTime(div, moments) {
       m.trials.filter((trial) => trial[0] === fraction).map((trial) => [m.epoch, ...trial.slice(1).map(fromJson)]),
     );
     const ratio = points.map(([, predicted, real]) => real / predicted);
-    return {
-      type: "scatter",
-      mode: "lines+markers",
-      name: `step × ${show(fraction, 3)}`,
-      x: points.map((point) => point[0]),
-      y: ratio.map((v) => (Number.isFinite(v) ? v : null)),
-      text: points.map(
-        ([epoch, predicted, real], k) =>
-          `${UNIT} ${show(epoch, 4)}, step × ${show(fraction, 3)}<br>predicted ${show(predicted)}<br>real ${show(real)}<br>ratio ${show(ratio[k], 4)}`,
-      ),
-      hovertemplate: "%{text}<extra></extra>",
+    const name = `step × ${show(fraction, 3)}`;
+    const text = points.map(
+      ([epoch, predicted, real], k) =>
+        `${UNIT} ${show(epoch, 4)}, ${name}<br>predicted ${show(predicted)}<br>real ${show(real)}<br>ratio ${show(ratio[k], 4)}`,
+    );
+    return lineTrace(points.map((point) => point[0]), ratio, text, {
+      name,
       line: { color: between(colours("depth"), fractions.length > 1 ? i / (fractions.length - 1) : 0), width: 2 },
       marker: { size: 6 },
-    };
+    });
   });
   const values = traces.flatMap((trace) => trace.y).filter((v) => v !== null);
   drawChart(div, traces, {
@@ -219,7 +215,7 @@ function drawTrialsOverTime(div, moments) {
     yaxis: axisOf("real / predicted", {
       range: [Math.max(Math.min(0, ...values), -2) - 0.15, Math.min(Math.max(1, ...values), 3) + 0.15],
     }),
-    shapes: [{ type: "line", x0: 0, x1: 1, xref: "paper", y0: 1, y1: 1, line: { color: colour("soft"), width: 1, dash: "dot" } }],
+    shapes: [dotted({ x0: 0, x1: 1, xref: "paper", y0: 1, y1: 1 })],
   });
 }
 
@@ -233,16 +229,14 @@ function drawCurves(div, metrics, runs, title) {
       if (!points.length) return;
       const word = metric.replaceAll("_", " ");
       const name = runs.length > 1 ? `${run.name}: ${word}` : word;
-      traces.push({
-        type: "scatter",
-        mode: points.length > 1 ? "lines" : "markers",
-        name: plain(cut(name, Math.max(20, div.clientWidth / 7.5))),
-        x: points.map((point) => point[0]),
-        y: points.map((point) => (Number.isFinite(point[1]) ? point[1] : null)),
-        text: points.map(([epoch, value]) => `${plain(name)}<br>${UNIT} ${show(epoch, 4)}: ${show(value)}`),
-        hovertemplate: "%{text}<extra></extra>",
-        line: { color: palette[(runs.length > 1 ? index : k) % palette.length], dash: DASHES[k % DASHES.length], width: 2 },
-      });
+      const text = points.map(([epoch, value]) => `${plain(name)}<br>${UNIT} ${show(epoch, 4)}: ${show(value)}`);
+      traces.push(
+        lineTrace(points.map((point) => point[0]), points.map((point) => point[1]), text, {
+          mode: points.length > 1 ? "lines" : "markers",
+          name: plain(cut(name, Math.max(20, div.clientWidth / 7.5))),
+          line: { color: palette[(runs.length > 1 ? index : k) % palette.length], dash: DASHES[k % DASHES.length], width: 2 },
+        }),
+      );
     });
   }
   const values = traces.flatMap((trace) => trace.y);

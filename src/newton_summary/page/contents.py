@@ -123,7 +123,7 @@ def _analysis(summary: Summary) -> dict[str, Any]:
     alone = replace(summary, parts=())  # no errors of rates that are not shown
     pairs = strongest_pairs(alone, 12)
     return {
-        "pairs": [[_plain(value) for value in pair] for pair in pairs],
+        "pairs": [[x if isinstance(x, str | int) else _number(x) for x in pair] for pair in pairs],
         "undefined_pairs": pairs.undefined,
         "kept": _kept(alone),
         "gain": _gain(alone),
@@ -136,10 +136,9 @@ def _kept(summary: Summary) -> dict[str, dict[str, float | str]] | None:
         kept = inverse_kept(summary)
     except ValueError:  # no inverse: the page says so elsewhere
         return None
-    both = {"inverse": kept.inverse, "hessian": kept.hessian}
     return {
         name: {key: _number(share) for key, share in shares._asdict().items()}
-        for name, shares in both.items()
+        for name, shares in {"inverse": kept.inverse, "hessian": kept.hessian}.items()
     }
 
 
@@ -166,10 +165,6 @@ def _merges(summary: Summary) -> str | None:
         f"Groups whose own rates differ by a factor of {merges.spread:g} at most could be merged, "
         f"into {len(merges)} groups that keep {merges.kept:.0%} of Newton's decrease: {shown}."
     )
-
-
-def _plain(value: Any) -> Any:
-    return _number(value) if isinstance(value, float) else value
 
 
 # --- numbers --------------------------------------------------------------------------------------

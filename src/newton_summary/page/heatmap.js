@@ -63,6 +63,14 @@ function colouring(scale, { most, many, least }) {
   return { of, range: of(most), at: marks.map(of), text };
 }
 
+/** Ticks of an axis at some numbers, with the names that have these numbers. */
+const namedTicks = (names, chosen) => ({
+  tickmode: "array",
+  tickvals: chosen,
+  ticktext: chosen.map((k) => names[k]),
+  tickfont: { size: 10.5 },
+});
+
 /** Which numbered names fit on this many pixels, for the visible part of an axis. */
 function ticks(range, count, pixels) {
   const from = Math.max(0, Math.ceil(Math.min(...range)));
@@ -78,18 +86,13 @@ function drawHeatmap(panel, run, measured, matrix, options) {
   const [rows, columns] = blockOf(run, options.block);
   const holder = panel.querySelector(".scroll");
   const entry = coloured(run, measured, matrix, options.scale);
-  const missing =
-    entry === null
-      ? matrix === "inverse"
-        ? `No inverse: ${measured.no_inverse}`
-        : "Hbar was not measured."
-      : rows.length && columns.length
-        ? null
-        : "There are no groups of this kind.";
-  panel.querySelector(".note").hidden = missing === null;
-  panel.querySelector(".note").textContent = missing ?? "";
-  holder.hidden = missing !== null;
-  if (missing !== null) return;
+  let missing = "";
+  if (entry === null) missing = matrix === "inverse" ? `No inverse: ${measured.no_inverse}` : "Hbar was not measured.";
+  else if (!rows.length || !columns.length) missing = "There are no groups of this kind.";
+  panel.querySelector(".note").hidden = !missing;
+  panel.querySelector(".note").textContent = missing;
+  holder.hidden = missing !== "";
+  if (missing) return;
 
   const raw = entries(measured[matrix], run.groups.length);
   const error = matrix === "Hbar" ? entries(measured.Hbar_stderr, run.groups.length) : null;
@@ -125,10 +128,7 @@ function drawHeatmap(panel, run, measured, matrix, options) {
   const down = Math.min(cell, 90) * rows.length;
   const div = holder.firstChild;
   const axis = (names, pixels, extra) => ({
-    tickmode: "array",
-    tickvals: ticks([0, names.length - 1], names.length, pixels),
-    ticktext: ticks([0, names.length - 1], names.length, pixels).map((k) => names[k]),
-    tickfont: { size: 10.5 },
+    ...namedTicks(names, ticks([0, names.length - 1], names.length, pixels)),
     ticks: "",
     showgrid: false,
     zeroline: false,
@@ -156,24 +156,13 @@ function drawHeatmap(panel, run, measured, matrix, options) {
     zmin: -paint.range,
     zmax: paint.range,
     colorbar: {
-      orientation: "h",
-      thickness: 8,
-      outlinewidth: 0,
-      x: 0.5,
-      xpad: 0,
-      len: 1,
-      y: 1,
-      ypad: 4,
-      yanchor: "bottom",
-      ticklabelposition: "outside top",
-      tickmode: "array",
-      tickvals: paint.at,
-      ticktext: paint.text,
-      tickfont: { size: 10.5 },
+      orientation: "h", thickness: 8, outlinewidth: 0, ticklabelposition: "outside top",
+      x: 0.5, xpad: 0, len: 1, y: 1, ypad: 4, yanchor: "bottom",
+      tickmode: "array", tickvals: paint.at, ticktext: paint.text, tickfont: { size: 10.5 },
     },
   };
   div.names = [rowNames, columnNames];
-  Plotly.react(div, [trace], layout, plotOptions());
+  Plotly.react(div, [trace], layout, PLOT_OPTIONS);
   if (div.dataset.watched) return;
   div.dataset.watched = "yes";
   // After a zoom more names fit.

@@ -56,12 +56,8 @@ function show(value, digits = 6) {
   if (Number.isNaN(value)) return "nan";
   if (!Number.isFinite(value)) return value > 0 ? "inf" : "-inf";
   if (value === 0) return "0";
-  const size = Math.abs(value);
-  const text =
-    size < 1e-3 || size >= 1e6
-      ? value.toExponential(digits - 1)
-      : value.toPrecision(digits);
-  return text.replace("e+", "e");
+  const isPlain = Math.abs(value) >= 1e-3 && Math.abs(value) < 1e6;
+  return (isPlain ? value.toPrecision(digits) : value.toExponential(digits - 1)).replace("e+", "e");
 }
 
 /** Text that plotly shows as it is: its labels know some markup. */

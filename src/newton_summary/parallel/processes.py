@@ -104,15 +104,10 @@ def unwrap(model: nn.Module) -> nn.Module:
             f"itself, not its parameters or its class."
         )
     compiler = sys.modules.get("torch._dynamo.eval_frame")  # loaded once somebody compiles a model
-    compiled = compiler.OptimizedModule if compiler is not None else ()
+    compiled = () if compiler is None else (compiler.OptimizedModule,)
     parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    while True:
-        if isinstance(model, parallel):
-            model = model.module
-        elif isinstance(model, compiled):
-            model = model._orig_mod
-        else:
-            break
+    while isinstance(model, (*parallel, *compiled)):
+        model = model.module if isinstance(model, parallel) else model._orig_mod  # type: ignore[assignment]
     settle(model)
     return model
 

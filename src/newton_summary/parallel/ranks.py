@@ -268,10 +268,7 @@ class Ranks:
 def find_ranks(distributed: str | bool | Any, device: torch.device, sharded: bool) -> Ranks | None:
     """Return the ranks to measure with; None if this process works alone.
 
-    Args:
-        distributed: As for :func:`newton_summary.parallel.processes.find_processes`.
-        device: Where the numbers lie that are exchanged.
-        sharded: Whether parameters are divided among ranks.
+    ``distributed`` is as for :func:`newton_summary.parallel.processes.find_processes`.
     """
     if isinstance(distributed, Ranks):
         return distributed
@@ -307,15 +304,16 @@ def find_ranks(distributed: str | bool | Any, device: torch.device, sharded: boo
 def _difference(known: Sequence[Mapping[str, str]], numbers: Sequence[int]) -> str:
     """Return in words the first thing in which the facts of ranks differ."""
     first = known[0]
-    for number, facts in zip(numbers[1:], known[1:], strict=True):
-        for name in [*first, *facts]:
-            a, b = first.get(name, "missing"), facts.get(name, "missing")
-            if a != b:
-                return (
-                    f"The ranks are not in step: {name} is {a} on rank {numbers[0]} and {b} on "
-                    f"rank {number}. All ranks have to make the same call, for the same model."
-                )
-    raise AssertionError("the facts are the same")
+    number, a, b, name = next(
+        (number, first.get(name, "missing"), facts.get(name, "missing"), name)
+        for number, facts in zip(numbers, known, strict=True)
+        for name in [*first, *facts]
+        if first.get(name) != facts.get(name)
+    )
+    return (
+        f"The ranks are not in step: {name} is {a} on rank {numbers[0]} and {b} on rank {number}. "
+        f"All ranks have to make the same call, for the same model."
+    )
 
 
 def _in_words(error: BaseException) -> str:

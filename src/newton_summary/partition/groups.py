@@ -7,7 +7,7 @@ as a whole is labelled with that group's number, one that is divided with a tens
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -136,22 +136,12 @@ class Partition(ShownAsTable):
         Groups that hold parameters of the same layer have the same number, such as a weight and its
         bias, or a convolution and its batch norm.
         """
-        layer_of = {
-            name: layer.name
-            for layer in layers_of(self.params, self.types)
-            for name in layer.parameters
-        }
-        number_of: dict[str, int] = {}  # by layer
-        numbers: list[int] = []
-        for s, group in enumerate(self.members):
-            held = {layer_of[member.name] for member in group}
-            met = sorted({number_of[layer] for layer in held if layer in number_of})
-            number = met[0] if met else s
-            for layer, old in number_of.items():  # this group joins layers that were apart so far
-                number_of[layer] = number if old in met else old
-            numbers = [number if old in met else old for old in numbers]
-            number_of.update(dict.fromkeys(held, number))
-            numbers.append(number)
+        names = [{member.name for member in group} for group in self.members]
+        numbers = list(range(len(self)))
+        for layer in layers_of(self.params, self.types):  # joins the groups that it has a part in
+            joined = {n for n, held in zip(numbers, names) if not held.isdisjoint(layer.parameters)}
+            first = min(joined)
+            numbers = [first if n in joined else n for n in numbers]
         order = {number: i for i, number in enumerate(dict.fromkeys(numbers))}
         return tuple(order[number] for number in numbers)
 
@@ -326,6 +316,19 @@ def result_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
     for p in params.values():
         dtype = torch.promote_types(dtype, p.dtype)
     return dtype
+
+
+def inner_of_all(a: Iterable[Tensor], b: Iterable[Tensor]) -> Tensor:
+    """Return <a, b> over all tensors as one number in float64, by few operations."""
+    products = torch._foreach_mul(list(map(_plain, a)), list(map(_plain, b)))
+    flat = [x.reshape(-1).to(products[0].device) for x in products]
+    return torch.cat(flat).sum(dtype=torch.float64)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """Return a tensor that is dense, and in float32 at least."""
+    x = x if x.layout is torch.strided else x.to_dense()
+    return x if x.itemsize >= 4 else x.float()
 
 
 def _describe(members: Sequence[Member], group: str, aliases: Mapping[str, str]) -> str:

@@ -108,11 +108,7 @@ def layers_of(params: Mapping[str, Tensor], types: Types) -> list[Layer]:
     }
     members: dict[int, list[str]] = {}
     for i, owner in enumerate(owners):
-        layer = i
-        if i not in others and others:
-            before = max((j for j in others if j < i), default=None)
-            after = min((j for j in others if j > i), default=None)
-            layer = _nearer(owners, i, before, after)
+        layer = i if i in others or not others else _nearest(owners, i, others)
         members.setdefault(layer, []).extend(by_owner[owner])
     return [
         Layer(
@@ -138,16 +134,15 @@ def _is_norm(kind: str, params: Sequence[Tensor]) -> bool:
     return "norm" in kind and (vectors or kind.endswith(("layernorm", "rmsnorm")))
 
 
-def _nearer(owners: Sequence[str], norm: int, before: int | None, after: int | None) -> int:
+def _nearest(owners: Sequence[str], norm: int, others: set[int]) -> int:
     """Return which neighbour shares more of the module path with a norm; in doubt the former."""
 
     def shared(layer: int) -> int:
         pairs = zip(owners[norm].split("."), owners[layer].split("."))
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
-    if before is None or after is None:
-        return next(layer for layer in (before, after) if layer is not None)
-    return after if shared(after) > shared(before) else before
+    before, after = sorted(j for j in others if j < norm), sorted(j for j in others if j > norm)
+    return max([*before[-1:], *after[:1]], key=shared)
 
 
 def last_layer(model: nn.Module, layers: Sequence[Layer]) -> Layer:

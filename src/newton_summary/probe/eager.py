@@ -208,9 +208,7 @@ HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 class RestingHooks(TorchFunctionMode):
     """While active, hooks that a loss puts on the gradients of its tensors are not registered."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", None) in HOOKS and is_measuring():
             return rest_hook(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

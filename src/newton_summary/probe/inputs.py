@@ -1,14 +1,17 @@
-"""What users give: a loss function, data that is read as batches, and their numbers of samples."""
+"""What users give: a loss function, and data, which is read, counted and cut as batches."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Dataset, IterableDataset
@@ -41,6 +44,9 @@ def check_loss_fn(loss_fn: Any) -> None:
         )
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is of type {type(loss_fn).__name__}. {_WANTED} {_EXAMPLE}.")
+    code: Any = getattr(loss_fn, "__code__", None)
+    if inspect.isfunction(loss_fn) and (code.co_argcount, code.co_kwonlyargcount) == (2, 0):
+        return  # without its whole signature, which takes a while
     try:
         signature = inspect.signature(loss_fn)
     except ValueError:  # of a function in C, which has none
@@ -53,9 +59,9 @@ def check_loss_fn(loss_fn: Any) -> None:
         ) from None
 
 
-def explain(error: TypeError, model: nn.Module, data: Any) -> TypeError | None:
+def explain(error: Exception, model: nn.Module, data: Any) -> TypeError | None:
     """Return a clearer error if a loss failed because of the arguments it was given."""
-    if data is None:
+    if data is None and (isinstance(error, TypeError) or "NoneType" in str(error)):
         return TypeError(
             f"The data is None, so loss_fn was given None as its batch, and failed: {error}. Give "
             f"a batch, or an iterable of batches such as a DataLoader."
@@ -70,7 +76,7 @@ def explain(error: TypeError, model: nn.Module, data: Any) -> TypeError | None:
             f"The batch holds numpy arrays, and loss_fn failed with them: {error}. Give tensors, "
             f"torch.as_tensor(array), or convert them in loss_fn."
         )
-    if isinstance(data, list) and "must be Tensor, not list" in str(error):
+    if isinstance(data, list) and re.search(r"\blist\b", str(error)):
         return TypeError(
             f"A list of tensors is taken as one batch, and loss_fn failed with it: {error}. For "
             f"several batches of one tensor each, give iter(data) or a DataLoader."
@@ -133,6 +139,65 @@ def has_length(leaf: Any) -> bool:
     return isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0
 
 
+def map_batch(change: Callable[[Any], Any], batch: Any) -> Any:
+    """Apply a function to every leaf of a batch; containers keep their types.
+
+    Lists, and leaves, are passed to the function as a whole. A list that it returns unchanged is
+    mapped item by item.
+    """
+    if isinstance(batch, Mapping):
+        items = {key: map_batch(change, value) for key, value in batch.items()}
+        if type(batch) is dict:
+            return items
+        changed = copy.copy(batch)  # such as the output of a tokenizer
+        for key, value in items.items():
+            changed[key] = value  # type: ignore[index]
+        return changed
+    if isinstance(batch, tuple):
+        children = [map_batch(change, child) for child in batch]
+        return type(batch)(*children) if hasattr(batch, "_fields") else tuple(children)
+    if is_dataclass(batch):
+        given = [f.name for f in dataclasses.fields(batch) if f.init]
+        values = {name: map_batch(change, getattr(batch, name)) for name in given}
+        return dataclasses.replace(batch, **values)
+    changed = change(batch)
+    if changed is batch and isinstance(batch, list):
+        return [map_batch(change, child) for child in batch]
+    return changed
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors on a device."""
+    return map_batch(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def take_samples(batch: Any, size: int, samples: slice) -> Any:
+    """Return a part of a batch: what has the batch's length is cut, everything else is kept.
+
+    Cut are tensors and arrays, and lists inside the batch that hold one object per sample rather
+    than tensors of that length.
+    """
+
+    def cut(leaf: Any) -> Any:
+        if has_length(leaf):
+            return leaf[samples] if len(leaf) == size else leaf
+        if not isinstance(leaf, list) or leaf is batch or len(leaf) != size:
+            return leaf
+        holds_tensors = any(has_length(x) and len(x) == size for x in leaves(leaf))
+        return leaf if holds_tensors else leaf[samples]
+
+    return map_batch(cut, batch)
+
+
+def outside_inference_mode(batch: Any) -> Any:
+    """Return the batch with copies of the tensors made under inference_mode."""
+
+    def clone(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, Tensor) and leaf.is_inference() else leaf
+
+    return map_batch(clone, batch)
+
+
 def count_samples(batch: Any) -> int | None:
     """Return the number of samples in a batch, or None if it is unknown.
 
@@ -141,18 +206,13 @@ def count_samples(batch: Any) -> int | None:
     """
     if batch is None:
         return 1
-    return next(iter(_lengths(batch)), None)
-
-
-def _lengths(batch: Any) -> list[int]:
-    """Return the lengths of all tensors in a batch; of lists, if there are no tensors."""
-    found = [_length(leaf) for leaf in leaves(batch)]
-    lengths = [n for n in found if n is not None]
-    if lengths or not isinstance(batch, list | tuple | Mapping):
-        return lengths
+    lengths = (_length(leaf) for leaf in leaves(batch))
+    first = next((n for n in lengths if n is not None), None)
+    if first is not None or not isinstance(batch, list | tuple | Mapping):
+        return first
     children = batch.values() if isinstance(batch, Mapping) else batch
-    lists = [child for child in children if isinstance(child, list)]
-    return [len(child) for child in lists] or ([len(batch)] if isinstance(batch, list) else [])
+    lists = (len(child) for child in children if isinstance(child, list))
+    return next(lists, len(batch) if isinstance(batch, list) else None)
 
 
 def _length(leaf: Any) -> int | None:

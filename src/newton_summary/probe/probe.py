@@ -27,7 +27,6 @@ from newton_summary.display.warn import warn_user
 from newton_summary.errors import CoupledSamplesError, NotFiniteError
 from newton_summary.parallel.processes import ALONE, Processes
 from newton_summary.partition import Params, Partition, unwrap
-from newton_summary.probe.cutting import outside_inference_mode, take_samples
 from newton_summary.probe.eager import (
     RestingHooks,
     install_switches,
@@ -45,6 +44,8 @@ from newton_summary.probe.inputs import (
     explain,
     has_length,
     leaves,
+    outside_inference_mode,
+    take_samples,
 )
 from newton_summary.probe.state import (
     Journal,
@@ -61,9 +62,7 @@ Closure = Callable[[], Tensor]
 class WholeBatchOnly(TorchFunctionMode):
     """While active, a batch norm in training mode is an error: the batch is a part of one."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         in_training = args[5] if len(args) > 5 else kwargs.get("training", False)
         if func in (F.batch_norm, torch.batch_norm) and in_training and is_measuring():
@@ -88,6 +87,7 @@ class Probe:
         num_parts: How many (parts of) batches there are; known after the first pass over the data.
         counted: Whether the number of samples is known.
         recorded: Whether a recorder sees to it that the loss does not change the parameters.
+        trusted: Whether the loss was seen not to change them; its first evaluation is compared.
         losses: Of all (parts of) batches, as they were when the gradient was computed.
         complaint: What was wrong about what the last loss did or returned.
     """
@@ -116,7 +116,7 @@ class Probe:
         self.num_parts: int | None = None
         self.counted = True
         self._count = SampleCount(num_samples, self._may_be_time_first)
-        self._params_checked = False
+        self.trusted = False
         self.processes = processes
         self.params: Params = partition.params
         self._batches: Iterable[Any] | None = None  # read when they are first needed
@@ -169,7 +169,8 @@ class Probe:
         """
         if self._batches is None:
             self._batches = as_batches(self.data)
-            self.random.forget()  # reading the data may have drawn
+            if isinstance(self.data, Iterator):
+                self.random.forget()  # reading it may have drawn
         self.random.restore(self._start)
         count = 0
         state = self._start
@@ -298,7 +299,7 @@ class Probe:
             self.random.restore(evaluation.state)
             self._model_state.restore()
             torch.clear_autocast_cache()  # of an outer autocast: it may hold moved parameters
-            known = self._params_checked or self.recorded
+            known = self.trusted or self.recorded
             watch = ParameterWatch(self.params, in_detail=not known)
             self.random.forget()
         try:
@@ -310,7 +311,7 @@ class Probe:
                     around.enter_context(WholeBatchOnly())
                 around.enter_context(self._evaluating())
                 loss = self.loss_fn(self.model, evaluation.batch)
-        except TypeError as error:
+        except (TypeError, AttributeError) as error:
             clearer = explain(error, self.model, self.data)
             if clearer is None:
                 raise
@@ -318,7 +319,7 @@ class Probe:
         finally:
             with torch._C.DisableTorchFunction():
                 changed = watch.put_back()
-        self._params_checked = self._params_checked or not known
+        self.trusted = self.trusted or not known
         self.complaint = self._wrong_about(loss, changed, evaluation.number)
         if self.complaint is not None:
             raise self.complaint
@@ -408,8 +409,7 @@ def _reaches(loss: Tensor, params: Iterable[Tensor]) -> bool:
     wanted = {id(p) for p in params}
     if loss.grad_fn is None:
         return id(loss) in wanted
-    nodes = graph_nodes(loss.grad_fn)
-    return any(id(getattr(node, "variable", None)) in wanted for node in nodes)
+    return any(id(getattr(node, "variable", None)) in wanted for node in graph_nodes(loss.grad_fn))
 
 
 def graph_nodes(root: Any) -> Iterator[Any]:

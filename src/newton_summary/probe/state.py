@@ -126,6 +126,15 @@ def interrupt_behind(error: BaseException | None) -> BaseException | None:
     return error
 
 
+def copies_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return copies without a history, by one kernel for many of them."""
+    tensors = [tensor.detach() for tensor in tensors]
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    if tensors:
+        torch._foreach_copy_(list(map(local_part, copies)), list(map(local_part, tensors)))
+    return copies
+
+
 @contextmanager
 def unmoved(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Put tensors back at the end, bit for bit, whatever happens to them in between.
@@ -134,7 +143,7 @@ def unmoved(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     Gives the copies they are put back from.
     """
     tensors = list(tensors)
-    copies = [tensor.detach().clone() for tensor in tensors]
+    copies = copies_of(tensors)
     versions = [_unsafe_preserve_version_counter(tensor) for tensor in tensors]
 
     def put_back() -> None:
@@ -181,10 +190,7 @@ class ParameterWatch:
         self.names = list(params)
         self.values = [p.detach() for p in params.values()]
         self.versions = [value._version for value in self.values]
-        self.copies: list[Tensor] | None = None
-        if in_detail:  # with one kernel for many of them
-            self.copies = [torch.empty_like(value) for value in self.values]
-            torch._foreach_copy_(self.copies, self.values)
+        self.copies = copies_of(self.values) if in_detail else None
 
     def put_back(self) -> str | None:
         """Return the name of a parameter that has changed, if there is one."""
@@ -246,8 +252,7 @@ class ModelState:
             if hooks:
                 p._backward_hooks = None
         for module, _, _ in self.hooks:
-            module._backward_hooks = OrderedDict()
-            module._backward_pre_hooks = OrderedDict()
+            vars(module).update(_backward_hooks=OrderedDict(), _backward_pre_hooks=OrderedDict())
 
     def restore(self) -> None:
         """Put back what an evaluation may have changed, before the next one."""
@@ -278,7 +283,7 @@ class ModelState:
             if hooks:
                 p._backward_hooks = hooks
         for module, after, before in self.hooks:
-            module._backward_hooks, module._backward_pre_hooks = after, before
+            vars(module).update(_backward_hooks=after, _backward_pre_hooks=before)
         for hooks, saved in self.forward_hooks:
             set_contents(hooks, saved)
         parametrize._cache.update({k: v for k, v in self.cached.items() if v is not None})
@@ -362,7 +367,6 @@ class TorchState:
     """What this thread has set: gradients on or off, function modes, autocast."""
 
     def __init__(self, devices: Iterable[torch.device]):
-        """Remember it."""
         self.grad = torch.is_grad_enabled()
         self.modes = _function_modes()
         if not is_measuring():  # any of ours was left by an interrupt
@@ -424,7 +428,7 @@ class RandomState:
         if self._known is None:
             self._known = (
                 torch.get_rng_state(),
-                [_random_module(d).get_rng_state(*_which(d)) for d in self.devices],
+                [torch.get_device_module(d).get_rng_state(*_which(d)) for d in self.devices],
                 [generator.get_state() for generator in self.generators],
                 random.getstate(),
                 np.random.get_state(),
@@ -448,7 +452,7 @@ class RandomState:
         cpu, devices, generators, python, numpy = state
         torch.set_rng_state(cpu)
         for device, value in zip(self.devices, devices, strict=True):
-            _random_module(device).set_rng_state(value, *_which(device))
+            torch.get_device_module(device).set_rng_state(value, *_which(device))
         for generator, value in zip(self.generators, generators, strict=True):
             generator.set_state(value)
         random.setstate(python)
@@ -462,15 +466,11 @@ class RandomState:
         self.forget()
         torch.default_generator.manual_seed(seed)
         for device in self.devices:
-            module = _random_module(device)
+            module = torch.get_device_module(device)
             with module.device(device) if _which(device) else nullcontext():
                 module.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
-
-
-def _random_module(device: torch.device) -> Any:
-    return torch.get_device_module(device)
 
 
 def _which(device: torch.device) -> tuple[torch.device, ...]:

@@ -77,6 +77,8 @@ def replacing(path: Path, *, keep: bool = False) -> Iterator[Digested]:
     Raises:
         CannotWriteError: With the reason, such as a full disk. The old file is still there.
     """
+    if "\0" in path.name:
+        raise cannot_write(path, OSError(errno.EINVAL, "there is a NUL in its name"))
     part = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.part")
     stream: Digested | None = None
     try:
@@ -165,8 +167,6 @@ def _dense(value: Any) -> Any:
     """Copy tensors that repeat their entries: a reader accepts no more entries than bytes."""
     if isinstance(value, Tensor):
         return value.contiguous() if 0 in value.stride() else value
-    if type(value) in (dict, list, tuple):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        found = {key: _dense(item) for key, item in items}
-        return found if isinstance(value, dict) else type(value)(found.values())
-    return value
+    if type(value) is dict:
+        return {key: _dense(item) for key, item in value.items()}
+    return type(value)(map(_dense, value)) if type(value) in (list, tuple) else value

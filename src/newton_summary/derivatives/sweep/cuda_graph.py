@@ -24,7 +24,8 @@ from newton_summary.derivatives.sweep.engine import (
     contributions,
     joined,
     prepared,
-    totals_of,
+    totals_at,
+    where_in_totals,
     with_totals,
     without_autocast,
 )
@@ -118,7 +119,7 @@ class SweepGraphs:
         key = (
             partition,
             loss_fn,
-            structure,
+            repr(structure),  # torch 2.6 cannot hash it
             tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves),
             tuple((x.data_ptr(), x.dtype) for x in tensors),
             tuple(p.requires_grad for p in partition.params.values()),
@@ -136,14 +137,9 @@ class SweepGraphs:
 
 
 class SweepGraph:
-    """The sweep of one batch, and of all others of its shape.
+    """The sweep of one batch, which is copied, and of all others of its shape, to order 2 or 3.
 
-    Args:
-        loss_fn: ``loss_fn(model, batch)``.
-        batch: The first batch; it is copied.
-        u: The direction, in tensors that stay where they are.
-        partition: The groups.
-        order: 2 or 3.
+    The direction lies in tensors that stay where they are.
     """
 
     def __init__(self, loss_fn: LossFn, batch: Any, u: Params, partition: Partition, order: int):
@@ -171,9 +167,10 @@ class SweepGraph:
                         run()
                 torch.cuda.current_stream().wait_stream(stream)
                 with torch.cuda.graph(self._graph):
-                    self._places, self._numbers = run()
+                    places, self._numbers = run()
             except (CannotDifferentiate, RuntimeError) as error:
                 raise CannotCapture(str(error).splitlines()[0]) from error
+        self._where = where_in_totals(places, len(partition))
 
     def replay(self, batch: Any) -> Summary:
         """Measure a summary of a batch of the same shape."""
@@ -185,7 +182,7 @@ class SweepGraph:
         numbers = self._numbers.cpu()
         loss = numbers[0]
         check_finite(loss)
-        totals = totals_of(self._places, numbers[1:].numpy(), len(self.partition))
+        totals = totals_at(self._where, numbers[1:].numpy(), len(self.partition))
         dtype = result_dtype(self.partition.params)
         first = Summary(
             torch.from_numpy(totals.gbar).to(dtype),

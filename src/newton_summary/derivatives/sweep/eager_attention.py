@@ -26,15 +26,6 @@ PRODUCT = frozenset(("matmul", "bmm"))
 SOFTMAX = frozenset(("softmax", "special_softmax", "_safe_softmax"))
 
 
-def join_eager_attention(tape: Tape) -> None:
-    """Put one operation in the place of each attention that is written out on a tape."""
-    joining = Joining(tape)
-    ops: list[Op] = []
-    for op in tape.ops:
-        ops += joining.joined(op) or [op]
-    tape.ops = [op for op in ops if op not in joining.gone]
-
-
 @dataclass
 class Scores:
     """What became of q k^T on the way to the softmax."""
@@ -48,10 +39,18 @@ class Joining:
 
     def __init__(self, tape: Tape):
         """Look at all operations."""
+        self.tape = tape
         self.makers = {v.slot: op for op in tape.ops for v in op.outputs if v is not None}
         self.users = Counter(slot for op in tape.ops for slot in op.inputs)
         self.slots = 1 + max(v.slot or 0 for op in tape.ops for v in op.outputs if v is not None)
         self.gone: set[Op] = set()  # what has become part of another operation
+
+    def run(self) -> None:
+        """Put one operation in the place of each attention that is written out on the tape."""
+        ops: list[Op] = []
+        for op in self.tape.ops:
+            ops += self.joined(op) or [op]
+        self.tape.ops = [op for op in ops if op not in self.gone]
 
     def maker(self, value: Any, only_use: bool = True) -> Op | None:
         """Return the operation that made a value, if nothing else uses it."""

@@ -30,25 +30,18 @@ import torch
 from torch import Tensor
 
 from newton_summary.derivatives.sweep.chunked_logits import find_chunked_logits, pass_in_pieces
-from newton_summary.derivatives.sweep.eager_attention import SOFTMAX, join_eager_attention
+from newton_summary.derivatives.sweep.eager_attention import SOFTMAX, Joining
+from newton_summary.derivatives.sweep.eager_norms import JoiningNorms
 from newton_summary.derivatives.sweep.memory import (
     StackTooLarge,
     default_limit,
+    keep_freed_memory,
     plan_of_sweeps,
     stack_bytes,
 )
-from newton_summary.derivatives.sweep.recorder import Recorder
-from newton_summary.derivatives.sweep.rules import (
-    BILINEAR,
-    COMPLEX,
-    DECOMPOSED,
-    PREPARE,
-    RULES,
-    STRAIGHT,
-    generic,
-)
+from newton_summary.derivatives.sweep.recorder import Recorder, values_read
+from newton_summary.derivatives.sweep.rules import BILINEAR, COMPLEX, RULES, STRAIGHT, generic
 from newton_summary.derivatives.sweep.rules.linear import MASKED, SAME_ORDER, warn_of_hidden_rows
-from newton_summary.derivatives.sweep.rules.reads import ARGUMENTS, NOTHING, RESULT
 from newton_summary.derivatives.sweep.tape import (
     Cut,
     Groups,
@@ -56,16 +49,15 @@ from newton_summary.derivatives.sweep.tape import (
     Tangent,
     Tape,
     Value,
-    find_values,
     gram,
+    groups_in,
 )
 from newton_summary.derivatives.sweep.token_runs import find_token_runs, pass_tokens
-from newton_summary.errors import CannotDifferentiate
+from newton_summary.errors import CannotDifferentiate, is_out_of_memory
 from newton_summary.partition import Params, Partition
 from newton_summary.probe.probe import Closure, check_depends, check_finite
 from newton_summary.summary import Summary
 
-KNOWN = frozenset(RULES)
 SMALL = 2**23  # bytes: stacks that take less together are not counted, divided or split
 LARGE = 2**16  # bytes: smaller values are kept on the tape whoever reads them
 Place = tuple[str, Groups, Groups]  # gbar, Hbar or D3, its groups, and those of Hbar's columns
@@ -73,13 +65,7 @@ Adjoints = dict[int, Tensor | None]  # of the loss, by the slot of a value; None
 
 
 class Leaves:
-    """The parameters that a loss is differentiated by, and the direction in which they move.
-
-    Args:
-        params: The parameters theta, by name; leaves of the graph.
-        u: Direction, one tensor per parameter.
-        partition: Assignment of the parameters to S groups.
-    """
+    """The parameters that a loss is differentiated by, and the direction in which they move."""
 
     chunks_logits = True  # whether many logits may be passed some rows at a time
 
@@ -88,7 +74,7 @@ class Leaves:
 
     def record(self, closure: Closure) -> Tape:
         """Run the loss and return its tape."""
-        tape = Recorder(self.params, KNOWN, PREPARE, DECOMPOSED, values_read).record(closure)
+        tape = Recorder(self.params).record(closure)
         check_depends(tape.loss, self.params)
         return tape
 
@@ -169,9 +155,8 @@ class Sweep:
             for slot in op.finishes:
                 self.tangents.pop(slot, None)
             if consume:
-                for value in op.outputs:
-                    if value is not None and value.slot is not None:
-                        self.adjoints.pop(value.slot, None)
+                for value in op.made:
+                    self.adjoints.pop(value.slot, None)  # type: ignore[arg-type]
                 op.args, op.kwargs, op.outputs, op.saved = (), {}, [], None
         if cut is not None and cut.index == len(self.tape.ops):
             self.read_gbar(cut)
@@ -187,7 +172,7 @@ class Sweep:
         try:
             result = rule_for(op)(self, op, *op.args, **op.kwargs)
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
+            if is_out_of_memory(error):
                 raise
             raise CannotDifferentiate(
                 f"sweep: {op.name!r} is called in a way that its rule does not know: {error}"
@@ -198,11 +183,6 @@ class Sweep:
         for value, tangent in zip(op.outputs, results, strict=True):
             if value is not None and tangent is not None and value.slot in self.tape.needed:
                 self.tangents[value.slot] = tangent.to(value.tensor.dtype)
-
-    def contributions(self) -> tuple[list[Place], Tensor]:
-        """Return all contributions end to end, and where they belong."""
-        entries = joined([entries.reshape(-1) for _, entries in self.found])
-        return [place for place, _ in self.found], entries
 
 
 class Totals(NamedTuple):
@@ -215,16 +195,26 @@ class Totals(NamedTuple):
 
 def totals_of(places: Sequence[Place], numbers: np.ndarray, S: int) -> Totals:
     """Return the totals from all contributions end to end."""
-    totals = Totals(np.zeros(S), np.zeros((S, S)), np.zeros(S))
-    start = 0
+    return totals_at(where_in_totals(places, S), numbers, S)
+
+
+def where_in_totals(places: Sequence[Place], S: int) -> np.ndarray:
+    """Return where each contribution belongs in gbar, Hbar and D3 end to end."""
+    first = {"gbar": 0, "Hbar": S, "D3": S + S * S}
+    found = [np.zeros(0, dtype=np.int64)]
     for name, rows, columns in places:
-        end = start + len(rows) * (len(columns) if name == "Hbar" else 1)
-        part, start = numbers[start:end], end
+        here = np.array(rows, dtype=np.int64)
         if name == "Hbar":
-            totals.Hbar[np.array(rows)[:, None], columns] += part.reshape(len(rows), -1)
-        else:
-            getattr(totals, name)[list(rows)] += part
-    return totals._replace(Hbar=(totals.Hbar + totals.Hbar.T) / 2)
+            here = (S * here[:, None] + np.array(columns, dtype=np.int64)).reshape(-1)
+        found.append(first[name] + here)
+    return np.concatenate(found)
+
+
+def totals_at(where: np.ndarray, numbers: np.ndarray, S: int) -> Totals:
+    """Return the totals, given where each contribution belongs."""
+    sums = np.bincount(where, numbers, minlength=2 * S + S * S)
+    Hbar = sums[S:-S].reshape(S, S)
+    return Totals(sums[:S], (Hbar + Hbar.T) / 2, sums[-S:])
 
 
 def joined(pieces: list[Tensor]) -> Tensor:
@@ -232,8 +222,7 @@ def joined(pieces: list[Tensor]) -> Tensor:
     if not pieces:
         return torch.zeros(0)
     wide = torch.float64 if any(p.dtype == torch.float64 for p in pieces) else torch.float32
-    device = pieces[0].device
-    return torch.cat([p.to(device, wide) for p in pieces])
+    return torch.cat([p.to(pieces[0].device, wide) for p in pieces])
 
 
 def rule_for(op: Op) -> Callable[..., Any]:
@@ -261,8 +250,7 @@ def is_view_of_leaf(op: Op, tape: Tape) -> bool:
 
 def leaf_tangent(U: Tensor, label: int | Tensor, chosen: set[int]) -> Tangent | None:
     """Return the derivatives of a parameter: U^s along its own group or groups."""
-    present = [label] if isinstance(label, int) else torch.unique(label).tolist()
-    groups = [s for s in present if s in chosen]
+    groups = [s for s in groups_in(label) if s in chosen]
     if not groups:
         return None
     rows = U[None] if isinstance(label, int) else torch.stack([U * (label == s) for s in groups])
@@ -278,30 +266,21 @@ def mark_needed(tape: Tape) -> None:
     if tape.cut is not None:
         tape.needed.add(tape.cut.slot)
     for op in reversed(tape.ops):
-        op.wanted = any(value is not None and value.slot in tape.needed for value in op.outputs)
+        op.wanted = any(value.slot in tape.needed for value in op.made)
         if op.passed:
             op.finishes = [slot for slot in dict.fromkeys(op.inputs) if slot not in tape.needed]
             tape.needed.update(op.inputs)
-
-
-def values_read(op: Op) -> list[Value]:
-    """Return the values with a slot whose numbers the rule of an operation may read."""
-    if op.name in NOTHING and not op.complex:
-        return []
-    arguments = [] if op.name in RESULT else find_values((op.args, op.kwargs))
-    results = [] if op.name in ARGUMENTS else [value for value in op.outputs if value is not None]
-    return [value for value in (*arguments, *results) if value.slot is not None]
 
 
 def forget_unread(tape: Tape) -> None:
     """Keep only the shapes of large values that no rule reads."""
     read = {value.slot for op in tape.ops for value in values_read(op)}
     for op in tape.ops:
-        for value in op.outputs:
-            if value is not None and value.slot not in read and not value.forgotten:
-                x = value.tensor
-                if x.dim() > 0 and x.layout == torch.strided and x.nbytes >= LARGE:
-                    value.forget()
+        for value in op.made:
+            x = value.tensor
+            is_large = x.dim() > 0 and x.layout == torch.strided and x.nbytes >= LARGE
+            if is_large and value.slot not in read and not value.forgotten:
+                value.forget()
 
 
 def find_cut(tape: Tape) -> Cut | None:
@@ -315,14 +294,14 @@ def find_cut(tape: Tape) -> Cut | None:
     curved = [i for i, op in enumerate(tape.ops) if op.curved]
     if not curved:
         return None
-    made = {value.slot: value for op in tape.ops for value in op.outputs if value is not None}
+    made = {value.slot: value for op in tape.ops for value in op.made}
     end = next((value for value in made.values() if value.tensor is tape.loss), None)
     if end is None:
         return None
     open_slots = {end.slot}  # what the operations from here on depend on
     for index in reversed(range(len(tape.ops))):
         op = tape.ops[index]
-        outputs = {value.slot for value in op.outputs if value is not None}
+        outputs = {value.slot for value in op.made}
         if open_slots & outputs:
             open_slots = (open_slots - outputs) | set(op.inputs)
         if index <= curved[-1] and len(open_slots) == 1:
@@ -340,13 +319,7 @@ def backward(tape: Tape, params: Params) -> tuple[Params, Adjoints]:
     parameters, and the adjoint of the value at the cut is kept with it.
     """
     leaves = {} if tape.cut is not None else params
-    wanted = {
-        value.slot: value
-        for op in tape.ops
-        if op.curved
-        for value in op.outputs
-        if value is not None
-    }
+    wanted = {value.slot: value for op in tape.ops if op.curved for value in op.made}
     if tape.cut is not None:
         wanted[tape.cut.slot] = tape.cut.value
     inputs = [*leaves.values(), *(value.edge for value in wanted.values())]
@@ -415,6 +388,7 @@ def sweep_batch(
     may_split: bool = False,
 ) -> Summary:
     """Compute a summary; arguments as for :func:`summarize_sweep`."""
+    keep_freed_memory()
     tape = prepared(closure, leaves, order, stack_limit)
     loss = tape.loss.detach().reshape(())
     parts = (
@@ -436,8 +410,11 @@ def prepared(closure: Closure, leaves: Leaves, order: int, stack_limit: int | No
     tape = leaves.record(closure)
     tape.hidden = [op.saved for op in tape.ops if op.name in MASKED]
     if order > 1:
-        if any(op.name in SOFTMAX for op in tape.ops):
-            join_eager_attention(tape)
+        present = {op.name for op in tape.ops}
+        if present & SOFTMAX:
+            Joining(tape).run()
+        if "rsqrt" in present:
+            JoiningNorms(tape).run()
         # Views of parameters come first: between other operations they would end a run of tokens.
         tape.ops.sort(key=lambda op: not is_view_of_leaf(op, tape))
         forget_unread(tape)
@@ -446,7 +423,7 @@ def prepared(closure: Closure, leaves: Leaves, order: int, stack_limit: int | No
         tape.cut = find_cut(tape)
         mark_needed(tape)
         S = len(leaves.partition)
-        made = (v.tensor for op in tape.ops for v in op.outputs if v is not None)
+        made = (value.tensor for op in tape.ops for value in op.made)
         sizes = (x.numel() * x.element_size() for x in made)  # sparse ones have no nbytes
         tape.small = 10 * S * sum(sizes) <= min(SMALL, stack_limit or SMALL)
         if leaves.chunks_logits and not tape.small:
@@ -501,7 +478,8 @@ def contributions(
     """
     sweep = Sweep(tape, adjoints, leaves, order, groups)
     sweep.run(consume)
-    return sweep.contributions()
+    entries = joined([entries.reshape(-1) for _, entries in sweep.found])
+    return [place for place, _ in sweep.found], entries
 
 
 def with_totals(first: Summary, totals: Totals, order: int) -> Summary:

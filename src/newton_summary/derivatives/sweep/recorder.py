@@ -8,7 +8,7 @@ calls are noted instead; calls that do not touch the parameters are left alone.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,45 +18,59 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE, RULES, elementwise
+from newton_summary.derivatives.sweep.rules.linear import SAME_ORDER
+from newton_summary.derivatives.sweep.rules.selection import POOLING
 from newton_summary.derivatives.sweep.tape import (
     Op,
     Tape,
     Value,
     changed_in_place,
     find_tensors,
+    find_values,
     positions_in,
     version_of,
 )
-from newton_summary.derivatives.sweep.torch_functions import READS_OUT, in_position, look_up
+from newton_summary.derivatives.sweep.torch_functions import READS_OUT, in_position, look_up, names
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.partition import Params
 from newton_summary.probe.eager import HOOKS, rest_hook
 from newton_summary.probe.probe import Closure
 
+Func = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+# Rules that read no numbers of what moves, or those of their arguments or results alone.
+READ_NOTHING = {*SAME_ORDER, *POOLING} | set(
+    names("""
+    add sub subtract neg negative sum mean cat concat concatenate stack transpose T mT t permute
+    expand expand_as broadcast_to __getitem__ split chunk unbind read_view write_view
+    embedding where masked_fill
+""")
+)
+READ_ARGUMENTS = elementwise.OF_ARGUMENT | set(
+    names("""
+    linear conv1d conv2d conv3d matmul bmm mm mul multiply standardize scaled_dot_product_attention
+""")
+)
+READ_RESULT = elementwise.OF_RESULT | {"softmax", "log_softmax"}
+
+
+def values_read(op: Op) -> list[Value]:
+    """Return the values with a slot whose numbers the rule of an operation may read."""
+    if op.name in READ_NOTHING and not op.complex:
+        return []
+    arguments = [] if op.name in READ_RESULT else find_values((op.args, op.kwargs))
+    results = [] if op.name in READ_ARGUMENTS else op.made
+    return [value for value in (*arguments, *results) if value.slot is not None]
+
 
 class Recorder(TorchFunctionMode):
-    """Record what the loss does to the parameters.
+    """Record what the loss does to the parameters, the leaves of the tape."""
 
-    Args:
-        params: The parameters, leaves of the tape.
-        known: Names of the operations that rules exist for.
-        prepare: For some operations, how to run them so that the rule gets what it needs: a
-            function that takes (func, args, kwargs) and returns (result, saved).
-        decomposed: For some operations, a function of the same arguments that is run instead.
-        reads: Gives the values whose numbers the rule of an operation may read.
-    """
-
-    def __init__(
-        self,
-        params: Params,
-        known: frozenset[str],
-        prepare: Mapping[str, Callable[..., tuple[Any, Any]]],
-        decomposed: Mapping[str, Callable[..., Any]],
-        reads: Callable[[Op], list[Value]],
-    ):
+    def __init__(self, params: Params):
         super().__init__()
-        self.reads = reads
-        self.known, self.prepare, self.decomposed = known, prepare, decomposed
         self.ops: list[Op] = []
         self.values: dict[int, Value] = {}  # by the identity of the tensor
         self.sharing: dict[int, list[Value]] = {}  # by the identity of the owner of the memory
@@ -109,15 +123,12 @@ class Recorder(TorchFunctionMode):
             if made_by is None:
                 kept.append(op)
                 continue
-            slots = (value.slot for value in op.outputs if value is not None)
-            cause.update({slot: made_by for slot in slots if slot is not None})
+            cause.update({value.slot: made_by for value in op.made if value.slot is not None})
         if loss in cause:
             raise not_recorded(cause[loss])
         self.ops = kept
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types_: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         call = look_up(func)
         if call.passes or self.finished:
@@ -143,7 +154,7 @@ class Recorder(TorchFunctionMode):
         if kwargs and call.of_torch:
             args, kwargs = in_position(args, kwargs)
         has_complex = any(t.is_complex() for t in tensors)
-        if call.name in self.decomposed:
+        if call.name in DECOMPOSED:
             with self:
                 result = self._run_decomposed(call.name, args, kwargs, in_place)
             if result is not NotImplemented:
@@ -153,25 +164,25 @@ class Recorder(TorchFunctionMode):
     # --- ways to run a call -----------------------------------------------------------------------
 
     def _run(
-        self,
-        name: str,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        in_place: bool,
-        has_complex: bool,
+        self, name: str, func: Func, args: Args, kwargs: Kwargs, in_place: bool, has_complex: bool
     ) -> Any:
         """Run a call, and note it if its result depends on the parameters."""
         if name in READS_OUT:
-            self._warn_about_reading(name)
+            call = "torch.tensor" if name == "tensor" else f".{name.strip('_')}"
+            warnings.warn(
+                f"loss_fn calls {call}() on a tensor that depends on the parameters. If "
+                f"the number goes into the loss, no derivative sees that way. Use the tensor "
+                f"itself, or .detach() to say that this is meant.",
+                stacklevel=3,
+            )
         inputs: list[int] = []
         op = Op(name, func, self._wrap(args, inputs), self._wrap(kwargs, inputs), [])
         op.inputs = inputs
-        self.read.update(value.slot for value in self.reads(op))
+        self.read.update(value.slot for value in values_read(op))
         owner = self._before_writing(args[0]) if in_place else None
-        if name in self.prepare:
-            result, op.saved = self.prepare[name](func, args, kwargs)
-        elif name in self.known:
+        if name in PREPARE:
+            result, op.saved = PREPARE[name](func, args, kwargs)
+        elif name in RULES:
             result = func(*args, **kwargs)
         else:
             op.saved = Circumstances(args)
@@ -180,32 +191,24 @@ class Recorder(TorchFunctionMode):
             result = args[0] if result is None else result
         results = list(result) if isinstance(result, tuple | list) else [result]
         op.outputs = [self._note(tensor, op, in_place) for tensor in results]
-        if op.inputs and any(output is not None for output in op.outputs):
-            self.read.update(value.slot for value in self.reads(op))
+        if op.inputs and op.made:
+            self.read.update(value.slot for value in values_read(op))
             op.complex = has_complex or any(t.is_complex() for t in find_tensors(results))
             self.ops.append(op)
             if owner is not None:
                 self._write_to_owner(owner, args[0])
         return result
 
-    def _run_decomposed(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], in_place: bool
-    ) -> Any:
+    def _run_decomposed(self, name: str, args: Args, kwargs: Kwargs, in_place: bool) -> Any:
         """Run several elementary operations in the place of one."""
         try:
             first = args[0].clone() if in_place else args[0]
-            result = self.decomposed[name](first, *args[1:], **kwargs)
+            result = DECOMPOSED[name](first, *args[1:], **kwargs)
         except TypeError:  # a way to call it that is not foreseen
             return NotImplemented
         return args[0].copy_(result) if in_place and result is not NotImplemented else result
 
-    def _run_unrecorded(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        in_place: bool,
-    ) -> Any:
+    def _run_unrecorded(self, func: Func, args: Args, kwargs: Kwargs, in_place: bool) -> Any:
         """Run a call whose result does not depend on the parameters.
 
         What it writes into a tensor that does changes the number and not its derivatives: autograd
@@ -226,16 +229,16 @@ class Recorder(TorchFunctionMode):
                 self.ops.append(Op("clone", torch.clone, (value,), {}, [new], None, [value.slot]))
         return result
 
-    def _access(
-        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _access(self, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """Pass on what is not an operation: attributes."""
         if not args[0].requires_grad:
             return func(*args, **kwargs)
         if name in HOOKS:
             return rest_hook(func, *args, **kwargs)
         if name == "data.set" and id(args[0]) in self.values:
-            if same_memory(*args):  # as module.to() writes where there is nothing to convert
+            # The same memory is what module.to() writes where there is nothing to convert.
+            a, b = ((x.dtype, x.device, x.shape, x.stride(), x.data_ptr()) for x in args)
+            if a == b:
                 return None
             raise changed_in_place(args[0])
         result = func(*args, **kwargs)
@@ -298,7 +301,7 @@ class Recorder(TorchFunctionMode):
             if value.slot is not None:
                 inputs.append(value.slot)
             return value
-        if isinstance(tree, tuple) and type(tree) is tuple:
+        if type(tree) is tuple:
             return tuple([self._wrap(x, inputs) for x in tree])
         if isinstance(tree, list):
             return [self._wrap(x, inputs) for x in tree]
@@ -386,18 +389,8 @@ class Recorder(TorchFunctionMode):
         new = self._new_value(view, torch.autograd.graph.get_gradient_edge(view))
         assert owner.slot is not None
         positions = positions_in(owner.tensor, view)
-        op = Op("read_view", positions_in, (owner,), {}, [new], positions, [owner.slot])
-        self.ops.append(op)
+        self.ops.append(Op("read_view", positions_in, (owner,), {}, [new], positions, [owner.slot]))
         return new
-
-    def _warn_about_reading(self, name: str) -> None:
-        call = "torch.tensor" if name == "tensor" else f".{name.strip('_')}"
-        warnings.warn(
-            f"loss_fn calls {call}() on a tensor that depends on the parameters. If "
-            f"the number goes into the loss, no derivative sees that way. Use the tensor itself, "
-            f"or .detach() to say that this is meant.",
-            stacklevel=4,
-        )
 
 
 def not_recorded(made_by: str) -> CannotDifferentiate:
@@ -411,12 +404,6 @@ def not_recorded(made_by: str) -> CannotDifferentiate:
 def owner_of(tensor: Tensor) -> Tensor:
     """Return the tensor whose memory this one is a view of, or itself."""
     return tensor if tensor._base is None else tensor._base
-
-
-def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same numbers at the same place."""
-    alike = (a.dtype, a.device, a.shape, a.stride()) == (b.dtype, b.device, b.shape, b.stride())
-    return alike and a.data_ptr() == b.data_ptr()
 
 
 def view_like(view: Tensor, owner: Tensor, copy: Tensor) -> Tensor:

@@ -17,17 +17,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from newton_summary.derivatives.sweep.engine import (
-    KNOWN,
-    Adjoints,
-    Leaves,
-    backward,
-    leaf_tangent,
-    values_read,
-)
+from newton_summary.derivatives.sweep.engine import Adjoints, Leaves, backward, leaf_tangent
 from newton_summary.derivatives.sweep.recorder import Recorder
-from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE
-from newton_summary.derivatives.sweep.tape import Tangent, Tape, Value, map_tree
+from newton_summary.derivatives.sweep.tape import Tangent, Tape, Value, groups_in, map_tree
 from newton_summary.derivatives.sweep.torch_functions import look_up
 from newton_summary.parallel.fsdp import Shards, check_shards, rest_hooks, scattered_sum
 from newton_summary.parallel.processes import is_sharded, like_sharded, local_part
@@ -49,7 +41,7 @@ class ShardedProbe(Probe):
         super().__init__(*args, **kwargs)
         check_shards(self.model)
         self.params = Shards(self.partition.params, self.processes.meeting)
-        self._params_checked = True  # a loss gets copies of them, so it cannot change them
+        self.trusted = True  # a loss gets copies of them, so it cannot change them
 
     def _prepare(self, journal: Journal) -> None:
         """Let the hooks of ``fully_shard`` rest, besides all else."""
@@ -117,9 +109,7 @@ class Gathering(TorchFunctionMode):
         super().__init__()
         self.shards = shards
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         call = look_up(func)
         if call.passes or call.accesses:
@@ -169,11 +159,7 @@ class ShardedRecorder(Recorder):
 class ShardedLeaves(Leaves):
     """Sharded parameters: gathered, with their direction, when an operation needs them.
 
-    Args:
-        params: The sharded parameters.
-        u: Direction, sharded as the parameters are, or whole.
-        partition: Assignment of the parameters to S groups.
-        ranks: The ranks that take part.
+    The direction is sharded as the parameters are, or whole.
     """
 
     params: Shards
@@ -189,7 +175,7 @@ class ShardedLeaves(Leaves):
 
     def record(self, closure: Closure) -> Tape:
         """Run the loss and return its tape."""
-        recorder = ShardedRecorder({}, KNOWN, PREPARE, DECOMPOSED, values_read)
+        recorder = ShardedRecorder({})
         self.params.gathered = partial(recorder.meet, self.params)
         tape = recorder.record(closure)
         self.params.gathered = None
@@ -222,12 +208,8 @@ class Tangents(dict[int, Tangent]):
     def __init__(self, slots: dict[int, str], leaves: ShardedLeaves, groups: set[int]):
         super().__init__()
         self.leaves, self.groups = leaves, groups
-        self.slots = {slot: name for slot, name in slots.items() if self._moves(name)}
-
-    def _moves(self, name: str) -> bool:
-        label = self.leaves.partition.labels[name]
-        present = {label} if isinstance(label, int) else set(torch.unique(label).tolist())
-        return not present.isdisjoint(self.groups)
+        labels = leaves.partition.labels
+        self.slots = {s: n for s, n in slots.items() if not groups.isdisjoint(groups_in(labels[n]))}
 
     def __contains__(self, slot: object) -> bool:
         """Return whether a value has derivatives."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from newton_summary.derivatives.sweep.kernels import kernels
 from newton_summary.errors import CannotDifferentiate
 
 
@@ -39,10 +41,15 @@ class Value:
         return part
 
     @property
+    def readable(self) -> bool:
+        """Whether the numbers are there, and have not changed since."""
+        return not self.forgotten and version_of(self.tensor) == self.version
+
+    @property
     def now(self) -> Tensor:
         """The tensor, unless it has changed since. It may still be part of autograd's graph."""
         assert not self.forgotten
-        if version_of(self.tensor) != self.version:
+        if not self.readable:
             raise changed_in_place(self.tensor)
         return self.tensor
 
@@ -109,6 +116,11 @@ class Op:
         return self.curved or self.wanted
 
     @property
+    def made(self) -> list[Value]:
+        """The outputs that depend on the parameters."""
+        return [value for value in self.outputs if value is not None]
+
+    @property
     def out(self) -> Value:
         """The first output that depends on the parameters."""
         return next(value for value in self.outputs if value is not None)
@@ -161,7 +173,13 @@ class TokenRun:
 
 
 class Axis(Protocol):
-    """Along what a run is cut."""
+    """Along what a run is cut: tokens, or channels."""
+
+    def takes_alone(self, op: Op) -> bool:
+        """Whether a token of the result depends on the same token of each argument alone."""
+
+    def count(self, y: Tensor) -> int:
+        """Return how many of them a value has."""
 
     def has(self, x: Tensor, y: Tensor) -> bool:
         """Whether a value has the same tokens, or channels, as a result."""
@@ -190,19 +208,15 @@ class Tape:
 
 def find_tensors(tree: Any) -> list[Tensor]:
     """Return every tensor in nested tuples, lists and dicts."""
-    found: list[Tensor] = []
-    _collect(tree, Tensor, found)
-    return found
+    return _collect(tree, Tensor, [])
 
 
 def find_values(tree: Any) -> list[Value]:
     """Return every value in nested tuples, lists and dicts."""
-    found: list[Value] = []
-    _collect(tree, Value, found)
-    return found
+    return _collect(tree, Value, [])
 
 
-def _collect(tree: Any, kind: type, found: list[Any]) -> None:
+def _collect(tree: Any, kind: type, found: list[Any]) -> list[Any]:
     # Called for every operation that is recorded: most arguments are numbers, seen here and left.
     if isinstance(tree, kind):
         found.append(tree)
@@ -215,6 +229,7 @@ def _collect(tree: Any, kind: type, found: list[Any]) -> None:
     elif isinstance(tree, dict):
         for x in tree.values():
             _collect(x, kind, found)
+    return found
 
 
 def map_tree(change: Callable[[Any], Any], tree: Any) -> Any:
@@ -236,6 +251,7 @@ def plain(tree: Any) -> Any:
 # --- derivatives along the lines of the groups, stacked in one tensor of rows ---------------------
 
 Groups = tuple[int, ...]
+Piece = tuple[Groups, Tensor]  # rows of some groups
 
 
 @dataclass(frozen=True)
@@ -275,12 +291,17 @@ class Tangent:
         return self if self.rows.dtype == dtype else self.map(lambda rows: rows.to(dtype))
 
 
+def groups_in(label: int | Tensor) -> list[int]:
+    """Return the groups that a parameter lies in, given its label in a partition."""
+    return [label] if isinstance(label, int) else torch.unique(label).tolist()
+
+
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a tensor; asking first is faster than a conversion that does nothing."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-def join(first: tuple[Groups, Tensor], second: tuple[Groups, Tensor] | None) -> Tangent:
+def join(first: Piece, second: Piece | None) -> Tangent:
     """Make a tangent from its first and second derivatives."""
     if second is None or not second[0]:
         return Tangent(first[0], (), first[1])
@@ -322,7 +343,7 @@ def align(tangents: Sequence[Tangent]) -> tuple[Groups, Groups, list[Tensor]]:
     return first, second, rows
 
 
-def add_rows(terms: Sequence[tuple[Groups, Tensor]]) -> tuple[Groups, Tensor]:
+def add_rows(terms: Sequence[Piece]) -> Piece:
     """Add stacks of rows group by group."""
     some = [(groups, rows) for groups, rows in terms if groups]
     total = add_up(some, (), some[0][1][0])
@@ -355,7 +376,11 @@ def add_up(first: Sequence[Term], second: Sequence[Term], y: Tensor) -> Tangent 
         present: set[int] = set()
         for mine, part in terms:
             for target, which, add in _stretches(mine, groups, start, present):
-                _write(part, rows[target], which, add)
+                out = rows[target]
+                if not isinstance(part, Tensor):
+                    part(out, which, add)
+                else:
+                    out.add_(part[which]) if add else out.copy_(part[which])
             present.update(mine)
         start += len(groups)
     return Tangent(groups1, groups2, rows)
@@ -371,49 +396,28 @@ def _stretches(
      (slice(14, 15, None), slice(3, 4, None), False)]
     """
     places = {s: start + i for i, s in enumerate(groups)}
+    shifts = ((places[s] - j, s in present) for j, s in enumerate(mine))
     begin = 0
-    for j in range(1, len(mine) + 1):
-        if j < len(mine):
-            together = places[mine[j]] == places[mine[j - 1]] + 1
-            if together and (mine[j] in present) == (mine[begin] in present):
-                continue
-        target = places[mine[begin]]
-        yield slice(target, target + j - begin), slice(begin, j), mine[begin] in present
-        begin = j
-
-
-def _write(part: Tensor | Writer, out: Tensor, which: slice, add: bool) -> None:
-    if not isinstance(part, Tensor):
-        part(out, which, add)
-    elif add:
-        out.add_(part[which])
-    else:
-        out.copy_(part[which])
+    for (shift, add), stretch in groupby(shifts):
+        end = begin + len(list(stretch))
+        yield slice(begin + shift, end + shift), slice(begin, end), add
+        begin = end
 
 
 class Unjoined(Tangent):
     """A tangent whose rows still lie in several pieces, until all of them are needed.
 
-    Args:
-        first: Terms of y1, no two of which share a group.
-        second: Terms of y2, likewise.
-        y: The value.
+    No two terms of y1 share a group, and no two of y2.
     """
 
-    first_terms: Sequence[tuple[Groups, Tensor]]
-    second_terms: Sequence[tuple[Groups, Tensor]]
+    first_terms: Sequence[Piece]
+    second_terms: Sequence[Piece]
     y: Tensor
 
-    def __init__(
-        self,
-        first: Sequence[tuple[Groups, Tensor]],
-        second: Sequence[tuple[Groups, Tensor]],
-        y: Tensor,
-    ):
-        groups = union(*(g for g, _ in first)), union(*(g for g, _ in second))
-        self.__dict__.update(
-            first=groups[0], second=groups[1], first_terms=first, second_terms=second, y=y
-        )
+    def __init__(self, first: Sequence[Piece], second: Sequence[Piece], y: Tensor):
+        groups1, groups2 = (union(*(groups for groups, _ in terms)) for terms in (first, second))
+        self.__dict__.update(first=groups1, second=groups2, y=y)
+        self.__dict__.update(first_terms=first, second_terms=second)
 
     @cached_property
     def rows(self) -> Tensor:
@@ -493,11 +497,15 @@ def gram(X: Tensor, Y: Tensor) -> Tensor:
     """Return the inner products of all rows of X with all rows of Y; they are real."""
     if X.is_complex():
         X, Y = as_real(X), as_real(cast(Y, X.dtype))
+    k, m = len(X), len(Y)
+    pieces = pieces_of(X.shape[1:]) if X.is_cuda else 1
+    known = pieces > 1 and X.dtype == Y.dtype and X.dtype in (torch.bfloat16, torch.float32)
+    if known and (found := kernels()) is not None:
+        products: Tensor = found.gram(X, Y, pieces)
+        return products
     if X.dtype in (torch.bfloat16, torch.float16):
         X, Y = X.float(), Y.float()
     Y = cast(Y, X.dtype)
-    k, m = len(X), len(Y)
-    pieces = pieces_of(X.shape[1:]) if X.is_cuda else 1
     if pieces > 1:
         # A product of two long thin matrices leaves a GPU idle: many products of shorter ones.
         left = X.reshape(k, pieces, -1).transpose(0, 1)

@@ -37,15 +37,13 @@ AT_A_TIME = {"cpu": 2**24}
 AT_A_TIME_ELSEWHERE = 2**29
 FEWEST_TOKENS = 8  # with fewer, reading the weights takes longer than the products
 ONE_VALUE = {*CURVED, *RELATIVE, *PIECEWISE_LINEAR, *SAME_ORDER, "neg", "negative"}
-WORKS_ALONE = {*CURVED, *RELATIVE, "standardize"}  # takes several stacks to work with
 TWO_VALUES = {*("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide")}
 
 
-class Tokens:
+class _Tokens:
     """All but the last dimension."""
 
     def takes_alone(self, op: Op) -> bool:
-        """Whether a token of the result depends on the same token of each argument alone."""
         values, y = op.args, op.out.tensor
         if op.name == "linear":
             return bool(values[1].tensor.dim() == 2) and self.has(values[0].tensor, y)
@@ -62,27 +60,22 @@ class Tokens:
         return op.name in ONE_VALUE and one_of_its_shape(op)
 
     def count(self, y: Tensor) -> int:
-        """Return how many tokens a value has."""
         return y.shape[:-1].numel()
 
     def has(self, x: Tensor, y: Tensor) -> bool:
-        """Whether a value has the tokens of a result."""
         return x.dim() == y.dim() and x.shape[:-1] == y.shape[:-1]
 
     def part(self, x: Tensor, some: slice) -> Tensor:
-        """Return some tokens of a value."""
         return x.flatten(0, -2)[some]
 
     def rows(self, rows: Tensor, some: slice) -> Tensor:
-        """Return some tokens of all rows."""
         return rows.flatten(1, -2)[:, some]
 
 
-class Channels:
+class _Channels:
     """The second dimension of images: between two convolutions each is on its own."""
 
     def takes_alone(self, op: Op) -> bool:
-        """Whether a channel of the result depends on the same channel of each argument alone."""
         y = op.out.tensor
         if y.dim() < 3 or y.shape[1] < 2:
             return False
@@ -96,19 +89,15 @@ class Channels:
         return op.name in ONE_VALUE and one_of_its_shape(op)
 
     def count(self, y: Tensor) -> int:
-        """Return how many channels a value has."""
         return y.shape[1]
 
     def has(self, x: Tensor, y: Tensor) -> bool:
-        """Whether a value has the channels of a result."""
         return x.dim() == y.dim() and x.shape[1] == y.shape[1]
 
     def part(self, x: Tensor, some: slice) -> Tensor:
-        """Return some channels of a value."""
         return x[:, some]
 
     def rows(self, rows: Tensor, some: slice) -> Tensor:
-        """Return some channels of all rows."""
         return rows[:, :, some]
 
 
@@ -124,27 +113,24 @@ def find_token_runs(
 ) -> list[TokenRun]:
     """Return runs of operations whose derivatives would take much memory.
 
-    Args:
-        tape: The tape, with what is needed and what is chunked already marked.
-        S: Number of groups.
-        order: Highest derivative.
-        stack_limit: Bytes that all stacks may take, if there is a limit.
+    What is needed, and what is chunked, is marked on the tape. All stacks may take ``stack_limit``
+    bytes, if there is a limit.
     """
     elsewhere = {i for logits in tape.chunked for i in logits.ops}
     cpu = tape.loss.device.type == "cpu"  # elsewhere channels are not measured yet
-    axes = (Tokens(), Channels()) if cpu else (Tokens(),)
+    axes: tuple[Axis, ...] = (_Tokens(), _Channels()) if cpu else (_Tokens(),)
     both = [(run, axis) for axis in axes for run in consecutive(tape, axis, elsewhere)]
     found: list[TokenRun] = []
     for run, axis in sorted(both, key=lambda x: -len(x[0])):  # of two that overlap, the longer one
         values = [tape.ops[i].out.tensor for i in run if tape.ops[i].passed]
-        alone = cpu and tape.ops[run[0]].name in WORKS_ALONE
+        alone = cpu and tape.ops[run[0]].name == "standardize"  # takes several stacks to work with
         if len(values) < (1 if alone else 2) or not elsewhere.isdisjoint(run):
             continue
         most = AT_A_TIME.get(values[0].device.type, AT_A_TIME_ELSEWHERE)
         most = min(most, (stack_limit or 8 * most) // 8)  # the rest is for what is held whole
         count = axis.count(values[0])
         widest = max(y.nbytes for y in values) // count
-        fewest = FEWEST_TOKENS if isinstance(axis, Tokens) else 1
+        fewest = FEWEST_TOKENS if isinstance(axis, _Tokens) else 1
         at_a_time = max(fewest, most // max(1, widest * S * (2 if order == 3 else 1)))
         if at_a_time < count:
             parts = -(-count // at_a_time)
@@ -153,7 +139,7 @@ def find_token_runs(
     return found
 
 
-def consecutive(tape: Tape, axis: Tokens | Channels, elsewhere: set[int]) -> Iterator[list[int]]:
+def consecutive(tape: Tape, axis: Axis, elsewhere: set[int]) -> Iterator[list[int]]:
     """Give runs of operations that take each token, or channel, on its own."""
     run: list[int] = []
     for i, op in enumerate(tape.ops):
@@ -238,7 +224,7 @@ def some_tokens(op: Op, axis: Axis, part: slice) -> Op:
         return x
 
     args = tuple(cut(x) for x in op.args)
-    if op.name == "standardize" and isinstance(axis, Tokens):
+    if op.name == "standardize" and isinstance(axis, _Tokens):
         args = (args[0], [-1], *args[2:])
     if op.name == "linear":  # a weight may have as many rows as there are tokens
         args = (args[0], *op.args[1:])

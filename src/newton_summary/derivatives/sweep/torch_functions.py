@@ -98,7 +98,8 @@ def in_position(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Write keywords by the names that torch has for them, and the tensors among them first."""
     kwargs = {NUMPY_NAMES.get(key, key): value for key, value in kwargs.items()}
-    moved = [kwargs.pop(key) for key in POSITIONAL if key in kwargs]
+    order = names("query key value") if "query" in kwargs else POSITIONAL
+    moved = [kwargs.pop(key) for key in order if key in kwargs]
     return (*args, *moved), kwargs
 
 

@@ -10,6 +10,7 @@
 | attention | ``attention.py`` | scaled_dot_product_attention, in tiles |
 | solves | ``solves.py`` | linear equations, Cholesky factors, determinants |
 | recurrence | ``recurrence.py`` | LSTM and GRU layers |
+| lattice | ``lattice.py`` | the paths of ctc_loss |
 | decomposed | ``decomposed/`` | recorded as several of the above: losses, rare layers |
 | generic | ``generic.py`` | everything else |
 
@@ -24,6 +25,7 @@ from newton_summary.derivatives.sweep.rules.attention import ATTENTION
 from newton_summary.derivatives.sweep.rules.convolutions import CONVOLUTIONS
 from newton_summary.derivatives.sweep.rules.decomposed import DECOMPOSED
 from newton_summary.derivatives.sweep.rules.generic import generic
+from newton_summary.derivatives.sweep.rules.lattice import LATTICE, PREPARE_LATTICE
 from newton_summary.derivatives.sweep.rules.linear import LINEAR, MASKED, watch_masks, zero
 from newton_summary.derivatives.sweep.rules.normalize import NORMALIZE
 from newton_summary.derivatives.sweep.rules.products import PRODUCTS
@@ -50,6 +52,7 @@ RULES: dict[str, Callable[..., Any]] = {
     **ATTENTION,
     **SOLVES,
     **RECURRENCES,
+    **LATTICE,
 }
 # What holds for complex numbers as well. The rules of convolutions and vdot take no conjugates.
 REAL = frozenset(["vdot", *CONVOLUTIONS])
@@ -58,6 +61,7 @@ PREPARE: dict[str, Callable[..., tuple[Any, Any]]] = {
     **dict.fromkeys(MASKED, watch_masks),
     **PREPARE_SELECTION,
     **PREPARE_RECURRENCES,
+    **PREPARE_LATTICE,
 }
 
 

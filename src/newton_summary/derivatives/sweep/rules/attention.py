@@ -14,7 +14,8 @@ With delta the adjoint of O, Z = delta v^T - <delta v^T> and W = P Z the adjoint
 
 Given keys and values each query is on its own, so tiles of queries and heads are passed one after
 the other. A tile computes its weights again, from q and k, and has all keys that its queries may
-attend to, so that no statistics of the softmax are kept. Memory is linear in the number of keys.
+attend to, so that no statistics of the softmax are kept. Memory is linear in the number of keys. On
+a GPU kernels take the place of tiles where they can (``fused_attention``).
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from newton_summary.derivatives.sweep.rules import fused_attention
 from newton_summary.derivatives.sweep.rules.linear import without_mean
 from newton_summary.derivatives.sweep.rules.normalize import pass_softmax
 from newton_summary.derivatives.sweep.tape import Groups, Tangent, dots, gram, parts_of, spread
@@ -117,7 +118,10 @@ class Attention:
                 self.D3 += 3 * dots(a, b)
 
     def run(self) -> None:
-        """Pass all tiles."""
+        """Pass all tiles, or all of it by kernels."""
+        if fused_attention.usable(self):
+            fused_attention.run(self)
+            return
         queries, heads, samples = tile_size(self)
         for b in parts_of(self.heads.B, samples):
             for h in parts_of(self.heads.H, heads):

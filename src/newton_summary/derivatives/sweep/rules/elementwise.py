@@ -28,6 +28,7 @@ from newton_summary.derivatives.sweep.tape import (
     gram,
     lift,
     matching,
+    parts_of,
     pick,
     plain,
     sums,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
 
 Derivatives = tuple[Tensor, Tensor | None, Tensor | None]
+IN_CACHE = 2**22  # bytes of all arrays that are passed at a time on a CPU
 
 
 def curved(derivatives: Callable[..., Derivatives], relative: bool = False) -> Callable[..., Any]:
@@ -56,11 +58,14 @@ def curved(derivatives: Callable[..., Derivatives], relative: bool = False) -> C
         if relative:
             X = cast(x.now, op.out.tensor.dtype)
             t = t.map(lambda rows: rows / X)
-        f1, f2, f3 = derivatives(given(x), given(op.out), *plain(args), **plain(kwargs))
+        known = [given(x), given(op.out)]
+        if known[1].dtype == torch.bfloat16 and fused.available(known[1]):
+            known = [value.float() for value in known]
+        f1, f2, f3 = derivatives(*known, *plain(args), **plain(kwargs))
         if f2 is None:
             return t.map(lambda rows: rows * f1)
         delta = sweep.adjoint(op.out)
-        if f1.is_cuda and f1.dtype == op.out.tensor.dtype:  # not so under autocast
+        if f1.is_cuda and f1.dtype == known[1].dtype:  # not so under autocast
             how = (f2, f3, delta, sweep.order == 3, op.wanted)
             passed = fused.run("pass_elementwise", t, f1, *how)
             if passed is not None:
@@ -73,35 +78,49 @@ def curved(derivatives: Callable[..., Derivatives], relative: bool = False) -> C
 def _pass_curved(
     sweep: Sweep, t: Tangent, derivatives: Derivatives, delta: Tensor | None, wanted: bool
 ) -> Tangent | None:
-    """Pass a curved function by torch operations, with few temporary arrays."""
-    f1, f2, f3 = derivatives
-    assert f2 is not None
-    x1, k = t.y1, len(t.first)
-    third = sweep.order == 3
-    result = x1.new_empty((2 * k, *x1.shape[1:])) if third else None
-    squares = None if result is None else torch.mul(x1, x1, out=result[k:])
+    """Pass a curved function by torch operations, on a CPU for as many entries as it caches."""
+    k, third = len(t.first), sweep.order == 3
     same_groups = matching(t.first, t.second)
-    if delta is not None:
-        delta = delta.conj()
-        curvature = delta * f2
-        work = x1 * curvature
-        sweep.add_Hbar(t.first, t.first, gram(work.conj(), x1))
-        if squares is not None and f3 is not None:  # <x1, delta f3 x1^2 + 3 delta f2 x2>
-            torch.mul(squares, delta * f3, out=work)
-            for mine, theirs in same_groups:
-                work[mine].addcmul_(t.y2[theirs], curvature, value=3)
-            sweep.add_D3(t.first, sums(work.mul_(x1)))
-        elif t.second and third:
-            sweep.add_D3(t.second, 3 * sums(pick(t.first, work, t.second) * t.y2))
-    if not wanted:
+    x = t.rows.reshape(len(t.rows), -1)
+    y = x.new_empty((2 * k if third else k, x.shape[1])) if wanted else None
+    arrays = *derivatives, None if delta is None else delta.conj()
+    flat = [None if f is None else f.expand(t.shape).reshape(-1) for f in arrays]
+    Hbar, D3 = [], []
+    at_a_time = x.shape[1] if x.is_cuda else max(1024, IN_CACHE // (6 * k * x.element_size()))
+    for some in parts_of(x.shape[1], at_a_time):
+        x1, x2 = x[:k, some], x[k:, some]
+        f1, f2, f3, delta = (None if f is None else f[some] for f in flat)
+        assert f1 is not None and f2 is not None
+        squares = x1 * x1 if third else None
+        if y is not None:
+            torch.mul(x1, f1, out=y[:k, some])
+            if squares is not None:
+                y2 = torch.mul(squares, f2, out=y[k:, some])
+                for mine, theirs in same_groups:
+                    y2[mine].addcmul_(x2[theirs], f1)
+        if delta is not None:
+            curvature = delta * f2
+            work = x1 * curvature
+            Hbar.append(gram(work.conj(), x1))
+            if squares is not None and f3 is not None:  # <x1, delta f3 x1^2 + 3 delta f2 x2>
+                torch.mul(squares, delta * f3, out=work)
+                for mine, theirs in same_groups:
+                    work[mine].addcmul_(x2[theirs], curvature, value=3)
+                D3.append(sums(work.mul_(x1)))
+            elif t.second and third:
+                D3.append(3 * sums(pick(t.first, work, t.second) * x2))
+    if Hbar:
+        sweep.add_Hbar(t.first, t.first, total(Hbar))
+    if D3:
+        sweep.add_D3(t.second if derivatives[2] is None else t.first, total(D3))
+    if y is None:
         return None
-    if result is None or squares is None:
-        return t.map(lambda rows: rows * f1)
-    torch.mul(x1, f1, out=result[:k])
-    squares.mul_(f2)
-    for mine, theirs in same_groups:
-        squares[mine].addcmul_(t.y2[theirs], f1)
-    return Tangent(t.first, t.first, result)
+    return Tangent(t.first, t.first if third else (), y.reshape(len(y), *t.shape))
+
+
+def total(terms: list[Tensor]) -> Tensor:
+    """Return the sum of tensors of one shape."""
+    return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
 
 
 def given(value: Value) -> Tensor:

@@ -9,22 +9,16 @@ and its logarithm; the formulas are those of ``normalize``, as they are for norm
 
 from __future__ import annotations
 
-from functools import cache
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from newton_summary.derivatives.sweep.kernels import Piece, kernels
 from newton_summary.derivatives.sweep.tape import Contributions, Tangent, Unjoined, gram
 
-
-class Piece(NamedTuple):
-    """Rows of consecutive groups, as they lie in memory."""
-
-    start: int  # the place of the first group among all
-    x1: Tensor  # (k1, ...)
-    x2: Tensor | None  # (k2, ...) of the first k2 of these groups
+KNOWN = (torch.float32, torch.float64, torch.bfloat16)
+LOW = {torch.float32: torch.bfloat16}  # of rows beside values of a type
 
 
 class Passed(NamedTuple):
@@ -47,23 +41,9 @@ def contributed(sweep: Contributions, t: Tangent, passed: Passed) -> Tangent | N
     return Tangent(t.first, t.first if sweep.order == 3 else (), passed.rows)
 
 
-@cache
-def kernels() -> ModuleType | None:
-    """Return the kernels, where Triton is installed and can compile them."""
-    try:
-        from newton_summary.derivatives.sweep.rules import triton_kernels
-
-        one = torch.ones(1, device="cuda")
-        piece = Piece(0, one[None], None)
-        triton_kernels.pass_elementwise([piece], one, one, None, None, False, True)
-    except Exception:  # no Triton, no compiler for its launcher, a GPU that it does not know
-        return None
-    return triton_kernels
-
-
 def available(y: Tensor) -> bool:
     """Whether a pass can be fused for values like ``y``."""
-    return y.is_cuda and y.dtype in (torch.float32, torch.float64) and kernels() is not None
+    return y.is_cuda and y.dtype in KNOWN and kernels() is not None
 
 
 def pieces(t: Tangent) -> list[Piece] | None:
@@ -83,9 +63,36 @@ def pieces(t: Tangent) -> list[Piece] | None:
     return None if left else found
 
 
+def pieces_like(t: Tangent, y: Tensor) -> list[Piece] | None:
+    """Return pieces that a kernel can pass for values like ``y``, or None.
+
+    Kernels compute in the type of y: rows of bfloat16 may go with values in float32.
+    """
+    parts = pieces(t) if available(y) else None
+    if parts is None:
+        return None
+    dtypes = {x.dtype for part in parts for x in (part.x1, part.x2) if x is not None}
+    if len(dtypes) > 1 or not dtypes <= {y.dtype, LOW.get(y.dtype, y.dtype)}:
+        return None
+    return parts
+
+
+def run_product(
+    A: Tangent, B: Tangent, a: Tensor, b: Tensor, y: Tensor, *arguments: Any
+) -> Passed | None:
+    """Pass a product entry by entry, y = a b; None if that cannot be done here."""
+    if A.first != B.first or not a.shape == b.shape == y.shape:
+        return None
+    parts = [pieces_like(t, y) for t in (A, B)]
+    left, right = (None if part is None or len(part) > 1 else part[0] for part in parts)
+    if left is None or right is None or left.x1.dtype != right.x1.dtype:
+        return None
+    return Passed(*kernels().pass_product(left, right, a, b, *arguments))  # type: ignore[union-attr]
+
+
 def run(kernel: str, t: Tangent, y: Tensor, *arguments: Any) -> Passed | None:
     """Pass rows with a kernel, for values like ``y``; None if that cannot be done here."""
-    parts = pieces(t) if available(y) else None
-    if parts is None or any(part.x1.dtype != y.dtype for part in parts):
+    parts = pieces_like(t, y)
+    if parts is None:
         return None
     return Passed(*getattr(kernels(), kernel)(parts, y, *arguments))

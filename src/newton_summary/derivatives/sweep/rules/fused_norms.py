@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from newton_summary.derivatives.sweep.kernels import Piece, kernels
 from newton_summary.derivatives.sweep.rules import fused
 from newton_summary.derivatives.sweep.tape import Tangent, gram
 
@@ -67,32 +68,37 @@ class FusedCentredRows:
     Does what ``normalize.CentredRows`` does, with the same arguments.
     """
 
-    parts: list[fused.Piece]
+    parts: list[Piece]
     c: Tensor
     delta: Tensor | None
     sizes: tuple[int, int, int]
     third: bool
+    centred: bool
     cells: torch.Size
 
     @classmethod
     def make(
-        cls, t: Tangent, c: Tensor, delta: Tensor | None, d: list[int], third: bool
+        cls,
+        t: Tangent,
+        c: Tensor,
+        delta: Tensor | None,
+        d: list[int],
+        third: bool,
+        centred: bool,
     ) -> FusedCentredRows | None:
         """Return them if the rows lie in memory as the kernels need them."""
         sizes = memory_layout(c.shape, d)
-        if sizes is None or not fused.available(c):
-            return None
-        parts = fused.pieces(t)
-        if parts is None or any(part.x1.dtype != c.dtype for part in parts):
+        parts = None if sizes is None else fused.pieces_like(t, c)
+        if sizes is None or parts is None:
             return None
         cells = torch.Size([1 if i - c.dim() in d else n for i, n in enumerate(c.shape)])
-        delta = None if delta is None else delta.to(c.dtype).contiguous()
-        return cls(parts, c.contiguous(), delta, sizes, third, cells)
+        delta = None if delta is None else delta.contiguous()
+        return cls(parts, c.contiguous(), delta, sizes, third, centred, cells)
 
     def sums(self) -> Sums:
         """Return the sums of products over each cell, for all groups."""
-        given = (self.parts, self.c, self.delta, self.sizes, self.third)
-        self.means, sums = fused.kernels().norm_sums(*given)  # type: ignore[union-attr]
+        given = (self.parts, self.c, self.delta, self.sizes, self.third, self.centred)
+        self.means, sums = kernels().norm_sums(*given)  # type: ignore[union-attr]
         return Sums(*sums.reshape(*sums.shape[:2], *self.cells))
 
     def finish(
@@ -100,5 +106,5 @@ class FusedCentredRows:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the rows of the result, and the weighted products of c1 with itself."""
         given = (self.parts, self.c, self.means, [r, r1, r2, weight], self.sizes, wanted)
-        result, pair = fused.kernels().standardized(*given)  # type: ignore[union-attr]
+        result, pair = kernels().standardized(*given)  # type: ignore[union-attr]
         return result, None if pair is None else gram(pair[1], pair[0])

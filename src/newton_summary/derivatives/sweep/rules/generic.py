@@ -16,9 +16,17 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
 from newton_summary.derivatives.sweep.rules.per_row import fill
-from newton_summary.derivatives.sweep.tape import Op, Tangent, find_values, gram, spread, union
+from newton_summary.derivatives.sweep.tape import (
+    Op,
+    Tangent,
+    as_real,
+    find_values,
+    gram,
+    spread,
+    union,
+)
 from newton_summary.derivatives.sweep.torch_functions import names
-from newton_summary.errors import CannotDifferentiate
+from newton_summary.errors import CannotDifferentiate, is_out_of_memory
 
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
@@ -46,7 +54,7 @@ def generic(sweep: Sweep, op: Op, *args: Any, **kwargs: Any) -> Any:
         with torch.enable_grad():
             return Local(sweep, op, args, kwargs).run()
     except (RuntimeError, NotImplementedError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
+        if is_out_of_memory(error):
             raise
         raise CannotDifferentiate(
             f"sweep: the operation {op.name!r} cannot be differentiated again: "
@@ -87,10 +95,9 @@ class Local:
 
     def run(self) -> Any:
         """Return the tangents of the outputs; the contributions are added on the way."""
-        values = [value for value in self.op.outputs if value is not None]
         delta = [
             torch.zeros_like(v.tensor) if (d := self.sweep.adjoint(v)) is None else d
-            for v in values
+            for v in self.op.made
         ]
         self._add_Hbar(delta)
         y1: list[list[Tensor]] = []
@@ -98,20 +105,14 @@ class Local:
         for i, s in enumerate(self.first):
             first, second, third = self._line(i, delta)
             y1.append(first)
-            y2.append(second)
             if third is not None:
+                y2.append(second)
                 self.sweep.add_D3((s,), third.reshape(1))
         if not self.op.wanted:
             return None
-        tangents = []
-        for j in range(len(values)):
-            rows = torch.stack([row[j] for row in y1])
-            second_groups = self.first if self.sweep.order == 3 else ()
-            if second_groups:
-                rows = torch.cat([rows, torch.stack([row[j] for row in y2])])
-            tangents.append(Tangent(self.first, second_groups, rows.detach()))
-        rest = iter(tangents)
-        return [None if value is None else next(rest) for value in self.op.outputs]
+        groups = self.first, self.first if y2 else ()
+        rows = iter(torch.stack(rows).detach() for rows in zip(*y1, *y2, strict=True))
+        return [None if v is None else Tangent(*groups, next(rows)) for v in self.op.outputs]
 
     def _line(
         self, i: int, delta: list[Tensor]
@@ -141,18 +142,14 @@ class Local:
         for i in range(len(self.first)):
             slope = inner(grads, [x1[i] for x1 in self.x1])
             products = _derivative(slope, x, create_graph=False)
-            rows.append(sum(gram(_real(p[None]), _real(x1)) for p, x1 in zip(products, self.x1)))
+            rows.append(sum(gram(as_real(p[None]), as_real(x)) for p, x in zip(products, self.x1)))
         self.sweep.add_Hbar(self.first, self.first, torch.cat(rows))  # type: ignore[arg-type]
 
 
 def inner(a: list[Tensor], b: list[Tensor]) -> Tensor:
     """Return the inner product of several tensors with as many others, a real number."""
-    products = [(_real(x) * _real(y)).sum() for x, y in zip(a, b, strict=True)]
+    products = [(as_real(x) * as_real(y)).sum() for x, y in zip(a, b, strict=True)]
     return torch.stack(products).sum()
-
-
-def _real(x: Tensor) -> Tensor:
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _derivative(scalar: Tensor, inputs: list[Tensor], create_graph: bool) -> list[Tensor]:

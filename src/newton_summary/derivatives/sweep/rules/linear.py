@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 Rule = Callable[..., Any]
 Rows = Callable[[Tensor], Tensor]  # a function of all rows
+SHORT = 16  # a sum of so few numbers side by side is faster as a product
 
 
 def shifted(dim: int) -> int:
@@ -188,7 +189,9 @@ def setitem(sweep: Sweep, op: Op, x: Value, index: Any, value: Any) -> Tangent |
         return None
     first, second, (old, new) = found
     full = full_index(plain(index), op.out.tensor.dim())
-    rows = torch.stack([put(o, full, n) for o, n in zip(old, new, strict=True)])
+    rows = old.clone()
+    for row, value_row in zip(rows, new, strict=True):
+        row[full] = value_row.to(row.dtype)
     return Tangent(first, second, rows)
 
 
@@ -201,13 +204,6 @@ def aligned(sweep: Sweep, *values: Any) -> tuple[Groups, Groups, list[Tensor]] |
     shapes = [value.tensor.shape if isinstance(value, Value) else () for value in values]
     still = [Tangent((), (), like.new_zeros((0, *shape))) for shape in shapes]
     return align([t or none for t, none in zip(tangents, still, strict=True)])
-
-
-def put(old: Tensor, index: tuple[Any, ...], new: Tensor) -> Tensor:
-    """Return a copy with some entries replaced."""
-    result = old.clone()
-    result[index] = new.to(old.dtype)
-    return result
 
 
 def full_index(index: Any, ndim: int) -> tuple[Any, ...]:
@@ -313,25 +309,18 @@ def zero(sweep: Sweep, op: Op, *args: Any, **kwargs: Any) -> None:
 
 
 @on_rows
-def neg(op: Op, x: Value) -> Rows:
-    """``-x``."""
-    return torch.neg
-
-
-@on_rows
 def reduce(op: Op, x: Value, *args: Any, **kwargs: Any) -> Rows:
     """Sum or mean over some dimensions, or all of them."""
     y = op.out.tensor
     if x.tensor.dim() == 0:
         return lambda rows: rows
     dims = kwargs.get("dim", kwargs.get("axis", args[0] if args else None))
-    if isinstance(dims, torch.dtype):
-        dims = None
     if dims is None or (isinstance(dims, Sequence) and not dims):
         dims = range(x.tensor.dim())
     chosen = [shifted(d) for d in ([dims] if isinstance(dims, int) else dims)]
-    if not chosen:
-        return lambda rows: rows
+    if op.name == "sum" and chosen in ([-1], [x.tensor.dim()]) and x.tensor.shape[-1] <= SHORT:
+        ones = y.new_ones(x.tensor.shape[-1])
+        return lambda rows: (cast(rows, y.dtype) @ ones).reshape(len(rows), *y.shape)
     reduction = torch.sum if op.name == "sum" else torch.mean
     return lambda rows: reduction(rows, chosen).reshape(len(rows), *y.shape)
 
@@ -362,12 +351,6 @@ def choose(sweep: Sweep, op: Op, condition: Value, a: Any, b: Any) -> Tangent | 
             rows = cast(rows.expand(len(rows), *y.shape), y.dtype)
             tangents.append(Tangent(t.first, t.second, rows))
     return add_tangents(tangents) if tangents else None
-
-
-@on_rows
-def constant_pad(op: Op, x: Value, pad: Any, value: Any = 0) -> Rows:
-    """Constants around x."""
-    return lambda rows: torch.constant_pad_nd(rows, pad, 0.0)
 
 
 # --- joining -------------------------------------------------------------------------------------
@@ -420,17 +403,14 @@ LINEAR: dict[str, Rule] = {
     "embedding": embedding,
     "where": where,
     "masked_fill": masked_fill,
-    "constant_pad_nd": constant_pad,
+    "constant_pad_nd": on_rows(
+        lambda op, x, pad, value=0: lambda rows: torch.constant_pad_nd(rows, pad, 0.0)
+    ),
     "add": add,
-    "sub": sub,
-    "subtract": sub,
+    **dict.fromkeys(["sub", "subtract"], sub),
     "rsub": rsub,
-    "neg": neg,
-    "negative": neg,
-    "sum": reduce,
-    "mean": reduce,
-    "cat": cat,
-    "concat": cat,
-    "concatenate": cat,
+    **dict.fromkeys(["neg", "negative"], on_rows(lambda op, x: torch.neg)),
+    **dict.fromkeys(["sum", "mean"], reduce),
+    **dict.fromkeys(["cat", "concat", "concatenate"], cat),
     "stack": stack,
 }

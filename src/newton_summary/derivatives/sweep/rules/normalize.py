@@ -22,6 +22,7 @@ from newton_summary.derivatives.sweep.tape import (
     Tangent,
     Value,
     add_rows,
+    cast,
     dots,
     gram,
     join,
@@ -185,8 +186,12 @@ def logsumexp(sweep: Sweep, op: Op, x: Value, dim: Any, keepdim: bool = False) -
     return result.map(lambda rows: rows.reshape(rows.shape[0], *shape))
 
 
-def standardize(sweep: Sweep, op: Op, x: Value, dims: Sequence[int], eps: float) -> Tangent | None:
+def standardize(
+    sweep: Sweep, op: Op, x: Value, dims: Sequence[int], eps: float, centred: bool = True
+) -> Tangent | None:
     """``y = c r`` with c = x - mean(x), v = mean(c^2) + eps, r = v^(-1/2), over ``dims``.
+
+    If not centred, c is x. Of bfloat16, only x and y are; what is in between is in float32.
 
     A cell, what is standardized together, has few numbers besides c: v and r, whose derivatives
     along the groups follow from sums over the cell (:class:`Sums`).
@@ -194,13 +199,15 @@ def standardize(sweep: Sweep, op: Op, x: Value, dims: Sequence[int], eps: float)
     t = sweep.tangent(x)
     if t is None:
         return None
-    X, ndim = x.now, x.tensor.dim()
+    X, ndim = cast(x.now, torch.promote_types(x.tensor.dtype, torch.float32)), x.tensor.dim()
     d = [i % ndim - ndim for i in dims]
-    c = X - X.mean(d, keepdim=True)
+    c = X - X.mean(d, keepdim=True) if centred else X
     r = ((c * c).mean(d, keepdim=True) + eps).rsqrt()
     n = c.numel() // r.numel()
     delta, third = sweep.adjoint(op.out), sweep.order == 3
-    rows = FusedCentredRows.make(t, c, delta, d, third) or CentredRows(t, c, delta, d, third)
+    delta = None if delta is None else cast(delta, c.dtype)
+    how = (c, delta, d, third, centred)
+    rows = FusedCentredRows.make(t, *how) or CentredRows(t.to(c.dtype), *how)
     s = rows.sums()
     # Derivatives of v are relative, over v: of small v, high powers of r are beyond float32.
     v1 = 2 / n * r**2 * s.c_c1
@@ -239,13 +246,21 @@ class CentredRows:
     the result.
     """
 
-    def __init__(self, t: Tangent, c: Tensor, delta: Tensor | None, d: list[int], third: bool):
+    def __init__(
+        self,
+        t: Tangent,
+        c: Tensor,
+        delta: Tensor | None,
+        d: list[int],
+        third: bool,
+        centred: bool,
+    ):
         self.t, self.c, self.delta, self.d, self.third = t, c, delta, d, third
         rows, ndim = t.rows, c.dim()
-        if -ndim in d:  # over samples, of which biases do not depend
+        if centred and -ndim in d:  # over samples, of which biases do not depend
             entry = [slice(0, 1) if i in d else slice(None) for i in range(-1 - ndim, 0)]
             rows = rows - rows[tuple(entry)]
-        rows = rows - rows.mean(d, keepdim=True)
+        rows = rows - rows.mean(d, keepdim=True) if centred else rows
         self.c1, self.c2 = rows[: len(t.first)], rows[len(t.first) :]
 
     def sums(self) -> Sums:

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from newton_summary.derivatives.sweep.rules import fused
 from newton_summary.derivatives.sweep.tape import (
     Op,
     Tangent,
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
 
 
+Into = Callable[[Tensor, Tensor, bool], object] | None  # writes rows to a tensor, or adds them
+
+
 @dataclass(frozen=True)
 class Product:
     """A bilinear map and its adjoints, on stacks of rows."""
@@ -50,8 +54,8 @@ class Product:
     adjoint_left: Callable[[Tensor, Tensor], Tensor]  # delta, rows of b -> rows like a
     adjoint_right: Callable[[Tensor, Tensor], Tensor]  # delta, rows of a -> rows like b
     # The same, written to a tensor, or added to it.
-    left_into: Callable[[Tensor, Tensor, bool], object] | None = None
-    right_into: Callable[[Tensor, Tensor, bool], object] | None = None
+    left_into: Into = None
+    right_into: Into = None
     elementwise: bool = False  # then the size of the factors decides what is cheap
 
 
@@ -93,9 +97,7 @@ def _from_left(h: Product, A: Tangent, B: Tangent) -> bool:
 
 
 def _moved(
-    t: Tangent,
-    move: Callable[[Tensor], Tensor],
-    into: Callable[[Tensor, Tensor, bool], object] | None,
+    t: Tangent, move: Callable[[Tensor], Tensor], into: Into
 ) -> tuple[Tensor | Writer, Tensor | Writer]:
     """Return the rows of one factor times the other, of first and of second order."""
     if into is None:
@@ -290,6 +292,12 @@ def multiply(sweep: Sweep, op: Op, a: Any, b: Any) -> Any:
         return None if t is None else t.map(lambda rows: rows * factor)
     dtype, ndim = op.out.tensor.dtype, op.out.tensor.dim()
     A, B = cast(a.now, dtype), cast(b.now, dtype)
+    ta, tb = sweep.tangent(a), sweep.tangent(b)
+    if A.is_cuda and ta is not None and tb is not None:
+        how = (sweep.adjoint(op.out), sweep.order == 3, op.wanted)
+        passed = fused.run_product(ta, tb, A, B, op.out.tensor, *how)
+        if passed is not None:
+            return fused.contributed(sweep, ta, passed)
 
     def into(rows: Tensor, factor: Tensor, out: Tensor, add: bool) -> None:
         rows = lift(rows, ndim)

@@ -1,9 +1,8 @@
 """LSTM and GRU layers as one operation: the recurrence over the steps of a sequence.
 
-What a layer makes of its input in every step is one product, which has a rule of its own. The
-recurrence takes these gates, (steps, samples, n * features), and goes through the steps with the
-derivatives of all groups in arrays of one step, which stay in a cache. The adjoints inside of it
-come from going back through the steps once.
+It goes through the steps with the derivatives of all groups in arrays of one step, which stay in a
+cache: those of the gates, several times as wide as the input, are never held for a whole sequence.
+The adjoints inside of it come from going back through the steps once.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torch.overrides import handle_torch_function
 
 from newton_summary.derivatives.sweep.rules.products import contribute
 from newton_summary.derivatives.sweep.rules.recurrent_cells import (
+    Gates,
     GruRun,
     Jets,
     LstmRun,
@@ -43,54 +43,82 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *deltas: Tensor | None) -> Any:
-        run = ctx.run
+        run, wanted = ctx.run, ctx.needs_input_grad[1:]
         run.go_back(deltas)
-        flat, w, b = run.adjoint.flatten(0, -2), None, None
-        if ctx.needs_input_grad[2]:  # not where gbar is read off later
-            w = flat.T @ run.before(run.y, run.start[0]).flatten(0, -2)
-        if ctx.needs_input_grad[3]:
-            b = flat.sum(0)
-        return None, run.gates_adjoint, w, b, *run.start_adjoints
+        grads: list[Tensor | None] = [run.gates_adjoint @ run.w_x if wanted[0] else None]
+        for adjoint, v, needs in (
+            (run.gates_adjoint, run.x, wanted[1:3]),  # neither, where gbar is read off later
+            (run.adjoint, run.before(run.y, run.start[0]), wanted[3:5]),
+        ):
+            flat = adjoint.flatten(0, 1)
+            grads.append(flat.T @ v.flatten(0, 1) if needs[0] else None)
+            grads.append(flat.sum(0) if needs[1] else None)
+        return None, *grads, *run.start_adjoints
 
 
 def lstm_recurrence(
-    gates: Tensor, w: Tensor, b: Tensor | None, reverse: bool, h: Tensor, c: Tensor
+    x: Tensor,
+    w_x: Tensor,
+    b_x: Tensor | None,
+    w: Tensor,
+    b: Tensor | None,
+    reverse: bool,
+    h: Tensor,
+    c: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return h in all steps, and the last c; one operation on the tape."""
-    return handle_torch_function(lstm_recurrence, (gates,), gates, w, b, reverse, h, c)
+    return handle_torch_function(lstm_recurrence, (x,), x, w_x, b_x, w, b, reverse, h, c)
 
 
 def gru_recurrence(
-    gates: Tensor, w: Tensor, b: Tensor | None, reverse: bool, h: Tensor
+    x: Tensor,
+    w_x: Tensor,
+    b_x: Tensor | None,
+    w: Tensor,
+    b: Tensor | None,
+    reverse: bool,
+    h: Tensor,
 ) -> tuple[Tensor]:
     """Return h in all steps; one operation on the tape."""
-    return handle_torch_function(gru_recurrence, (gates,), gates, w, b, reverse, h)
+    return handle_torch_function(gru_recurrence, (x,), x, w_x, b_x, w, b, reverse, h)
 
 
 def prepare(kind: type[Run]) -> Callable[..., tuple[Any, Run]]:
     """Return how to run a recurrence so that the rule gets what happened in its steps."""
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Run]:
-        gates, w, b, reverse, *start = args
+        x, w_x, b_x, w, b, reverse, *start = args
         with torch.no_grad():
-            steps = kind(gates, w, b, tuple(start), reverse)
-        return _Recurrence.apply(steps, gates, w, b, *start), steps  # type: ignore[no-untyped-call]
+            steps = kind(x, (w_x, b_x), (w, b), tuple(start), reverse)
+        inputs = x, w_x, b_x, w, b, *start
+        return _Recurrence.apply(steps, *inputs), steps  # type: ignore[no-untyped-call]
 
     return run
 
 
 def recurrence(
-    sweep: Sweep, op: Op, gates: Value, w: Value, b: Any, reverse: bool, *start: Value
+    sweep: Sweep,
+    op: Op,
+    x: Value,
+    w_x: Value,
+    b_x: Any,
+    w: Value,
+    b: Any,
+    reverse: bool,
+    *start: Value,
 ) -> list[Tangent | None]:
     """Pass all steps of a layer."""
     run: Run = op.saved
     third = sweep.order == 3
-    x, W, B, *states = (sweep.tangent(v) for v in (gates, w, b, *start))
-    first = union(*(t.first for t in (x, W, B, *states) if t is not None))
+    X, *states = (sweep.tangent(v) for v in (x, *start))
+    W_x, B_x, W, B = (sweep.tangent(v) for v in (w_x, b_x, w, b))
+    first = union(*(t.first for t in (X, W_x, B_x, W, B, *states) if t is not None))
     deltas = [None if v is None else sweep.adjoint(v) for v in op.outputs]
     run.go_back(deltas)  # for the loss: there may have been other backward passes, or none
     jets = Jets(len(first), third, run.y)
-    walk = Walk(run, first, third, [x, W, B])
+    of_input = Gates(run.x, run.w_x, W_x, B_x, first, third)
+    of_state = Gates(run.before(run.y, run.start[0]), run.w, W, B, first, third)
+    walk = Walk(first, third, X, (of_input, of_state))
     rows = [run.y.new_zeros((walk.rows, *run.y.shape[1:])) for _ in start]
     for state, tangent in zip(rows, states, strict=True):
         if tangent is not None:
@@ -107,9 +135,11 @@ def recurrence(
     if third:
         sweep.add_D3(first, jets.D3)
     before, y = (h[:, 1:], h[:, :-1]) if reverse else (h[:, :-1], h[:, 1:])
-    if W is not None and run.adjoint is not None:
-        G = (run.adjoint @ W.rows[:, None]).reshape(len(W.rows), *run.y.shape)
-        contribute(sweep, Tangent(first, second, before), W, G)
+    if run.adjoint is not None:
+        if W is not None:
+            contribute(sweep, Tangent(first, second, before), W, run.adjoint @ W.rows[:, None])
+        if W_x is not None and X is not None:
+            contribute(sweep, X, W_x, run.gates_adjoint @ W_x.rows[:, None])
     results = [y, *rows[1:]]
     return [None if v is None else Tangent(first, second, r) for v, r in zip(op.outputs, results)]
 

@@ -13,6 +13,8 @@ from newton_summary.derivatives.sweep.rules.elementwise import Three, sigmoid, t
 from newton_summary.derivatives.sweep.tape import Groups, Tangent, gram
 
 State = tuple[Tensor, ...]  # (h,), or (h, c) of an LSTM
+Weights = tuple[Tensor, Tensor | None]  # weight and bias
+STEPS = 8  # of an LSTM, for which what does not depend on the groups is computed at a time
 
 
 class Jets:
@@ -34,7 +36,7 @@ class Jets:
         k, (f1, f2, f3) = self.k, f
         y, x1 = x * f1, x[:k]
         if delta is not None:
-            self._contribute(x1 * (delta * f2), x)
+            self.add(x1 * (delta * f2), x)
         if self.third:
             squares = x1 * x1
             y[k:].addcmul_(squares, f2)
@@ -49,12 +51,12 @@ class Jets:
         if self.third:
             y[k:].addcmul_(A[:k], B[:k], value=2)
         if delta is not None:
-            self._contribute(A[:k] * delta, B, 2)  # symmetric once all are added up
+            self.add(A[:k] * delta, B, 2)  # symmetric once all are added up
             if self.third:
                 self.D3 += 3 * gram(B[:k] * delta, A[k:]).diagonal()
         return y
 
-    def _contribute(self, work: Tensor, rows: Tensor, count: int = 1) -> None:
+    def add(self, work: Tensor, rows: Tensor, count: int = 1) -> None:
         """Add inner products of k weighted rows with those of y1, and of y2, in one product.
 
         Of those with y2 only the k of the same group count, but the others cost less than a pass
@@ -76,45 +78,72 @@ def slopes_of(gates: Tensor, n: int) -> Three:
     return results
 
 
-class Walk:
-    """The rows of the gates in each step."""
+class Gates:
+    """The rows of ``W v + b`` in each step, for v the input or the state.
 
-    def __init__(self, run: Run, first: Groups, third: bool, tangents: list[Tangent | None]):
-        """Lay out what the input and the parameters add to the rows of the gates."""
-        x, w, b = tangents
-        self.run, self.k = run, len(first)
-        self.weights = run.w if w is None else w.rows
-        self.rows = len(first) * (2 if third else 1)
-        self.x = None if x is None else (x.rows, runs_of(x, first))
+    Args:
+        values: v in all steps, (T, B, features).
+        w: The weight.
+        W: Its tangent.
+        b: That of the bias.
+        first: All groups.
+        third: Whether the order is 3.
+    """
+
+    def __init__(
+        self,
+        values: Tensor,
+        w: Tensor,
+        W: Tangent | None,
+        b: Tangent | None,
+        first: Groups,
+        third: bool,
+    ):
+        self.w, self.k, self.weights = w, len(first), w if W is None else W.rows
         # Where rows are added in each step, and which: (rows, T or 1, B or 1, n H).
         self.added: list[tuple[slice, Tensor]] = []
-        h = run.before(run.y, run.start[0])
-        if w is not None:
-            product = (h @ w.rows.mT[:, None]) if len(w.rows) > 1 else (h @ w.rows[0].mT)[None]
-            self.added += [(target, product[source]) for target, source in runs_of(w, first)]
+        if W is not None:
+            many = len(W.rows) > 1
+            product = values @ W.rows.mT[:, None] if many else (values @ W.rows[0].mT)[None]
+            self.added += [(target, product[source]) for target, source in runs_of(W, first)]
         if b is not None:
             rows = b.rows[:, None, None]
             self.added += [(target, rows[source]) for target, source in runs_of(b, first)]
-        moving = w.first if w is not None and third else ()
+        moving = W.first if W is not None and third else ()
         self.own = [(first.index(s), j) for j, s in enumerate(moving)]
 
-    def recurrent(self, t: int, h: Tensor) -> Tensor:
-        """Return the rows of ``W h + b`` in step t, given those of h."""
-        w = self.run.w
-        rows = torch.mm(h.reshape(-1, h.shape[-1]), w.T).reshape(*h.shape[:2], len(w))
+    def add_to(
+        self, rows: Tensor, t: int, moving: Sequence[tuple[slice, Tensor]], fresh: bool = False
+    ) -> Tensor:
+        """Add the rows in step t, given where rows of v belong, and which; or write them."""
+        for target, v in moving:
+            out = rows[target].flatten(0, 1)
+            torch.addmm(out, v.reshape(len(out), -1), self.w.T, beta=0 if fresh else 1, out=out)
+        for target, v in moving:
+            for i, j in self.own:  # 2 W1 v1
+                if target.start <= i < target.stop:
+                    rows[self.k + i].addmm_(v[i - target.start], self.weights[j].T, alpha=2)
         for target, more in self.added:
             rows[target] += more[:, t] if more.shape[1] > 1 else more[:, 0]
-        for i, j in self.own:  # 2 W1 h1
-            rows[self.k + i].addmm_(h[i], self.weights[j].T, alpha=2)
         return rows
 
-    def add_input(self, rows: Tensor, t: int, part: slice = slice(None)) -> Tensor:
-        """Add the rows of the input's gates in step t, or of a part of these."""
-        if self.x is not None:
-            x, places = self.x
-            for target, source in places:
-                rows[target] += x[source, t, :, part]
-        return rows
+
+class Walk:
+    """The rows of the gates in each step."""
+
+    def __init__(self, first: Groups, third: bool, x: Tangent | None, gates: Sequence[Gates]):
+        """Take the tangent of the input, and the gates of the input and of the state."""
+        self.rows = len(first) * (2 if third else 1)
+        self.x = [] if x is None else [(to, x.rows[which]) for to, which in runs_of(x, first)]
+        self.input, self.state = gates
+
+    def of_state(self, out: Tensor, t: int, h: Tensor) -> Tensor:
+        """Write what rows h of the state make in step t."""
+        return self.state.add_to(out, t, [(slice(0, self.rows), h)], fresh=True)
+
+    def add_input(self, rows: Tensor, t: int) -> Tensor:
+        """Add what the input makes in step t."""
+        return self.input.add_to(rows, t, [(target, x[:, t]) for target, x in self.x])
 
 
 def runs_of(t: Tangent, first: Groups) -> list[tuple[slice, slice]]:
@@ -134,21 +163,27 @@ class Run:
     """What happened in all steps of a recurrence. Each array has the steps in its first dimension.
 
     Args:
-        gates: Gates of the input, (T, B, n H).
-        w, b: Weight (n H, H) and bias (n H) of the state.
+        x: The input, (T, B, features).
+        input: Weight (n H, features) and bias (n H) of its gates.
+        state: Weight (n H, H) and bias (n H) of those of the state.
         start: The first state.
         reverse: Whether the last step comes first.
     """
+
+    values: Tensor  # of the gates
 
     y: Tensor  # h after each step
     results: State  # copies of y and of the last c: the loss may write to them
     gates_adjoint: Tensor  # of the gates of the input
     start_adjoints: State
 
-    def __init__(self, gates: Tensor, w: Tensor, b: Tensor | None, start: State, reverse: bool):
-        self.gates, self.w, self.b = gates.contiguous(), w, b
-        self.start, self.reverse = start, reverse
-        self.order = range(len(gates))[::-1] if reverse else range(len(gates))
+    def __init__(
+        self, x: Tensor, input: Weights, state: Weights, start: State, reverse: bool
+    ) -> None:
+        self.x, self.start, self.reverse = x, start, reverse
+        (self.w_x, b_x), (self.w, self.b) = input, state
+        self.gates = F.linear(x, self.w_x, b_x)
+        self.order = range(len(x))[::-1] if reverse else range(len(x))
         self.adjoint: Tensor | None = None  # of n gates of the state in all steps, once known
         self.deltas: Sequence[Tensor | None] = ()  # the adjoints of the results that it is for
         self.forward()
@@ -204,47 +239,112 @@ class LstmRun(Run):
             c = torch.mul(f, c, out=self.c[t]).addcmul_(i, g)
             h = torch.mul(o, torch.tanh(c), out=self.y[t])
         self.results = self.y.clone(), c.clone()
+        self.c_before = self.before(self.c, self.start[1])
+
+    def slopes(self, steps: slice) -> tuple[Three, Tensor, Tensor]:
+        """Return the derivatives of the gates, what these are multiplied with, and tanh(c')."""
+        i, _, g, _ = self.values[steps].chunk(4, -1)
+        tau = torch.tanh(self.c[steps])
+        others = torch.cat((g, self.c_before[steps], i, tau), -1)
+        return slopes_of(self.values[steps], 4), others, tau
 
     def backward(self, *deltas: Tensor | None) -> None:
         """Go back through the steps."""
         dy, last = deltas
-        i, f, g, o = self.values.chunk(4, -1)
-        c_before, tau = self.before(self.c, self.start[1]), torch.tanh(self.c)
-        slopes = slopes_of(self.values, 4)[0]
-        d_tau = o * (1 - tau * tau)
+        _, f, _, o = self.values.chunk(4, -1)
+        (slopes, _, _), others, tau = self.slopes(slice(None))
+        slopes, d_tau = slopes.mul_(others), o * (1 - tau * tau)
         self.dh, self.dc = torch.empty_like(self.y), torch.empty_like(self.c)
-        self.d_values, self.adjoint = torch.empty_like(self.values), torch.empty_like(self.values)
+        self.adjoint = torch.empty_like(self.values)
         h_grad = torch.zeros_like(self.start[0])
         c_grad = torch.zeros_like(self.start[1]) if last is None else last
         for t in reversed(self.order):
             dh = self.dh[t].copy_(h_grad if dy is None else dy[t] + h_grad)
             dc = torch.mul(dh, d_tau[t], out=self.dc[t]).add_(c_grad)
-            parts = (dc * g[t], dc * c_before[t], dc * i[t], dh * tau[t])
-            torch.cat(parts, -1, out=self.d_values[t])
-            da = torch.mul(self.d_values[t], slopes[t], out=self.adjoint[t])
+            da = torch.mul(torch.cat((dc, dc, dc, dh), -1), slopes[t], out=self.adjoint[t])
             h_grad, c_grad = da @ self.w, dc * f[t]
         self.start_adjoints = h_grad, c_grad
         self.gates_adjoint = self.adjoint
 
     def derivatives(self, jets: Jets, rows: list[Tensor], walk: Walk) -> Iterator[list[Tensor]]:
-        """Give the rows of (h, c) after each step."""
-        values = slopes_of(self.values, 4)
-        tau = torch.tanh(self.c)
-        tau_slopes = tanh(tau, tau)
-        c_before = self.before(self.c, self.start[1])
-        known = self.adjoint is not None
-        d_tau = self.dh * self.values.chunk(4, -1)[3] if known else None
+        """Give the rows of (h, c) after each step.
+
+        The rows X of (c, i, f, g, o, c') lie side by side: c'1 and h1 are linear in X1, and so are
+        c'2 and h2 in X2, plus squares of X1 and products c f, i g and o c'. Weighed with the
+        adjoints of c' and h, these and what is cubic in X1 are the contributions of a step.
+        """
+        third, k, H = jets.third, jets.k, self.c.shape[-1]
         h, c = rows
-        for t in self.order:
-            i, f, g, o = self.values[t].chunk(4, -1)
-            dh, dc = (self.dh[t], self.dc[t]) if known else (None, None)
-            a = walk.add_input(walk.recurrent(t, h), t)
-            d_values = self.d_values[t] if known else None
-            pi, pf, pg, po = jets.curve(a, [s[t] for s in values], d_values).chunk(4, -1)
-            c = jets.product(f, pf, c_before[t], c, dc).add_(jets.product(i, pi, g, pg, dc))
-            curved = jets.curve(c, [s[t] for s in tau_slopes], None if d_tau is None else d_tau[t])
-            h = jets.product(o, po, tau[t], curved, dh)
+        X = h.new_empty((*h.shape[:2], 6 * H))
+        x1, Q = X[:k], h.new_empty((k, *X.shape[1:]))
+        Xc, Xi, Xf, Xg, Xo, after = X.chunk(6, -1)
+        _, Qi, Qf, Qg, Qo, Qa = Q.chunk(6, -1)
+        f = self.values.chunk(4, -1)[1]
+        for n, t in enumerate(self.order):
+            if n % STEPS == 0:
+                last = self.order[min(n + STEPS, len(self.order)) - 1]
+                begin = min(t, last)
+                weights = self.weights(slice(begin, max(t, last) + 1), third)
+            linear, squares, pairs, *adjoints = (w[t - begin] for w in weights)
+            walk.add_input(walk.of_state(X[..., H : 5 * H], t, h), t)
+            Xc.copy_(c)
+            li, lf, lg, lo, la = linear.chunk(5, -1)
+            torch.mul(Xc, f[t], out=after).addcmul_(Xi, li).addcmul_(Xf, lf).addcmul_(Xg, lg)
+            h = torch.mul(Xo, lo)
+            if third:
+                si, sf, sg, so, sa = squares.chunk(5, -1)
+                pf, pi, po = pairs.chunk(3, -1)
+                torch.mul(x1[..., : 5 * H], x1[..., : 5 * H], out=Q[..., : 5 * H])
+                after2 = after[k:].addcmul_(Qi, si).addcmul_(Qf, sf).addcmul_(Qg, sg)
+                after2.addcmul_(Xc[:k] * Xf[:k], pf, value=2).addcmul_(Xi[:k] * Xg[:k], pi, value=2)
+                torch.mul(after[:k], after[:k], out=Qa)
+                h2 = h[k:].addcmul_(Qo, so).addcmul_(Qa, sa)
+                h2.addcmul_(Xo[:k] * after[:k], po, value=2)
+            h.addcmul_(after, la)
+            if adjoints:
+                D2, P2, *more = adjoints
+                work = torch.empty_like(x1)
+                torch.mul(x1[..., H:], D2, out=work[..., H:])
+                torch.mul(Xf[:k], P2[..., :H], out=work[..., :H])
+                work[..., 2 * H : 4 * H].addcmul_(x1[..., : 2 * H], P2[..., : 2 * H])
+                work[..., H : 2 * H].addcmul_(Xg[:k], P2[..., H : 2 * H])
+                work[..., 4 * H : 5 * H].addcmul_(after[:k], P2[..., 2 * H :])
+                work[..., 5 * H :].addcmul_(Xo[:k], P2[..., 2 * H :])
+                jets.add(work, X)
+                if third:
+                    D3, P3 = more
+                    torch.mul(x1[..., H:], D3, out=work[..., H:])
+                    work[..., H : 2 * H].addcmul_(Xg[:k], P3[..., :H], value=3)
+                    work[..., 2 * H : 4 * H].addcmul_(x1[..., : 2 * H], P3[..., H : 3 * H], value=3)
+                    work[..., 4 * H : 5 * H].addcmul_(after[:k], P3[..., 3 * H : 4 * H], value=3)
+                    work[..., 5 * H :].addcmul_(Xo[:k], P3[..., 4 * H :], value=3)
+                    jets.D3 += work[..., H:].mul_(Q[..., H:]).sum((1, 2))
+            c = after
             yield [h, c]
+
+    def weights(self, steps: slice, third: bool) -> list[Tensor]:
+        """Return what the rows are multiplied with in these steps, (steps, B, 5 H or 3 H) each.
+
+        Rows of (i, f, g, o, c') and their squares, and pairs c f, i g, o c'. Where there are
+        adjoints, squares and pairs times these, and for order 3 cubes, and squares times another.
+        """
+        o = self.values[steps].chunk(4, -1)[3]
+        (s1, s2, s3), others, tau = self.slopes(steps)
+        (i1, f1, g1, o1), (i2, f2, g2, o2) = s1.chunk(4, -1), s2.chunk(4, -1)
+        t1, t2, t3 = tanh(tau, tau)
+        linear = torch.cat((s1 * others, o * t1), -1)
+        squares = torch.cat((s2 * others, o * t2), -1)
+        pairs = torch.cat((f1, i1 * g1, o1 * t1), -1)
+        if self.adjoint is None:
+            return [linear, squares, pairs]
+        dh, dc, H = self.dh[steps], self.dc[steps], self.c.shape[-1]
+        delta = torch.cat((dc, dc, dc, dh, dh), -1)
+        results = [linear, squares, pairs, delta * squares, delta[..., H : 4 * H] * pairs]
+        if third:
+            cubes = torch.cat((s3 * others, o * t3), -1)
+            both = torch.cat((i2 * g1, f2, g2 * i1, o2 * t1, t2 * o1), -1)
+            results += [cubes.mul_(delta), both.mul_(delta)]
+        return results
 
 
 class GruRun(Run):
@@ -297,11 +397,11 @@ class GruRun(Run):
             if self.adjoint is not None:
                 dh, dq = self.dh[t], self.gates_adjoint[t, :, 2 * H :]
                 dr, dn = self.d_values[t, :, : 2 * H], self.d_values[t, :, 2 * H :]
-            a = walk.recurrent(t, h)
-            gates = walk.add_input(a[..., : 2 * H], t, slice(0, 2 * H))
+            a = walk.of_state(h.new_empty((*h.shape[:2], 3 * H)), t, h)
+            x = walk.add_input(torch.zeros_like(a), t)
+            gates = a[..., : 2 * H] + x[..., : 2 * H]
             pr, pz = jets.curve(gates, [s[t, :, : 2 * H] for s in slopes], dr).chunk(2, -1)
-            q = jets.product(r, pr, self.h_n[t], a[..., 2 * H :], dq)
-            q = walk.add_input(q, t, slice(2 * H, 3 * H))
+            q = jets.product(r, pr, self.h_n[t], a[..., 2 * H :], dq).add_(x[..., 2 * H :])
             pn = jets.curve(q, [s[t, :, 2 * H :] for s in slopes], dn)
             h = jets.product(z, pz, h_before[t] - n, h - pn, dh).add_(pn)
             yield [h]

@@ -11,7 +11,6 @@ from newton_summary.derivatives.sweep.rules.decomposed.arithmetic import ARITHME
 from newton_summary.derivatives.sweep.rules.decomposed.layers import LAYERS
 from newton_summary.derivatives.sweep.rules.decomposed.losses import LOSSES
 from newton_summary.derivatives.sweep.rules.decomposed.matrices import MATRICES
-from newton_summary.derivatives.sweep.rules.decomposed.products import PRODUCTS
 from newton_summary.derivatives.sweep.rules.decomposed.recurrent import RECURRENT
 from newton_summary.derivatives.sweep.rules.decomposed.reductions import REDUCTIONS
 from newton_summary.derivatives.sweep.tape import find_tensors
@@ -38,6 +37,6 @@ def of_real_numbers(form: Callable[..., Any]) -> Callable[..., Any]:
 
 DECOMPOSED: dict[str, Callable[..., Any]] = {
     name: form if name in COMPLEX else of_real_numbers(form)
-    for forms in (ARITHMETIC, PRODUCTS, MATRICES, REDUCTIONS, LAYERS, RECURRENT, LOSSES)
+    for forms in (ARITHMETIC, MATRICES, REDUCTIONS, LAYERS, RECURRENT, LOSSES)
     for name, form in forms.items()
 }

@@ -29,17 +29,7 @@ def power(base: Any, exponent: Any) -> Any:
     return torch.exp(exponent * torch.log(base.to(exponent.dtype)))
 
 
-ROOTS: dict[float, Callable[[Tensor], Tensor]] = {
-    0.5: torch.sqrt,
-    -0.5: torch.rsqrt,
-    -1: torch.reciprocal,
-}
-
-
-def float_power(base: Any, exponent: Any) -> Any:
-    """``base ** exponent`` in float64."""
-    base, exponent = (x.double() if isinstance(x, Tensor) else x for x in (base, exponent))
-    return torch.pow(base, exponent)
+ROOTS: dict[float, Any] = {0.5: torch.sqrt, -0.5: torch.rsqrt, -1: torch.reciprocal}
 
 
 def xlogy(x: Any, y: Any) -> Any:
@@ -61,11 +51,6 @@ def angle(x: Tensor) -> Any:
     return torch.where(zero, x.detach().angle(), torch.log(x.masked_fill(zero, 1.0)).imag)
 
 
-def polar(size: Tensor, angle: Tensor) -> Tensor:
-    """Complex numbers from their absolute values and angles."""
-    return torch.complex(size * torch.cos(angle), size * torch.sin(angle))
-
-
 def atan2(y: Tensor, x: Tensor) -> Tensor:
     """The angle of the point (x, y)."""
     dtype = torch.result_type(x, y)
@@ -74,43 +59,14 @@ def atan2(y: Tensor, x: Tensor) -> Tensor:
     return torch.angle(torch.complex(*pair)).to(dtype)
 
 
-def hypot(a: Tensor, b: Tensor) -> Tensor:
-    """``sqrt(a^2 + b^2)``."""
-    return root(a * a + b * b)
-
-
 def logit(x: Tensor, eps: float | None = None) -> Tensor:
     """``log(x / (1 - x))``, of x between eps and 1 - eps."""
     x = x if eps is None else x.clamp(eps, 1 - eps)
     return torch.log(x) - torch.log1p(-x)
 
 
-def lerp(input: Tensor, end: Tensor, weight: Any) -> Any:
-    """``input + weight (end - input)``."""
-    return input + (end - input) * weight
-
-
-def addcmul(input: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
-    """``input + value a b``."""
-    return torch.add(input, a * b, alpha=value)
-
-
-def addcdiv(input: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
-    """``input + value a / b``."""
-    return torch.add(input, a * torch.reciprocal(b), alpha=value)
-
-
-def maximum(a: Tensor, b: Tensor) -> Tensor:
-    """The larger of two; equal ones share, as in autograd."""
-    return _choose(a, b, a > b)
-
-
-def minimum(a: Tensor, b: Tensor) -> Tensor:
-    """The smaller of two."""
-    return _choose(a, b, a < b)
-
-
-def _choose(a: Tensor, b: Tensor, first: Tensor) -> Tensor:
+def one_of(a: Tensor, b: Tensor, first: Tensor) -> Tensor:
+    """One of two for each entry; equal ones share, as in autograd."""
     mask = first.to(a.dtype) + 0.5 * (a == b).to(a.dtype)
     return a * mask + b * (1 - mask)
 
@@ -132,42 +88,38 @@ def clamp(x: Tensor, min: Any = None, max: Any = None) -> Any:
     return x if max is None else torch.minimum(x, torch.as_tensor(max, dtype=x.dtype))
 
 
-def clamp_max(x: Tensor, max: Any) -> Any:
-    """``torch.clamp_max``."""
-    return clamp(x, None, max)
-
-
 def logaddexp(a: Tensor, b: Tensor) -> Tensor:
     """``log(exp(a) + exp(b))``."""
     pair = torch.broadcast_tensors(a, b)  # type: ignore[no-untyped-call]
     return torch.logsumexp(torch.stack(pair), 0)
 
 
-def logaddexp2(a: Tensor, b: Tensor) -> Tensor:
-    """``log2(2^a + 2^b)``."""
-    return logaddexp(a * math.log(2), b * math.log(2)) / math.log(2)
-
+LOG2 = math.log(2)
 
 ARITHMETIC: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(["div", "divide", "true_divide"], div),
     "pow": power,
-    "float_power": float_power,
+    "float_power": lambda base, exponent: torch.pow(
+        *(x.double() if isinstance(x, Tensor) else x for x in (base, exponent))
+    ),
     **dict.fromkeys(["xlogy", "special_xlogy"], xlogy),
     **dict.fromkeys(["logit", "special_logit"], logit),
     **dict.fromkeys(["abs", "absolute"], absolute),
     "angle": angle,
-    "polar": polar,
+    "polar": lambda size, angle: torch.complex(size * torch.cos(angle), size * torch.sin(angle)),
     **dict.fromkeys(["atan2", "arctan2"], atan2),
-    "hypot": hypot,
-    "lerp": lerp,
-    "addcmul": addcmul,
-    "addcdiv": addcdiv,
-    **dict.fromkeys(["maximum", "fmax"], maximum),
-    **dict.fromkeys(["minimum", "fmin"], minimum),
+    "hypot": lambda a, b: root(a * a + b * b),
+    "lerp": lambda input, end, weight: input + (end - input) * weight,
+    "addcmul": lambda input, a, b, *, value=1: torch.add(input, a * b, alpha=value),
+    "addcdiv": lambda input, a, b, *, value=1: torch.add(
+        input, a * torch.reciprocal(b), alpha=value
+    ),
+    **dict.fromkeys(["maximum", "fmax"], lambda a, b: one_of(a, b, a > b)),
+    **dict.fromkeys(["minimum", "fmin"], lambda a, b: one_of(a, b, a < b)),
     "max": of_two(torch.maximum),
     "min": of_two(torch.minimum),
     **dict.fromkeys(["clamp", "clip", "clamp_min"], clamp),
-    "clamp_max": clamp_max,
+    "clamp_max": lambda x, max: clamp(x, None, max),
     "logaddexp": logaddexp,
-    "logaddexp2": logaddexp2,
+    "logaddexp2": lambda a, b: logaddexp(a * LOG2, b * LOG2) / LOG2,
 }

@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from newton_summary.derivatives.norms import affine
 from newton_summary.derivatives.sweep.rules.attention import in_tiles
-from newton_summary.derivatives.sweep.rules.decomposed.products import contract
+from newton_summary.derivatives.sweep.rules.decomposed.matrices import contract
 from newton_summary.derivatives.sweep.rules.decomposed.reductions import root, vector_norm
 from newton_summary.derivatives.sweep.tape import positions_in
 
@@ -162,10 +162,8 @@ def scaled_dot_product_attention(
         L, T = scores.shape[-2:]
         attn_mask = torch.ones(L, T, dtype=torch.bool, device=scores.device).tril()
     if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, -math.inf)
-        else:
-            scores = scores + attn_mask
+        is_bool = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -math.inf) if is_bool else scores + attn_mask
     # A query that may attend to nothing gets zeros.
     softmax = torch.softmax if attn_mask is None or is_causal else torch._safe_softmax
     weights = softmax(scores, -1)

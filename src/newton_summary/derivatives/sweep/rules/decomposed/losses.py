@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from newton_summary.derivatives.norms import Maybe
 from newton_summary.derivatives.sweep.rules.decomposed.layers import pairwise_distance
+from newton_summary.derivatives.sweep.rules.lattice import NEVER, ctc_lattice
 
 MEAN, SUM = 1, 2  # how torch numbers reductions
 
@@ -19,11 +21,6 @@ def reduced(losses: Tensor, reduction: int) -> Tensor:
     if reduction == MEAN:
         return losses.mean()
     return losses.sum() if reduction == SUM else losses
-
-
-def mse_loss(x: Tensor, y: Tensor, reduction: int = MEAN) -> Tensor:
-    """Squared error."""
-    return reduced(torch.square(x - y), reduction)
 
 
 def l1_loss(x: Tensor, y: Tensor, reduction: int = MEAN) -> Tensor:
@@ -57,50 +54,32 @@ def cross_entropy_loss(
     """Log-softmax, then the negative log-likelihood."""
     classes = 0 if x.dim() == 1 else 1
     logs = torch.log_softmax(x, classes)
+    n = x.shape[classes]
+    by_class = weight
+    if by_class is not None:
+        by_class = by_class.reshape((1,) * classes + (-1,) + (1,) * (logs.dim() - 1 - classes))
     if target.dtype.is_floating_point:
-        return _soft_cross_entropy(logs, target, weight, reduction, label_smoothing, classes)
+        if label_smoothing:
+            target = target * (1 - label_smoothing) + label_smoothing / n
+        target = target if by_class is None else target * by_class
+        losses = -(logs * target).sum(classes)
+        return losses.sum() / losses.numel() if reduction == MEAN else reduced(losses, reduction)
     nll = torch._C._nn.nll_loss_nd(logs, target, weight, reduction, ignore_index)  # type: ignore[arg-type]
     if label_smoothing == 0:
         return nll
     valid = (target != ignore_index).to(x.dtype)
-    n = x.shape[classes]
-    weighted = logs if weight is None else logs * _class_shape(weight, logs, classes)
+    weighted = logs if by_class is None else logs * by_class
     smooth = -weighted.sum(classes) * valid
     if reduction == MEAN:
-        if weight is None:
-            denominator = valid.sum()
-        else:
-            denominator = (weight[target.clamp_min(0)] * valid).sum()
-        smooth = smooth.sum() / denominator
+        weights = valid if weight is None else weight[target.clamp_min(0)] * valid
+        smooth = smooth.sum() / weights.sum()
     else:
         smooth = reduced(smooth, reduction)
     return (1 - label_smoothing) * nll + label_smoothing / n * smooth
 
 
-def _class_shape(weight: Tensor, logs: Tensor, classes: int) -> Tensor:
-    return weight.reshape((1,) * classes + (-1,) + (1,) * (logs.dim() - 1 - classes))
-
-
-def _soft_cross_entropy(
-    logs: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    reduction: int,
-    label_smoothing: float,
-    classes: int,
-) -> Tensor:
-    if label_smoothing:
-        target = target * (1 - label_smoothing) + label_smoothing / logs.shape[classes]
-    if weight is not None:
-        target = target * _class_shape(weight, logs, classes)
-    losses = -(logs * target).sum(classes)
-    if reduction == MEAN:
-        return losses.sum() / (losses.numel())
-    return reduced(losses, reduction)
-
-
 def binary_cross_entropy(
-    x: Tensor, y: Tensor, weight: Tensor | None = None, reduction: int = MEAN
+    x: Tensor, y: Tensor, weight: Maybe = None, reduction: int = MEAN
 ) -> Tensor:
     """``-y log x - (1 - y) log(1 - x)``, the logarithms at least -100."""
     losses = -(y * _bounded_log(x) + (1 - y) * _bounded_log(1 - x))
@@ -114,11 +93,7 @@ def _bounded_log(p: Tensor) -> Tensor:
 
 
 def binary_cross_entropy_with_logits(
-    x: Tensor,
-    y: Tensor,
-    weight: Tensor | None = None,
-    pos_weight: Tensor | None = None,
-    reduction: int = MEAN,
+    x: Tensor, y: Tensor, weight: Maybe = None, pos_weight: Maybe = None, reduction: int = MEAN
 ) -> Tensor:
     """``y softplus(-x) + (1 - y) softplus(x)``, the first term times ``pos_weight``."""
     positive = -torch._C._nn.log_sigmoid(x)
@@ -149,7 +124,7 @@ def multi_margin_loss(
     y: Tensor,
     p: float = 1,
     margin: float = 1.0,
-    weight: Tensor | None = None,
+    weight: Maybe = None,
     reduction: int = MEAN,
 ) -> Tensor:
     """``max(0, margin - x_y + x_i)^p`` over the other classes i, divided by their number."""
@@ -183,10 +158,10 @@ def ctc_loss(
     reduction: int = MEAN,
     zero_infinity: bool = False,
 ) -> Tensor:
-    """Connectionist temporal classification, by the recursion over the time steps.
+    """Connectionist temporal classification.
 
-    alpha[n, l] is the logarithm of the probability of all beginnings of paths that end in the l-th
-    of (blank, first label, blank, second label, ..., blank).
+    alpha[n, l] is the logarithm of the probability of all paths that end in the l-th of
+    (blank, first label, blank, second label, ..., blank).
     """
     logs = log_probs[:, None] if log_probs.dim() == 2 else log_probs
     device = logs.device
@@ -197,28 +172,17 @@ def ctc_loss(
     labels = _padded(targets, counts, len(steps))
     path = torch.full((len(steps), 2 * labels.shape[1] + 1), blank, device=device)
     path[:, 1::2] = labels
-    emitted = logs.gather(2, path.expand(len(logs), *path.shape)).unbind(0)
+    emitted = logs.gather(2, path.expand(len(logs), *path.shape))
     skips = torch.zeros_like(path, dtype=torch.bool)  # from one label to the next, if they differ
     skips[:, 2:] = (path[:, 2:] != blank) & (path[:, 2:] != path[:, :-2])
-    never = -1e30  # the logarithm of 0, such that differences of it are numbers
-    blocked = torch.where(skips, 0.0, never).to(logs.dtype)
-    before = torch.full((len(steps), 2), never, dtype=logs.dtype, device=device)
-    begins = torch.arange(path.shape[1], device=device) < 2
-    alpha = torch.where(begins, emitted[0], never)
-    some_end = bool((steps < len(logs)).any())
-    for t in range(1, len(logs)):
-        reached = torch.cat([before, alpha], 1)
-        ways = torch.stack([alpha, reached[:, 1:-1], reached[:, :-2] + blocked])
-        after = torch.logsumexp(ways, 0) + emitted[t]
-        alpha = torch.where((t < steps)[:, None], after, alpha) if some_end else after
+    alpha = ctc_lattice(emitted, torch.where(skips, 0.0, NEVER).to(logs.dtype), steps)
     ends = torch.stack([2 * counts, (2 * counts - 1).clamp_min(0)], 1)
     missing = torch.stack([counts < 0, counts == 0], 1)
-    losses = -torch.logsumexp(alpha.gather(1, ends).masked_fill(missing, never), 1)
-    impossible = losses > -never / 2
+    losses = -torch.logsumexp(alpha.gather(1, ends).masked_fill(missing, NEVER), 1)
+    impossible = losses > -NEVER / 2
     losses = losses.masked_fill(impossible, 0.0 if zero_infinity else math.inf)
-    if reduction == MEAN:
-        return (losses / counts.clamp_min(1)).mean()
-    return losses.sum() if reduction == SUM else losses.reshape(log_probs.shape[1:-1])
+    losses = losses / counts.clamp_min(1) if reduction == MEAN else losses
+    return reduced(losses.reshape(log_probs.shape[1:-1]), reduction)
 
 
 def _padded(targets: Tensor, counts: Tensor, n: int) -> Tensor:
@@ -234,24 +198,12 @@ def _padded(targets: Tensor, counts: Tensor, n: int) -> Tensor:
     return rows
 
 
-def soft_margin_loss(x: Tensor, y: Tensor, reduction: int = MEAN) -> Tensor:
-    """``log(1 + exp(-y x))``."""
-    return reduced(-torch._C._nn.log_sigmoid(y * x), reduction)
-
-
 def hinge_embedding_loss(
     x: Tensor, y: Tensor, margin: float = 1.0, reduction: int = MEAN
 ) -> Tensor:
     """``x`` where y = 1, ``max(0, margin - x)`` where y = -1."""
     losses = x * (y != -1).to(x.dtype) + torch.relu(margin - x) * (y != 1).to(x.dtype)
     return reduced(losses, reduction)
-
-
-def margin_ranking_loss(
-    a: Tensor, b: Tensor, y: Tensor, margin: float = 0.0, reduction: int = MEAN
-) -> Tensor:
-    """``max(0, -y (a - b) + margin)``."""
-    return reduced(torch.relu(-y * (a - b) + margin), reduction)
 
 
 def cosine_embedding_loss(
@@ -284,7 +236,7 @@ def triplet_margin_loss(
 
 
 LOSSES: dict[str, Callable[..., Any]] = {
-    "mse_loss": mse_loss,
+    "mse_loss": lambda x, y, reduction=MEAN: reduced(torch.square(x - y), reduction),
     "l1_loss": l1_loss,
     "huber_loss": huber_loss,
     "smooth_l1_loss": smooth_l1_loss,
@@ -296,9 +248,13 @@ LOSSES: dict[str, Callable[..., Any]] = {
     "multi_margin_loss": multi_margin_loss,
     "multilabel_margin_loss": multilabel_margin_loss,
     "ctc_loss": ctc_loss,
-    "soft_margin_loss": soft_margin_loss,
+    "soft_margin_loss": lambda x, y, reduction=MEAN: reduced(
+        -torch._C._nn.log_sigmoid(y * x), reduction
+    ),
     "hinge_embedding_loss": hinge_embedding_loss,
-    "margin_ranking_loss": margin_ranking_loss,
+    "margin_ranking_loss": lambda a, b, y, margin=0.0, reduction=MEAN: reduced(
+        torch.relu(-y * (a - b) + margin), reduction
+    ),
     "cosine_embedding_loss": cosine_embedding_loss,
     "triplet_margin_loss": triplet_margin_loss,
 }

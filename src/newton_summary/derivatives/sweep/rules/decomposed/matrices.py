@@ -1,12 +1,142 @@
-"""Systems of linear equations and Cholesky factors in all their forms."""
+"""Matrices: products in all their forms, systems of linear equations, Cholesky factors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def plus(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Return how to record ``beta input + alpha product(a, b)``."""
+
+    def add(input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        return torch.add(input if beta == 1 else input * beta, product(a, b), alpha=alpha)
+
+    return add
+
+
+def contract(equation: str, operands: Sequence[Tensor]) -> Tensor:
+    """``torch.einsum`` below its Python part."""
+    result: Tensor = torch._C._VariableFunctions.einsum(equation, operands)  # type: ignore[attr-defined]
+    return result
+
+
+def outer(a: Tensor, b: Tensor) -> Tensor:
+    """``a b^T``."""
+    return a[:, None] * b[None, :]
+
+
+def inner(a: Tensor, b: Tensor) -> Tensor:
+    """Sum over the last dimension of both."""
+    if a.dim() == 0 or b.dim() == 0:
+        return a * b
+    return tensordot(a, b, [-1], [-1])
+
+
+def tensordot(a: Tensor, b: Tensor, dims_a: Sequence[int], dims_b: Sequence[int]) -> Tensor:
+    """Sum over pairs of dimensions, as one matrix product."""
+    sum_a, sum_b = [d % a.dim() for d in dims_a], [d % b.dim() for d in dims_b]
+    for i, j in zip(sum_a, sum_b, strict=True):
+        if a.shape[i] != b.shape[j]:  # one of them has length one
+            a = a.sum(i, keepdim=True)
+            b = b.sum(j, keepdim=True)
+    rest_a = [d for d in range(a.dim()) if d not in sum_a]
+    rest_b = [d for d in range(b.dim()) if d not in sum_b]
+    n = math.prod(a.shape[d] for d in sum_a)
+    left = a.permute(rest_a + sum_a).reshape(-1, n)
+    right = b.permute(sum_b + rest_b).reshape(n, -1)
+    shape = [a.shape[d] for d in rest_a] + [b.shape[d] for d in rest_b]
+    return torch.matmul(left, right).reshape(shape)
+
+
+def chain_matmul(*matrices: Any) -> Tensor:
+    """The product of several matrices, which may also come as one list."""
+    listed = matrices[0] if isinstance(matrices[0], Sequence) else matrices
+    product: Tensor = functools.reduce(torch.matmul, listed)
+    return product
+
+
+def kron(a: Tensor, b: Tensor) -> Tensor:
+    """The product of every entry of a with the whole of b."""
+    n = max(a.dim(), b.dim())
+    a, b = (x.reshape((1,) * (n - x.dim()) + tuple(x.shape)) for x in (a, b))
+    for d in range(n):
+        a, b = a.unsqueeze(2 * d + 1), b.unsqueeze(2 * d)
+    return (a * b).reshape([a.shape[2 * d] * b.shape[2 * d + 1] for d in range(n)])
+
+
+def cross(a: Tensor, b: Tensor, dim: int | None = None) -> Tensor:
+    """The vector product, along a dimension of length three."""
+    if dim is None:
+        dim = next(d for d, n in enumerate(a.shape) if n == 3)
+    return a.roll(-1, dim) * b.roll(-2, dim) - a.roll(-2, dim) * b.roll(-1, dim)
+
+
+def einsum(equation: str, *operands: Any, path: Any = None) -> Any:
+    """Write an equation out, and contract more than two operands pair by pair."""
+    tensors = operands[0] if isinstance(operands[0], Sequence) else operands
+    written = _written_out(equation.replace(" ", ""), tensors)
+    inputs, _, output = written.partition("->")
+    letters = inputs.split(",")
+    for i, some in enumerate(letters):
+        twice = next((c for c in some if some.count(c) > 1), None)
+        if twice is not None:  # a diagonal
+            first = some.index(twice)
+            second = some.index(twice, first + 1)
+            letters[i] = some[:first] + some[first + 1 : second] + some[second + 1 :] + twice
+            taken = [*tensors[:i], tensors[i].diagonal(0, first, second), *tensors[i + 1 :]]
+            return contract(f"{','.join(letters)}->{output}", taken)
+    expanded = _of_equal_lengths(letters, tensors)
+    if len(tensors) > 2:
+        later = set("".join(letters[2:]) + output)
+        kept = "".join(c for c in dict.fromkeys(letters[0] + letters[1]) if c in later)
+        pair = contract(f"{letters[0]},{letters[1]}->{kept}", expanded[:2])
+        return contract(f"{','.join([kept, *letters[2:]])}->{output}", [pair, *expanded[2:]])
+    if written == equation and all(x is y for x, y in zip(expanded, operands[0], strict=False)):
+        return NotImplemented
+    return contract(written, expanded)
+
+
+def _of_equal_lengths(letters: list[str], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Expand dimensions of length one to the length that their letter has elsewhere."""
+    lengths: dict[str, int] = {}
+    for some, x in zip(letters, tensors, strict=True):
+        for c, n in zip(some, x.shape, strict=True):
+            lengths[c] = n if lengths.get(c, 1) == 1 else lengths[c]
+    shapes = [torch.Size(lengths[c] for c in some) for some in letters]
+    return [
+        x if x.shape == shape else x.expand(shape) for x, shape in zip(tensors, shapes, strict=True)
+    ]
+
+
+def _written_out(equation: str, operands: Sequence[Tensor]) -> str:
+    """Put letters in the place of dots, and add the output where it is left out."""
+    inputs, arrow, output = equation.partition("->")
+    if "..." not in equation and arrow:
+        return equation
+    letters = inputs.split(",")
+    used = set(equation) - set(".,->")
+    free = [c for c in "zyxwvutsrqponmlkjihgfedcbaZYXWVUTSRQPONMLKJIHGFEDCBA" if c not in used]
+    counts = [
+        t.dim() - len(some.replace("...", "")) if "..." in some else 0
+        for some, t in zip(letters, operands, strict=True)
+    ]
+    most = max(counts, default=0)
+    dots = "".join(free[:most])
+    written = [
+        some.replace("...", dots[most - n :]) for some, n in zip(letters, counts, strict=True)
+    ]
+    if not arrow:
+        joined = "".join(letters).replace(".", "")
+        output = ("..." if most else "") + "".join(
+            sorted(c for c in set(joined) if joined.count(c) == 1)
+        )
+    return f"{','.join(written)}->{output.replace('...', dots)}"
 
 
 def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Any:
@@ -33,11 +163,6 @@ def triangular_solve(
     M, upper = (A.mT, not upper) if transpose else (A, upper)
     X = torch.linalg.solve_triangular(M, B, upper=upper, unitriangular=unitriangular)
     return X, A.clone()
-
-
-def cholesky(A: Tensor, upper: bool = False) -> Any:
-    """``torch.cholesky``."""
-    return torch.linalg.cholesky(A, upper=upper)
 
 
 def linalg_cholesky(A: Tensor, *, upper: bool = False) -> Any:
@@ -67,10 +192,22 @@ def cholesky_inverse(L: Tensor, upper: bool = False) -> Any:
 
 
 MATRICES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(["addmm", "addmv", "baddbmm"], plus(torch.matmul)),
+    "addbmm": plus(lambda a, b: torch.matmul(a, b).sum(0)),
+    "addr": plus(outer),
+    **dict.fromkeys(["outer", "ger"], outer),
+    "inner": inner,
+    "linalg_vecdot": lambda a, b, *, dim=-1: (a * b).sum(dim),
+    "tensordot": tensordot,
+    **dict.fromkeys(["linalg_multi_dot", "chain_matmul"], chain_matmul),
+    "kron": kron,
+    "cross": cross,
+    "linalg_cross": lambda a, b, *, dim=-1: cross(a, b, dim),
+    "einsum": einsum,
     "linalg_solve": solve,
     "linalg_solve_triangular": solve_triangular,
     "triangular_solve": triangular_solve,
-    "cholesky": cholesky,
+    "cholesky": lambda A, upper=False: torch.linalg.cholesky(A, upper=upper),
     "linalg_cholesky": linalg_cholesky,
     "linalg_cholesky_ex": cholesky_ex,
     "cholesky_solve": cholesky_solve,

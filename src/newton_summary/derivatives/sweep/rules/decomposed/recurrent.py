@@ -13,20 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from newton_summary.derivatives.norms import Maybe
 from newton_summary.derivatives.sweep.rules.recurrence import gru_recurrence, lstm_recurrence
 
 State = tuple[Tensor, ...]  # (h,), or (h, c) of an LSTM
 Cell = Callable[[Tensor, Tensor, State], State]  # gates of the input, gates of h, state -> state
-
-
-def tanh_cell(x: Tensor, h: Tensor, state: State) -> State:
-    """``tanh(x + h)``."""
-    return (torch.tanh(x + h),)
-
-
-def relu_cell(x: Tensor, h: Tensor, state: State) -> State:
-    """``max(0, x + h)``."""
-    return (torch.relu(x + h),)
 
 
 def gru_cell(x: Tensor, h: Tensor, state: State) -> State:
@@ -51,12 +42,7 @@ def one_step(cell: Cell) -> Callable[..., Any]:
     """Return how to record a cell."""
 
     def run(
-        x: Tensor,
-        state: Any,
-        w_ih: Tensor,
-        w_hh: Tensor,
-        b_ih: Tensor | None = None,
-        b_hh: Tensor | None = None,
+        x: Tensor, state: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Maybe = None, b_hh: Maybe = None
     ) -> Any:
         state = (state,) if isinstance(state, Tensor) else tuple(state)
         weights = [w for w in (w_ih, w_hh, b_ih, b_hh) if w is not None]
@@ -134,11 +120,12 @@ def one_layer(
     w_ih, w_hh, *rest = weights
     b_ih, b_hh = rest[:2] if has_biases else (None, None)
     w_hr = rest[-1] if len(rest) in (1, 3) else None
-    gates = F.linear(sequence, w_ih, b_ih)
-    alike = {x.dtype for x in (gates, w_hh, *start)} == {gates.dtype}  # not so under autocast
+    alike = len({x.dtype for x in (sequence, w_ih, w_hh, *start)}) == 1
+    alike = alike and not torch.is_autocast_enabled(sequence.device.type)
     if cell in WHOLE and sizes is None and w_hr is None and alike:
-        outputs, *end = WHOLE[cell](gates, w_hh, b_hh, reverse, *start)
+        outputs, *end = WHOLE[cell](sequence, w_ih, b_ih, w_hh, b_hh, reverse, *start)
         return outputs, (outputs[0 if reverse else -1], *end)
+    gates = F.linear(sequence, w_ih, b_ih)
     steps = gates.unbind(0) if sizes is None else gates.split_with_sizes(sizes)
     results, state = step_by_step(cell, steps[::-1] if reverse else steps, start, w_hh, b_hh, w_hr)
     results = results[::-1] if reverse else results
@@ -149,12 +136,7 @@ WHOLE: dict[Cell, Callable[..., Any]] = {lstm_cell: lstm_recurrence, gru_cell: g
 
 
 def step_by_step(
-    cell: Cell,
-    gates: Sequence[Tensor],
-    start: State,
-    w_hh: Tensor,
-    b_hh: Tensor | None,
-    w_hr: Tensor | None,
+    cell: Cell, gates: Sequence[Tensor], start: State, w_hh: Tensor, b_hh: Maybe, w_hr: Maybe
 ) -> tuple[list[Tensor], State]:
     """Go through the steps one by one.
 
@@ -179,8 +161,8 @@ def step_by_step(
 
 
 CELLS: dict[str, Cell] = {
-    "rnn_tanh": tanh_cell,
-    "rnn_relu": relu_cell,
+    "rnn_tanh": lambda x, h, state: (torch.tanh(x + h),),
+    "rnn_relu": lambda x, h, state: (torch.relu(x + h),),
     "gru": gru_cell,
     "lstm": lstm_cell,
 }

@@ -37,19 +37,16 @@ def _variance_arguments(x: Tensor, *args: Any, **kwargs: Any) -> tuple[list[int]
     return dims, correction, given.get("keepdim", False)
 
 
-def standard_deviation(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """``torch.std``."""
-    return root(variance(x, *args, **kwargs))
+def variance_and_mean(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """``torch.var_mean``."""
+    dims, _, keepdim = _variance_arguments(x, *args, **kwargs)
+    return variance(x, *args, **kwargs), x.mean(dims, keepdim=keepdim)
 
 
-def with_mean(statistic: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return how to record ``var_mean`` and ``std_mean``."""
-
-    def run(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        dims, _, keepdim = _variance_arguments(x, *args, **kwargs)
-        return statistic(x, *args, **kwargs), x.mean(dims, keepdim=keepdim)
-
-    return run
+def deviation_and_mean(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """``torch.std_mean``."""
+    squared, mean = variance_and_mean(x, *args, **kwargs)
+    return root(squared), mean
 
 
 def root(x: Tensor) -> Tensor:
@@ -96,16 +93,6 @@ def matrix_norm(
     return vector_norm(x, 2, dim, keepdim, dtype=dtype) if ord == "fro" else NotImplemented
 
 
-def dist(a: Tensor, b: Tensor, p: float = 2) -> Any:
-    """The norm of the difference."""
-    return vector_norm(a - b, p)
-
-
-def cdist(a: Tensor, b: Tensor, p: float = 2.0, compute_mode: Any = None) -> Any:
-    """The distances of all rows of a from all rows of b."""
-    return vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, -1)
-
-
 def pdist(x: Tensor, p: float = 2.0) -> Any:
     """The distances of all rows from all others."""
     i, j = torch.triu_indices(len(x), len(x), 1, device=x.device)
@@ -137,11 +124,6 @@ def aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tupl
     return torch.amin(x, dims, keepdim), torch.amax(x, dims, keepdim)
 
 
-def msort(x: Tensor) -> Tensor:
-    """Sort along the first dimension."""
-    return torch.sort(x, 0)[0]
-
-
 def logcumsumexp(x: Tensor, dim: int) -> Tensor:
     """The logsumexp of each entry and all before it (torch's own third derivative is nan)."""
     if x.dim() == 0:
@@ -166,8 +148,7 @@ def scatter_reduce(
         return total
     own = torch.ones_like(x.detach())
     own = own if include_self else own.scatter(dim, index, 0.0)
-    counts = own.scatter_add(dim, index, torch.ones_like(src.detach()))
-    return total / counts
+    return total / own.scatter_add(dim, index, torch.ones_like(src.detach()))
 
 
 def _scattered_extrema(
@@ -176,9 +157,9 @@ def _scattered_extrema(
     """The largest or smallest entries; equal ones share, as in autograd."""
     with torch.no_grad():
         y = x.scatter_reduce(dim, index, src, reduce, include_self=include_self)
-        own = (x == y) if include_self else torch.ones_like(x, dtype=torch.bool)
-        if not include_self:
-            own = own.scatter(dim, index, False)  # what nothing is sent to stays as it is
+        # Without itself, what nothing is sent to stays as it is.
+        kept = torch.ones_like(x, dtype=torch.bool)
+        own = x == y if include_self else kept.scatter(dim, index, False)
         sent = (src == y.gather(dim, index)).to(x.dtype)
         shares = own.to(x.dtype)
         counts = shares.scatter_add(dim, index, sent).clamp_min(1)
@@ -220,20 +201,22 @@ def segment_reduce(
 
 REDUCTIONS: dict[str, Callable[..., Any]] = {
     "var": variance,
-    "std": standard_deviation,
-    "var_mean": with_mean(variance),
-    "std_mean": with_mean(standard_deviation),
+    "std": lambda x, *args, **kwargs: root(variance(x, *args, **kwargs)),
+    "var_mean": variance_and_mean,
+    "std_mean": deviation_and_mean,
     "linalg_vector_norm": vector_norm,
     "linalg_norm": norm,
     "linalg_matrix_norm": matrix_norm,
-    "dist": dist,
-    "cdist": cdist,
+    "dist": lambda a, b, p=2: vector_norm(a - b, p),
+    "cdist": lambda a, b, p=2.0, compute_mode=None: vector_norm(
+        a.unsqueeze(-2) - b.unsqueeze(-3), p, -1
+    ),
     "pdist": pdist,
     "nansum": nansum,
     "nanmean": nanmean,
     "sum_to_size": sum_to_size,
     "aminmax": aminmax,
-    "msort": msort,
+    "msort": lambda x: torch.sort(x, 0)[0],
     "logcumsumexp": logcumsumexp,
     "scatter_reduce": scatter_reduce,
     "index_reduce": index_reduce,

@@ -1,10 +1,21 @@
-"""The kernels behind ``fused`` and ``fused_norms``.
+"""The kernels behind ``fused``, ``fused_norms`` and ``fused_attention``.
 
 Imported only where there is a GPU, and only if Triton is there.
 """
 
+from newton_summary.derivatives.sweep.rules.triton_kernels.attention import pass_attention
 from newton_summary.derivatives.sweep.rules.triton_kernels.elementwise import pass_elementwise
+from newton_summary.derivatives.sweep.rules.triton_kernels.gram import gram
 from newton_summary.derivatives.sweep.rules.triton_kernels.norms import norm_sums, standardized
+from newton_summary.derivatives.sweep.rules.triton_kernels.product import pass_product
 from newton_summary.derivatives.sweep.rules.triton_kernels.softmax import pass_softmax
 
-__all__ = ["norm_sums", "pass_elementwise", "pass_softmax", "standardized"]
+__all__ = [
+    "gram",
+    "norm_sums",
+    "pass_attention",
+    "pass_elementwise",
+    "pass_product",
+    "pass_softmax",
+    "standardized",
+]

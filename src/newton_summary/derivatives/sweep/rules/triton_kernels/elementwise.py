@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from newton_summary.derivatives.sweep.rules.fused import Piece
+    from newton_summary.derivatives.sweep.kernels import Piece
 
 BLOCK = 1024  # entries that one program handles, for all groups
 
@@ -53,9 +53,9 @@ def _elementwise(  # type: ignore[no-untyped-def]
     for i in range(k1):
         row = tl.cast(i, tl.int64) * n + entries
         target = tl.cast(start + i, tl.int64) * n + entries
-        x1 = tl.load(x1_in + row, mask=inside, other=0.0)
+        x1 = tl.load(x1_in + row, mask=inside, other=0.0).to(f1.dtype)
         if THIRD:
-            x2 = tl.load(x2_in + row, mask=inside & (i < k2), other=0.0)
+            x2 = tl.load(x2_in + row, mask=inside & (i < k2), other=0.0).to(f1.dtype)
         if WANTED:
             tl.store(rows_out + target, f1 * x1, mask=inside)
             if THIRD:
@@ -83,12 +83,16 @@ def pass_elementwise(
     third: bool,
     wanted: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
-    """Pass a curved function with the derivatives f1, f2 and f3; return what ``Passed`` has."""
+    """Pass a curved function with the derivatives f1, f2 and f3; return what ``Passed`` has.
+
+    Rows of bfloat16 go with derivatives in float32.
+    """
     k, n = sum(len(part.x1) for part in parts), f1.numel()
     alone, blocks = len(parts) == 1, triton.cdiv(n, BLOCK)
-    rows = f1.new_empty(((2 if third else 1) * k, *f1.shape)) if wanted else None
-    x1 = parts[0].x1 if alone else f1.new_empty((k, *f1.shape))
-    work = None if delta is None else f1.new_empty((k, *f1.shape))
+    stack = parts[0].x1
+    rows = stack.new_empty(((2 if third else 1) * k, *f1.shape)) if wanted else None
+    x1 = stack if alone else stack.new_empty((k, *f1.shape))
+    work = None if delta is None else stack.new_empty((k, *f1.shape))
     sums = f1.new_empty((k, blocks)) if third and delta is not None else None
     f1, f2 = f1.contiguous(), f2.to(f1.dtype).contiguous()
     others = [f1 if x is None else x.to(f1.dtype).contiguous() for x in (f3, delta)]

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from newton_summary.derivatives.sweep.rules.fused import Piece
+    from newton_summary.derivatives.sweep.kernels import Piece
 
 BLOCK = 1024  # entries that one program handles, for all groups
 
@@ -31,6 +31,7 @@ def _norm_sums(  # type: ignore[no-untyped-def]
     together,
     HAS_DELTA: tl.constexpr,
     THIRD: tl.constexpr,
+    CENTRED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     cell = tl.program_id(0).to(tl.int64)
@@ -40,46 +41,50 @@ def _norm_sums(  # type: ignore[no-untyped-def]
     x2_in += i * n
     has_x2 = i < k2
     place = cell * together
-    first1 = tl.load(x1_in + place)
-    if THIRD:
-        first2 = tl.load(x2_in + place, mask=has_x2, other=0.0)
-    total1 = tl.zeros((BLOCK,), dtype=c_in.dtype.element_ty)
-    total2 = tl.zeros((BLOCK,), dtype=c_in.dtype.element_ty)
-    for begin in range(0, size, BLOCK):
-        e = begin + tl.arange(0, BLOCK)
-        inside = e < size
-        where = (e // together).to(tl.int64) * cells * together + place + e % together
-        x1 = tl.load(x1_in + where, mask=inside, other=0.0)
-        total1 += tl.where(inside, x1 - first1, 0.0)
+    wide: tl.constexpr = c_in.dtype.element_ty
+    mean1, mean2 = 0.0, 0.0
+    if CENTRED:
+        first1 = tl.load(x1_in + place).to(wide)
         if THIRD:
-            x2 = tl.load(x2_in + where, mask=inside & has_x2, other=0.0)
-            total2 += tl.where(inside, x2 - first2, 0.0)
-    mean1 = first1 + tl.sum(total1) / size
+            first2 = tl.load(x2_in + place, mask=has_x2, other=0.0).to(wide)
+        total1 = tl.zeros((BLOCK,), dtype=wide)
+        total2 = tl.zeros((BLOCK,), dtype=wide)
+        for begin in range(0, size, BLOCK):
+            e = begin + tl.arange(0, BLOCK)
+            inside = e < size
+            where = (e // together).to(tl.int64) * cells * together + place + e % together
+            x1 = tl.load(x1_in + where, mask=inside, other=0.0).to(wide)
+            total1 += tl.where(inside, x1 - first1, 0.0)
+            if THIRD:
+                x2 = tl.load(x2_in + where, mask=inside & has_x2, other=0.0).to(wide)
+                total2 += tl.where(inside, x2 - first2, 0.0)
+        mean1 = first1 + tl.sum(total1) / size
+        if THIRD:
+            mean2 = first2 + tl.sum(total2) / size
     out = (start + i) * cells + cell
     step = tl.cast(k, tl.int64) * cells
     tl.store(means_out + out, mean1)
     if THIRD:
-        mean2 = first2 + tl.sum(total2) / size
         tl.store(means_out + step + out, mean2)
-    c_c1 = tl.zeros((BLOCK,), dtype=c_in.dtype.element_ty)
-    c1_c1 = tl.zeros((BLOCK,), dtype=c_in.dtype.element_ty)
-    delta_c1 = tl.zeros((BLOCK,), dtype=c_in.dtype.element_ty)
-    c_c2 = tl.zeros((BLOCK,), dtype=c_in.dtype.element_ty)
-    delta_c2 = tl.zeros((BLOCK,), dtype=c_in.dtype.element_ty)
-    c1_c2 = tl.zeros((BLOCK,), dtype=c_in.dtype.element_ty)
+    c_c1 = tl.zeros((BLOCK,), dtype=wide)
+    c1_c1 = tl.zeros((BLOCK,), dtype=wide)
+    delta_c1 = tl.zeros((BLOCK,), dtype=wide)
+    c_c2 = tl.zeros((BLOCK,), dtype=wide)
+    delta_c2 = tl.zeros((BLOCK,), dtype=wide)
+    c1_c2 = tl.zeros((BLOCK,), dtype=wide)
     for begin in range(0, size, BLOCK):
         e = begin + tl.arange(0, BLOCK)
         inside = e < size
         where = (e // together).to(tl.int64) * cells * together + place + e % together
         c = tl.load(c_in + where, mask=inside, other=0.0)
-        c1 = tl.where(inside, tl.load(x1_in + where, mask=inside, other=0.0) - mean1, 0.0)
+        c1 = tl.where(inside, tl.load(x1_in + where, mask=inside, other=0.0).to(wide) - mean1, 0.0)
         c_c1 += c * c1
         if HAS_DELTA:
             delta = tl.load(delta_in + where, mask=inside, other=0.0)
             delta_c1 += delta * c1
         if THIRD:
             c1_c1 += c1 * c1
-            x2 = tl.load(x2_in + where, mask=inside & has_x2, other=0.0)
+            x2 = tl.load(x2_in + where, mask=inside & has_x2, other=0.0).to(wide)
             c2 = tl.where(inside, x2 - mean2, 0.0)
             c_c2 += c * c2
             c1_c2 += c1 * c2
@@ -94,12 +99,17 @@ def _norm_sums(  # type: ignore[no-untyped-def]
 
 
 def norm_sums(
-    parts: list[Piece], c: Tensor, delta: Tensor | None, sizes: tuple[int, int, int], third: bool
+    parts: list[Piece],
+    c: Tensor,
+    delta: Tensor | None,
+    sizes: tuple[int, int, int],
+    third: bool,
+    centred: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the means of x1 and x2 over each cell, (2, k, cells), and the sums of products.
 
-    The latter are (6, k, cells), in the order of ``Sums``. Of c and delta, (N, cells, L) numbers in
-    memory, ``sizes`` has N, cells and L.
+    The means are zero if not centred; the latter are (6, k, cells), in the order of ``Sums``. Of c
+    and delta, (N, cells, L) numbers in memory, ``sizes`` has N, cells and L.
     """
     N, cells, together = sizes
     k = sum(len(part.x1) for part in parts)
@@ -121,6 +131,7 @@ def norm_sums(
                 together,
                 HAS_DELTA=delta is not None,
                 THIRD=third,
+                CENTRED=centred,
                 BLOCK=min(1024, triton.next_power_of_2(N * together)),
             )
     return means, sums
@@ -163,7 +174,7 @@ def _standardized(  # type: ignore[no-untyped-def]
         target = tl.cast(start + i, tl.int64) * n + entries
         group = tl.cast(start + i, tl.int64) * cells + cell
         mean1 = tl.load(means_in + group, mask=inside, other=0.0)
-        c1 = tl.load(x1_in + row, mask=inside, other=0.0) - mean1
+        c1 = tl.load(x1_in + row, mask=inside, other=0.0).to(mean1.dtype) - mean1
         if WANTED:
             r1 = tl.load(r1_in + group, mask=inside, other=0.0)
             tl.store(rows_out + target, c1 * r + c * r1, mask=inside)
@@ -171,7 +182,7 @@ def _standardized(  # type: ignore[no-untyped-def]
                 r2 = tl.load(r2_in + group, mask=inside, other=0.0)
                 second = tl.cast(k, tl.int64) * cells + group
                 mean2 = tl.load(means_in + second, mask=inside, other=0.0)
-                c2 = tl.load(x2_in + row, mask=inside & (i < k2), other=0.0) - mean2
+                c2 = tl.load(x2_in + row, mask=inside & (i < k2), other=0.0).to(mean1.dtype) - mean2
                 below = tl.cast(k + start + i, tl.int64) * n + entries
                 tl.store(rows_out + below, 2.0 * c1 * r1 + c * r2 + c2 * r, mask=inside)
         if WEIGHTED:
@@ -194,8 +205,9 @@ def standardized(
     r, r1, r2, weight = (x if x is None else x.contiguous() for x in factors)
     _, cells, together = sizes
     k, n = means.shape[1], c.numel()
-    rows = c.new_empty(((1 if r2 is None else 2) * k, *c.shape)) if wanted else None
-    pair = None if weight is None else c.new_empty((2, k, *c.shape))
+    stack = parts[0].x1
+    rows = stack.new_empty(((1 if r2 is None else 2) * k, *c.shape)) if wanted else None
+    pair = None if weight is None else stack.new_empty((2, k, *c.shape))
     for part in parts:
         with torch.cuda.device(c.device):
             _standardized[(triton.cdiv(n, BLOCK),)](

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from newton_summary.derivatives.sweep.rules.fused import Piece
+    from newton_summary.derivatives.sweep.kernels import Piece
 
 
 @triton.jit(do_not_specialize=["start", "k", "k2", "size"])  # type: ignore[untyped-decorator]
@@ -41,15 +41,16 @@ def _softmax(  # type: ignore[no-untyped-def]
     weight_in += cell * size
     x1_in += i * n + cell * size
     x2_in += i * n + cell * size
-    zero = tl.zeros((BLOCK,), dtype=p_in.dtype.element_ty)
+    wide: tl.constexpr = p_in.dtype.element_ty
+    zero = tl.zeros((BLOCK,), dtype=wide)
     mean1, mean2, variance = zero, zero, zero
     for begin in range(0, size, BLOCK):
         e = begin + tl.arange(0, BLOCK)
         inside = e < size
         p = tl.load(p_in + e, mask=inside, other=0.0)
-        mean1 += p * tl.load(x1_in + e, mask=inside, other=0.0)
+        mean1 += p * tl.load(x1_in + e, mask=inside, other=0.0).to(wide)
         if THIRD:
-            mean2 += p * tl.load(x2_in + e, mask=inside & has_x2, other=0.0)
+            mean2 += p * tl.load(x2_in + e, mask=inside & has_x2, other=0.0).to(wide)
     m1 = tl.sum(mean1)
     m2 = tl.sum(mean2)
     if THIRD and (WANTED or not LOG):
@@ -57,7 +58,7 @@ def _softmax(  # type: ignore[no-untyped-def]
             e = begin + tl.arange(0, BLOCK)
             inside = e < size
             p = tl.load(p_in + e, mask=inside, other=0.0)
-            c1 = tl.load(x1_in + e, mask=inside, other=0.0) - m1
+            c1 = tl.load(x1_in + e, mask=inside, other=0.0).to(wide) - m1
             variance += p * c1 * c1
     v = tl.sum(variance)
     third = zero
@@ -65,9 +66,9 @@ def _softmax(  # type: ignore[no-untyped-def]
     for begin in range(0, size, BLOCK):
         e = begin + tl.arange(0, BLOCK)
         inside = e < size
-        c1 = tl.load(x1_in + e, mask=inside, other=0.0) - m1
+        c1 = tl.load(x1_in + e, mask=inside, other=0.0).to(wide) - m1
         if THIRD:
-            c2 = tl.load(x2_in + e, mask=inside & has_x2, other=0.0) - m2
+            c2 = tl.load(x2_in + e, mask=inside & has_x2, other=0.0).to(wide) - m2
         if WANTED:
             first = c1
             if THIRD:
@@ -102,9 +103,10 @@ def pass_softmax(
     """
     k, size = sum(len(part.x1) for part in parts), p.shape[-1]
     cells = p.numel() // size
-    p = p.contiguous()
-    rows = p.new_empty(((2 if third else 1) * k, *p.shape)) if wanted else None
-    pair = None if weight is None else p.new_empty((2, k, *p.shape))
+    stack = parts[0].x1
+    p = p.to(torch.promote_types(p.dtype, torch.float32)).contiguous()
+    rows = stack.new_empty(((2 if third else 1) * k, *p.shape)) if wanted else None
+    pair = None if weight is None else stack.new_empty((2, k, *p.shape))
     sums = p.new_empty((k, cells)) if third and weight is not None else None
     for part in parts:
         with torch.cuda.device(p.device):

@@ -1,0 +1,153 @@
+"""What an epoch costs with NewtonSummary, over one with Adam: refreshes, steps and gradients.
+
+    python benchmarks/epoch_cost.py --device cuda --out benchmarks/results/epoch-cost-h200.json
+
+The fourteen trainings of optimizers.py with ``NewtonSummary(model, loss_fn)`` against Adam as torch
+makes it, and the paper's four setups with ``NewtonSummary.paper``, a group for each tensor and
+batches of 100, against torch's fused Adam. Each candidate has a model of its own; rounds of 40
+steps go by turns, so that a change in the load meets all of them, and the median round counts.
+The first steps, when refreshes are closer together, are left out. Only the shapes of the data
+matter: without the files of CIFAR-10, and for the paper's setups, other numbers take their place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from datetime import date
+from pathlib import Path
+
+import torch
+from losses import classification_loss
+from optimizer_trainings import TRAININGS
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
+
+import newton_summary as ns
+from newton_summary.experiments.models import big_mlp, lenet, mlp, vgg11
+from newton_summary.probe.inputs import LossFn
+
+STEPS = 40  # of a round: four refreshes
+WARM_UP = 80  # steps
+Batch = tuple[Tensor, Tensor]
+Step = Callable[[], None]
+SETUPS = {  # the network, its images, and whether products are rounded to TF32
+    "MLP / MNIST": (mlp, (784,), False),
+    "LeNet / CIFAR-10": (lenet, (3, 32, 32), False),
+    "BigMLP / CIFAR-10": (big_mlp, (3, 32, 32), False),
+    "VGG-11' / CIFAR-10": (vgg11, (3, 32, 32), True),
+}
+
+
+def training_step(
+    model: nn.Module,
+    loss_fn: LossFn,
+    optimizer: Optimizer,
+    batches: list[Batch],
+    needs_batch: bool = False,
+) -> Step:
+    """Return a function that makes one step, on one batch after the other; warm."""
+    count = 0
+
+    def step() -> None:
+        nonlocal count
+        batch = batches[count % len(batches)]
+        count += 1
+        optimizer.zero_grad()
+        loss_fn(model, batch).backward()
+        optimizer.step(batch) if needs_batch else optimizer.step()  # type: ignore[arg-type]
+
+    for _ in range(WARM_UP):
+        step()
+    return step
+
+
+def by_turns(steps: dict[str, Step], rounds: int, device: str) -> dict[str, float]:
+    """Return the time of a step of each in milliseconds."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            start = now(device)
+            for _ in range(STEPS):
+                step()
+            times[name].append((now(device) - start) / STEPS * 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def now(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def of_suite(device: str, folder: Path) -> Iterable[tuple[str, dict[str, Step]]]:
+    """Give the trainings of the suite, with a step of each candidate."""
+    for name, training in TRAININGS.items():
+        (inputs, targets), _ = training.load(folder)
+        pairs = zip(inputs.split(training.batch), targets.split(training.batch), strict=True)
+        batches = [(x.to(device), y.to(device)) for x, y in list(pairs)[:16]]
+        made = {}
+        for kind in ("Adam", "NewtonSummary"):
+            torch.manual_seed(0)
+            model, loss_fn = training.build().to(device), training.loss_fn
+            ours = kind == "NewtonSummary"
+            optimizer = ns.NewtonSummary(model, loss_fn) if ours else Adam(model.parameters())
+            made[kind] = training_step(model, loss_fn, optimizer, batches, needs_batch=ours)
+        yield name, made
+
+
+def of_paper(device: str) -> Iterable[tuple[str, dict[str, Step]]]:
+    """Give the paper's setups, with a step of each candidate."""
+    for name, (build, shape, tf32) in SETUPS.items():
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+        batches = [
+            (torch.randn(100, *shape, device=device), torch.randint(10, (100,), device=device))
+            for _ in range(16)
+        ]
+        made = {}
+        for kind in ("Adam", "NewtonSummary"):
+            torch.manual_seed(0)
+            model = build().to(device)
+            optimizer: Optimizer = Adam(model.parameters(), lr=1e-5, fused=True)
+            if kind == "NewtonSummary":
+                optimizer = ns.NewtonSummary.paper(
+                    ns.make_partition(model),
+                    lr=1e-4,
+                    curvature=(classification_loss, batches),
+                    cuda_graph=device == "cuda",
+                )
+            made[kind] = training_step(model, classification_loss, optimizer, batches)
+        yield name, made
+
+
+def main() -> None:
+    """Measure, print, and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--parts", nargs="*", default=["suite", "paper"])
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        cases = {"suite": of_suite(args.device, Path(folder)), "paper": of_paper(args.device)}
+        for part in args.parts:
+            print(f"{part}: ms a step".ljust(28) + f"{'Adam':>8}{'NewtonSummary':>16}{'ratio':>8}")
+            found[part] = {}
+            for name, steps in cases[part]:
+                times = by_turns(steps, args.rounds, args.device)
+                found[part][name] = times
+                adam, ours = times.values()
+                print(f"{name:28}{adam:8.2f}{ours:16.2f}{ours / adam:8.2f}", flush=True)
+    if args.out is not None:
+        hardware = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+        about = {"date": f"{date.today()}", "hardware": hardware, "torch": torch.__version__}
+        args.out.write_text(json.dumps({**about, **found}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

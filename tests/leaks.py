@@ -1,0 +1,83 @@
+"""Long use: what many calls leave behind in the process."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import newton_summary as ns
+from interrupts import KINDS, Problem, loss_fn
+
+
+def failing(problem: Problem) -> Callable[[], Any]:
+    """Return a measurement of a loss that raises in the midst of it."""
+
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        loss_fn(model, batch)
+        raise ArithmeticError
+
+    def run() -> None:
+        with contextlib.suppress(ArithmeticError):
+            ns.summarize(problem.model, loss, problem.batch)
+
+    return run
+
+
+USES = {
+    **KINDS,
+    "a loss that fails": failing,
+    "a model of its own": lambda _: Problem,
+    "a page": lambda p: lambda: p.summary._repr_html_(),
+}
+
+
+def held() -> dict[str, float]:
+    """Return what the process holds."""
+    gc.collect()
+    objects = gc.get_objects()
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    return {
+        "objects": len(objects),
+        "tensors": sum(issubclass(type(x), torch.Tensor) for x in objects),
+        "threads": threading.active_count(),
+        "files": len(os.listdir("/proc/self/fd")),
+        "MiB": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+    }
+
+
+def growth(use: str, calls: int, before: int = 20) -> dict[str, float]:
+    """Return by how much the process holds more after some calls, not counting the first.
+
+    A record of each measurement is meant to be kept by what trains.
+    """
+    problem = Problem()
+    run = USES[use](problem)
+
+    def repeat(times: int) -> dict[str, float]:
+        for _ in range(times):
+            run()
+            problem.model.log.clear()  # a step of training keeps its inputs there
+        records = sum(len(getattr(trainer, "history", ())) for trainer in problem.trainers)
+        return held() | {"records": records}
+
+    first = repeat(before)
+    grown = {name: value - first[name] for name, value in repeat(calls).items()}
+    grown["objects"] -= grown.pop("records")
+    return grown
+
+
+def grows(use: str, calls: int, before: int = 20) -> str:
+    """Return what grows with the calls, if anything does."""
+    limits = {"objects": calls / 2, "tensors": calls / 2, "threads": 0, "files": 0}
+    limits["MiB"] = 1 + calls / 1000
+    grown = growth(use, calls, before)
+    if grown["MiB"] > limits["MiB"]:  # a heap may grow once, for good
+        grown = growth(use, calls, before)
+    return ", ".join(f"{grown[x]:g} {x} more" for x, limit in limits.items() if grown[x] > limit)
