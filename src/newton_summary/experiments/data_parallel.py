@@ -13,6 +13,11 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+# Its functions have the group as a default, if there is one by then: imported later, as by torch's
+# optimizers, it keeps the group's threads after destroy_process_group, and a thread that still
+# drops a tensor when the interpreter ends aborts the process.
+import torch.distributed.nn
 from torch import Tensor
 
 from newton_summary.errors import OtherRankError, UserError
