@@ -29,7 +29,7 @@ from newton_summary.optimizer.checks import (
     is_divided,
 )
 from newton_summary.optimizer.controller import check_rates, steering_history
-from newton_summary.optimizer.curvature import Curvature
+from newton_summary.optimizer.curvature import Curvature, check_measuring
 from newton_summary.optimizer.schedule import Schedule, Variant
 from newton_summary.optimizer.steered import Steered, period_within, swap_average
 from newton_summary.optimizer.update import Update
@@ -302,6 +302,7 @@ class NewtonSummary(Optimizer):
             variant: ``"as-run"`` or ``"as-published"``.
             **measuring: How summaries are measured. Whatever is not of Algorithm 2 is refused.
         """
+        check_measuring(measuring, "NewtonSummary.paper")
         if variant not in ("as-run", "as-published"):
             raise ValueError(f"variant={variant!r}: write 'as-run' or 'as-published'.")
         if variant == "as-published" and warmup:
