@@ -828,11 +828,8 @@ ERRORS = {
         ),
         ("Give weight_decay to", lambda p: newton(direction=sgd(p.model), weight_decay=0.1)(p)),
     ],
-    "optimizer/window.py": [
+    "optimizer/refreshes.py": [
         ("and counts 0", loaded(ours("average", count=0))),
-    ],
-    "optimizer/schedule.py": [
-        ("counts of steps are", loaded(ours("schedule", t=-1))),
     ],
     "optimizer/steered.py": [
         (

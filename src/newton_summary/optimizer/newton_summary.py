@@ -21,6 +21,7 @@ from newton_summary.history import History
 from newton_summary.optimizer import checkpoint
 from newton_summary.optimizer.checks import (
     Closure,
+    Variant,
     check_direction,
     check_settings,
     extended,
@@ -30,10 +31,14 @@ from newton_summary.optimizer.checks import (
 )
 from newton_summary.optimizer.controller import check_rates, steering_history
 from newton_summary.optimizer.curvature import Curvature, check_measuring
-from newton_summary.optimizer.schedule import Schedule, Variant
+from newton_summary.optimizer.refreshes import (
+    Schedule,
+    WindowAverage,
+    plain_summary,
+    restored_summary,
+)
 from newton_summary.optimizer.steered import Steered, period_within, swap_average
 from newton_summary.optimizer.update import Update
-from newton_summary.optimizer.window import WindowAverage, plain_summary, restored_summary
 from newton_summary.parallel.fsdp import own_memory
 from newton_summary.parallel.processes import find_processes
 from newton_summary.partition import Params, Partition
