@@ -177,7 +177,7 @@ def _one_line() -> Iterator[None]:
     except ValueError as error:
         if "null" not in str(error):  # a NUL in a path
             raise
-        raise UserError(f"A file name is not possible: {error}.") from None
+        raise UserError(f"Invalid file name: {error}.") from None
     except MemoryError:
         raise UserError(
             "There is not enough memory. Try smaller batches or fewer groups."

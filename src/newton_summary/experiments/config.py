@@ -221,7 +221,7 @@ def to_dict(config: ExperimentConfig) -> dict[str, Any]:
 
 
 def from_dict(values: Mapping[str, Any]) -> ExperimentConfig:
-    """Return what :func:`to_dict` wrote; fields of a newer version are passed over."""
+    """Return what :func:`to_dict` wrote; fields of a newer version are ignored."""
     kinds: dict[str, Any] = {"model": ModelConfig, "data": DataConfig, "schedule": ScheduleConfig}
     kinds |= {"measure": MeasureConfig, "optimizer": OptimizerConfig}
     parts: dict[str, Any] = {}

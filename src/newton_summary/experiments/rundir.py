@@ -79,7 +79,7 @@ class Run:
         unknown = sorted(dict(dotted_names(values)).keys() - flatten(config).keys())
         if unknown:
             warnings.warn(
-                f"{path / CONFIG} has fields of another version, which are passed over: "
+                f"{path / CONFIG} has fields of another version, which are ignored: "
                 f"{first_names(unknown)}",
                 stacklevel=2,
             )

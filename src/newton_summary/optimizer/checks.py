@@ -39,7 +39,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     for name, value in others.items():
         if settings[name] != value:
             whose = "the paper's algorithm" if steered else "variant='steered'"
-            raise ValueError(f"{name}={settings[name]!r} is of {whose} alone: leave it out.")
+            raise ValueError(f"{name}={settings[name]!r} is for {whose} only: leave it out.")
 
 
 def _is_number(value: Any) -> bool:

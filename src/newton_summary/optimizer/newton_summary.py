@@ -218,7 +218,7 @@ class NewtonSummary(Optimizer):
             settings["summary_period"] = period_within(budget, len(partition), order)
         if direction is not None:
             if not steered:
-                raise ValueError(f"direction={direction!r} is of variant='steered' alone.")
+                raise ValueError(f"direction={direction!r} is for variant='steered' only.")
             if weight_decay:
                 raise ValueError("Give weight_decay to the optimizer that is the direction.")
             check_direction(direction, partition)
@@ -481,7 +481,7 @@ class NewtonSummary(Optimizer):
         if self.refreshes == 0 and all(p.grad is None for p in self.partition.params.values()):
             raise ValueError(
                 "No parameter of the partition has a gradient. Call loss.backward() before "
-                "step(). Is the partition of the model that is trained?"
+                "step(). Is this the partition of the model being trained?"
             )
 
     def _of_groups(self, name: str) -> list[Any]:
