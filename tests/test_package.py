@@ -5,8 +5,11 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import newton_summary
+from newton_summary import derivatives
+from newton_summary.experiments import config
 
 OPTIONAL = [
     *("lightning", "matplotlib", "plotly", "pytest", "rich", "scipy", "transformers", "tyro"),
@@ -58,3 +61,9 @@ def test_every_public_function_and_class_has_an_example():
 def test_every_public_name_exists():
     missing = [name for name in newton_summary.__all__ if not hasattr(newton_summary, name)]
     assert missing == []
+
+
+def test_the_command_line_knows_the_backends():
+    """Its options are read without torch, so it has the names again."""
+    names = get_args(derivatives.Backend)
+    assert get_args(config.Backend) == names == ("auto", *derivatives.BACKENDS)

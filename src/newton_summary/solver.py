@@ -513,9 +513,6 @@ def _log(x: float) -> float:
 @contextmanager
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
-    if before == 1:
-        yield
-        return
     torch.set_num_threads(1)
     try:
         yield

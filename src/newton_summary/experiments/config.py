@@ -16,6 +16,8 @@ from newton_summary.display.names import dotted_names, nearest
 from newton_summary.errors import UserError
 
 T = TypeVar("T")
+# Those of newton_summary.derivatives, which needs torch.
+Backend = Literal["auto", "sweep", "nested", "dense", "differences"]
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class NewtonSummaryConfig(OptimizerConfig):
     """B, samples per summary."""
     direction: Literal["gradient", "adam"] = "gradient"
     """Heavy ball, or Adam's step."""
-    backend: str = "auto"
+    backend: Backend = "auto"
     """How to compute summaries."""
     cuda_graph: bool = False
     """On a GPU, replay the measurement as a CUDA graph: for small models."""
