@@ -46,7 +46,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
-def find_partition(given: Any) -> Partition:
+def as_partition(given: Any) -> Partition:
     """Return a partition with its model; of a model, all parameters as one group."""
     if isinstance(given, nn.Module):
         return make_partition(given, "trivial")

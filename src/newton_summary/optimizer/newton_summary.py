@@ -22,10 +22,10 @@ from newton_summary.optimizer import checkpoint
 from newton_summary.optimizer.checks import (
     Closure,
     Variant,
+    as_partition,
     check_direction,
     check_settings,
     extended,
-    find_partition,
     holds_all,
     is_divided,
 )
@@ -188,7 +188,7 @@ class NewtonSummary(Optimizer):
         budget: float = 0.25,
         **measuring: Unpack[Measuring],
     ):
-        partition = find_partition(partition)
+        partition = as_partition(partition)
         if loss_fn is not None and not callable(loss_fn):
             if lr is not None:
                 raise TypeError(f"loss_fn={loss_fn!r}: give a function, loss_fn(model, batch).")
