@@ -316,10 +316,7 @@ def inspect(args: list[str]) -> int:
         with progress_bar(console) as progress:
             name = f"{type(built.model).__name__} of {file.name}:{function}"
             found = inspect_model(built, options, name=name, file=file, progress=progress)
-    try:
-        page = write_report(found.history, options.out)
-    except OSError as error:
-        raise UserError(f"{options.out} cannot be written: {error.strerror}.") from None
+    page = write_report(found.history, options.out)
     if options.json:
         print(json.dumps({"page": str(page), **found.as_dict()}))
     console.print(f"{found}\n\nThe report is in {page}")
