@@ -30,9 +30,8 @@ SWEEP = "derivatives/sweep"
 TESTS = {
     "solver.py": "thresholds learning_rates",
     "summary.py": "summary stderr",
-    "optimizer/window.py": "optimizer_algorithm2 optimizer_resume states",
+    "optimizer/refreshes.py": "optimizer_algorithm2 optimizer_resume states",
     "optimizer/update.py": "optimizer_algorithm2 optimizer optimizer_loops",
-    "optimizer/schedule.py": "optimizer_algorithm2 optimizer_resume",
     "optimizer/steering.py": "controller",
     "optimizer/steered.py": "optimizer_averaging optimizer",
     "optimizer/controller.py": "controller states",

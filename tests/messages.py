@@ -766,7 +766,7 @@ ERRORS = {
         ("was made without curvature", loaded(curvature=None)),
         ("Its param_groups have", loaded(lambda s: s["param_groups"].pop())),
         ("eta = .* of 6 groups", loaded(ours(eta=torch.ones(2)))),
-        ("Counts are whole", loaded(ours("counts", refreshes=-1))),
+        ("Counts must be whole", loaded(ours("counts", refreshes=-1))),
         ("damaged or incomplete", loaded(ours(counts=3))),
         ("entries that are not finite", loaded(buffer(torch.full((4, 3), NAN)))),
         ("a number that is nan", steered(multiplier=NAN)),
@@ -781,7 +781,7 @@ ERRORS = {
         ("not in the partition", lambda p: newton(direction=sgd(OTHER))(p)),
         ("summary_period=0", newton(summary_period=0)),
         ("momentum=2", newton(momentum=2)),
-        ("of the paper's algorithm alone", newton(eta_momentum=0.5)),
+        ("for the paper's algorithm only", newton(eta_momentum=0.5)),
         ("called backward", closure_of(calls_backward)),
         ("closure returned float", closure_of(lambda m, b: 1.0)),
         ("loss that is detached", closure_of(lambda m, b: OURS(m, b).detach())),
@@ -823,16 +823,13 @@ ERRORS = {
         (r"call train\(\) before step", stepped(evaluating)),
         ("as published has no warm-up", paper(variant="as-published", warmup=2)),
         (
-            "of variant='steered' alone",
+            "for variant='steered' only",
             lambda p: newton(variant="as-run", direction=sgd(p.model))(p),
         ),
         ("Give weight_decay to", lambda p: newton(direction=sgd(p.model), weight_decay=0.1)(p)),
     ],
-    "optimizer/window.py": [
+    "optimizer/refreshes.py": [
         ("and counts 0", loaded(ours("average", count=0))),
-    ],
-    "optimizer/schedule.py": [
-        ("counts of steps are", loaded(ours("schedule", t=-1))),
     ],
     "optimizer/steered.py": [
         (

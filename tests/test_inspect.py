@@ -256,7 +256,6 @@ def test_mistakes_in_the_file(call, source, words):
         ([], "Which model?"),
         (["net.py", "other.py"], "one at a time"),
         (["net.py", "--partition", "canonicle"], "canonical"),
-        (["net.py", "--backend", "swep"], "sweep"),
         (["net.py", "--max-batches", "0"], "--max-batches 0"),
         (["net.py", "--device", "abacus"], "'abacus' is not available"),
         (["net.py", "--lambda-int", "-1"], "--lambda-int -1"),

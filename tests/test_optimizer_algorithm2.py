@@ -14,7 +14,7 @@ from scipy.optimize import brentq
 from torch import nn
 
 import newton_summary as ns
-from newton_summary.optimizer.schedule import Schedule
+from newton_summary.optimizer.refreshes import Schedule
 from test_optimizer import CURVATURE, TRAIN, flat, loss_fn, make_net, quiet, train
 
 

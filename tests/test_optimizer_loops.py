@@ -430,9 +430,9 @@ def flat_norm(model):
         ({"variant": "mean"}, "variant"),
         ({"budget": 0.0}, "budget"),
         ({"direction": torch.optim.SGD([torch.zeros(1)]), "weight_decay": 0.1}, "weight_decay"),
-        ({"eta_momentum": 0.5}, "paper's algorithm alone"),
-        (PAPER | {"weight_decay": 0.1}, "of variant='steered' alone"),
-        (PAPER | {"direction": torch.optim.SGD([torch.zeros(1)])}, "of variant='steered' alone"),
+        ({"eta_momentum": 0.5}, "paper's algorithm only"),
+        (PAPER | {"weight_decay": 0.1}, "for variant='steered' only"),
+        (PAPER | {"direction": torch.optim.SGD([torch.zeros(1)])}, "for variant='steered' only"),
         ({"weight_decay": -1.0}, "weight_decay"),
         ({"curvature": (loss_fn, [])}, "empty"),
         ({"backend": "magic"}, "backend"),
@@ -541,13 +541,18 @@ def test_curvature_of_another_model_is_an_error():
         opt.step()
 
 
-ADDITIONS = {"weight_decay": 0.1, "direction": torch.optim.SGD([torch.zeros(1)], lr=1.0)}
+ADDITIONS = {
+    "weight_decay": 0.1,
+    "direction": torch.optim.SGD([torch.zeros(1)], lr=1.0),
+    "budget": 0.1,
+    "loss_fn": loss_fn,
+}
 
 
 @pytest.mark.parametrize("name", ADDITIONS)
 def test_paper_mode_refuses_the_additions(name):
     part = ns.make_partition(make_net())
-    with pytest.raises(ValueError, match=rf"(?s){name}=.*of variant='steered' alone"):
+    with pytest.raises(TypeError, match=rf"NewtonSummary\.paper has no argument '{name}'"):
         ns.NewtonSummary.paper(part, **{name: ADDITIONS[name]})
 
 
@@ -555,7 +560,7 @@ def test_paper_mode_takes_nothing_else():
     """Every argument of the class is one of Algorithm 2, or refused by its name."""
     arguments = set(inspect.signature(ns.NewtonSummary).parameters)
     own = set(inspect.signature(ns.NewtonSummary.paper).parameters)
-    assert arguments - own == {*ADDITIONS, "budget", "loss_fn"} and own <= arguments
+    assert arguments - own == set(ADDITIONS) and own <= arguments
     part = ns.make_partition(make_net())
     with pytest.raises(ValueError, match="'as-run' or 'as-published'"):
         ns.NewtonSummary.paper(part, variant="steered")

@@ -5,8 +5,11 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import newton_summary
+from newton_summary import derivatives
+from newton_summary.experiments import config
 
 OPTIONAL = [
     *("lightning", "matplotlib", "plotly", "pytest", "rich", "scipy", "transformers", "tyro"),
@@ -50,12 +53,17 @@ def test_every_public_function_and_class_has_an_example():
     for home in (newton_summary, newton_summary.analysis, newton_summary.figures):
         for name in home.__all__:
             value = getattr(home, name)
-            is_result = home is not newton_summary and isinstance(value, type)  # made by a function
             is_error = isinstance(value, type) and issubclass(value, Exception)
-            if callable(value) and not is_result and not is_error and name != "RateRecord":
+            if callable(value) and not is_error and name != "RateRecord":
                 assert ">>> " in inspect.getdoc(value), name
 
 
 def test_every_public_name_exists():
     missing = [name for name in newton_summary.__all__ if not hasattr(newton_summary, name)]
     assert missing == []
+
+
+def test_the_command_line_knows_the_backends():
+    """Its options are read without torch, so it has the names again."""
+    names = get_args(derivatives.Backend)
+    assert get_args(config.Backend) == names == ("auto", *derivatives.BACKENDS)

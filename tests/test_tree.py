@@ -145,13 +145,18 @@ def walks():
     optimizer = ns.NewtonSummary(
         partition, curvature=(loss_fn, [batch]), summary_period=1, warmup=1
     )
+    paper = ns.NewtonSummary.paper(
+        partition, curvature=(loss_fn, [batch]), summary_period=1, warmup=1
+    )
     loss_fn(net, batch).backward()
     for _ in range(2):  # what is found out once, and rates
         ns.summarize(net, loss_fn, batch)
         optimizer.step()
+        paper.step()
     return {
         "summarize": entered(lambda: ns.summarize(net, loss_fn, batch, partition=partition)),
         "refresh": entered(optimizer.step),
+        "refresh of the paper": entered(paper.step),
     }
 
 
@@ -162,7 +167,9 @@ def test_alone_nothing_of_several_processes_is_entered(walks):
         assert not any("sharded" in file for file in files)
 
 
-@pytest.mark.parametrize(("walk", "most"), [("summarize", 15), ("refresh", 20)])
+@pytest.mark.parametrize(
+    ("walk", "most"), [("summarize", 15), ("refresh", 20), ("refresh of the paper", 20)]
+)
 def test_few_files_are_passed_through(walks, walk, most):
     """The sweep's rules included, of which the model needs three."""
     assert len(walks[walk]) <= most, "\n".join(sorted(walks[walk]))

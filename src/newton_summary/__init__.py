@@ -9,11 +9,13 @@ if TYPE_CHECKING:
     from newton_summary import figures as figures
     from newton_summary import integrations as integrations
     from newton_summary.errors import CannotDifferentiate as CannotDifferentiate
+    from newton_summary.errors import CannotWriteError as CannotWriteError
     from newton_summary.errors import CoupledSamplesError as CoupledSamplesError
     from newton_summary.errors import NewtonSummaryError as NewtonSummaryError
     from newton_summary.errors import NotFiniteError as NotFiniteError
     from newton_summary.errors import RankError as RankError
     from newton_summary.errors import RankNotFiniteError as RankNotFiniteError
+    from newton_summary.errors import UserError as UserError
     from newton_summary.history import History as History
     from newton_summary.history import Measured as Measured
     from newton_summary.history import Trial as Trial
@@ -45,11 +47,13 @@ __version__ = "0.1.0"
 _MODULES = {
     "errors": (
         "CannotDifferentiate",
+        "CannotWriteError",
         "CoupledSamplesError",
         "NewtonSummaryError",
         "NotFiniteError",
         "RankError",
         "RankNotFiniteError",
+        "UserError",
     ),
     "history": ("History", "Measured", "Trial"),
     "measuring.advice": ("Advice", "GroupAdvice", "suggest_lrs"),

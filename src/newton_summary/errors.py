@@ -4,7 +4,17 @@ from __future__ import annotations
 
 
 class NewtonSummaryError(Exception):
-    """Base class of the exceptions that this package defines."""
+    """Base class of the exceptions that this package defines.
+
+    >>> import torch
+    >>> from newton_summary import summarize
+    >>> net = torch.nn.Linear(1, 1)
+    >>> try:
+    ...     summarize(net, lambda model, x: model(x).mean() / 0, torch.ones(2, 1))
+    ... except NewtonSummaryError as error:
+    ...     type(error).__name__
+    'NotFiniteError'
+    """
 
 
 class CannotDifferentiate(NewtonSummaryError):

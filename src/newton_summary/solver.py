@@ -426,6 +426,7 @@ def _secular(
 ) -> tuple[float, Array, str]:
     """Solve sigma = lambda_int/2 ||w y|| with y = c / (1 + (sigma - sigma0) w^2) beyond the pole.
 
+    App. D has r = 2 sigma / lambda_int, and r > abs(lambda_min) where Hbar is indefinite.
     In units of 1/w_1^2, sigma = b + tau, where b is the pole, or 0 if that is larger. Near the
     hard case the root is so close to the pole that only their difference tau has any digits.
 
@@ -512,9 +513,6 @@ def _log(x: float) -> float:
 @contextmanager
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
-    if before == 1:
-        yield
-        return
     torch.set_num_threads(1)
     try:
         yield

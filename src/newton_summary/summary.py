@@ -338,7 +338,7 @@ class Summary(ShownAsTable):
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Summary:
-        """Rebuild a summary from :meth:`state_dict`; fields that are not known are passed over."""
+        """Rebuild a summary from :meth:`state_dict`; unknown fields are ignored."""
         known = {f.name for f in fields(cls)}
         state = {name: value for name, value in state.items() if name in known}
         if state.get("partition") is not None:

@@ -125,6 +125,10 @@ class Merges(ShownAsTable):
     """A coarser partition that should lose little, and why. Made by :func:`suggest_merges`.
 
     ``groups`` is what :func:`coarsen` takes; :meth:`partition` divides a model accordingly.
+
+    >>> H = torch.diag(torch.tensor([1.0, 1.5, 40.0]))
+    >>> suggest_merges(Summary(gbar=torch.ones(3), Hbar=H)).coarse().gbar
+    tensor([2., 1.])
     """
 
     _right = (1, 3)

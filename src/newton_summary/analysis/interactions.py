@@ -57,7 +57,11 @@ def layer_numbers(summary: Summary | Tensor) -> tuple[int, ...]:
 
 
 class Kept(NamedTuple):
-    """The share of a matrix that three approximations keep, from 0 to 1."""
+    """The share of a matrix that three approximations keep, from 0 to 1.
+
+    >>> inverse_kept(torch.eye(2)).hessian
+    Kept(diagonal=1.0, block_diagonal=1.0, tridiagonal=1.0)
+    """
 
     diagonal: float
     block_diagonal: float  # weight and bias of one layer
@@ -71,6 +75,10 @@ class InverseKept(ShownAsTable):
     Shares of the sum of squares of the entries, with the matrix scaled to a unit diagonal. 1 means
     that nothing is left out; what ``tridiagonal`` lacks are interactions between distant layers.
     Made by :func:`inverse_kept`.
+
+    >>> kept = inverse_kept(torch.tensor([[1.0, 0.5], [0.5, 1.0]]))
+    >>> kept.num_layers, f"{kept.inverse.diagonal:.2f}"
+    (2, '0.80')
     """
 
     _right = (2, 3)
@@ -141,6 +149,10 @@ class JointGain(ShownAsTable):
     ``joint`` and ``diagonal`` are changes to second order, with all of ``Hbar`` for both.
     ``joint_model`` and ``diagonal_model`` include the cubic term: the joint rates minimise it, so
     theirs is never the larger one. Made by :func:`joint_gain`.
+
+    >>> gain = joint_gain(Summary(gbar=torch.ones(2), Hbar=torch.eye(2)), lambda_int=0)
+    >>> gain.joint, gain.ratio  # nothing to gain without interactions
+    (-1.0, 1.0)
     """
 
     _right = (1, 2)
@@ -222,7 +234,11 @@ def joint_gain(summary: Summary, lambda_int: float = 1.0) -> JointGain:
 
 
 class Pair(NamedTuple):
-    """Two groups and how they interact."""
+    """Two groups and how they interact.
+
+    >>> strongest_pairs(torch.tensor([[4.0, 1.0], [1.0, 1.0]]))[0]
+    Pair(first='0', second='1', interaction=0.5, value=1.0, distance=1)
+    """
 
     first: str
     second: str
@@ -233,7 +249,12 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class StrongestPairs(ShownAsTable):
-    """Pairs of groups, the strongest interaction first. Made by :func:`strongest_pairs`."""
+    """Pairs of groups, the strongest interaction first. Made by :func:`strongest_pairs`.
+
+    >>> pairs = strongest_pairs(torch.tensor([[4.0, 1.0], [1.0, 0.0]]))
+    >>> len(pairs), pairs.undefined  # group 1 has no curvature of its own
+    (0, 1)
+    """
 
     _right = (2, 3, 4)
 
@@ -305,7 +326,11 @@ def strongest_pairs(summary: Summary | Tensor, count: int = 10) -> StrongestPair
 
 
 class Smoothed(NamedTuple):
-    """Means over windows of epochs."""
+    """Means over windows of epochs. Made by :func:`smooth`.
+
+    >>> smooth([[1.0], [3.0]], epochs=[0, 1], window=2).epochs
+    tensor([1.], dtype=torch.float64)
+    """
 
     epochs: Tensor  # (K,)  middle of each window
     values: Tensor  # (K, ...)

@@ -177,7 +177,7 @@ def _one_line() -> Iterator[None]:
     except ValueError as error:
         if "null" not in str(error):  # a NUL in a path
             raise
-        raise UserError(f"A file name is not possible: {error}.") from None
+        raise UserError(f"Invalid file name: {error}.") from None
     except MemoryError:
         raise UserError(
             "There is not enough memory. Try smaller batches or fewer groups."
@@ -316,10 +316,7 @@ def inspect(args: list[str]) -> int:
         with progress_bar(console) as progress:
             name = f"{type(built.model).__name__} of {file.name}:{function}"
             found = inspect_model(built, options, name=name, file=file, progress=progress)
-    try:
-        page = write_report(found.history, options.out)
-    except OSError as error:
-        raise UserError(f"{options.out} cannot be written: {error.strerror}.") from None
+    page = write_report(found.history, options.out)
     if options.json:
         print(json.dumps({"page": str(page), **found.as_dict()}))
     console.print(f"{found}\n\nThe report is in {page}")

@@ -16,6 +16,8 @@ from newton_summary.display.names import dotted_names, nearest
 from newton_summary.errors import UserError
 
 T = TypeVar("T")
+# Those of newton_summary.derivatives, which needs torch.
+Backend = Literal["auto", "sweep", "nested", "dense", "differences"]
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class NewtonSummaryConfig(OptimizerConfig):
     """B, samples per summary."""
     direction: Literal["gradient", "adam"] = "gradient"
     """Heavy ball, or Adam's step."""
-    backend: str = "auto"
+    backend: Backend = "auto"
     """How to compute summaries."""
     cuda_graph: bool = False
     """On a GPU, replay the measurement as a CUDA graph: for small models."""
@@ -221,7 +223,7 @@ def to_dict(config: ExperimentConfig) -> dict[str, Any]:
 
 
 def from_dict(values: Mapping[str, Any]) -> ExperimentConfig:
-    """Return what :func:`to_dict` wrote; fields of a newer version are passed over."""
+    """Return what :func:`to_dict` wrote; fields of a newer version are ignored."""
     kinds: dict[str, Any] = {"model": ModelConfig, "data": DataConfig, "schedule": ScheduleConfig}
     kinds |= {"measure": MeasureConfig, "optimizer": OptimizerConfig}
     parts: dict[str, Any] = {}

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from newton_summary.errors import UserError
-from newton_summary.storage.writing import replacing
+from newton_summary.storage.writing import make_folder, replacing
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -147,7 +147,7 @@ def _fetch_cifar10(folder: Path) -> None:
     if not archive.is_file():
         _download(CIFAR10_ARCHIVE, CIFAR10_URLS, folder.parent)
     checked(archive)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with tarfile.open(archive) as files:
         for member in files:
             name = Path(member.name).name
@@ -160,7 +160,7 @@ def _fetch_cifar10(folder: Path) -> None:
 
 def _download(name: str, urls: Sequence[str], folder: Path) -> None:
     """Download a file from the first site that has it, with a progress bar on standard error."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     problem: object = None
     for url in urls:
         try:

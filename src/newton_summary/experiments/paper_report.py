@@ -16,7 +16,7 @@ from newton_summary.errors import UserError
 from newton_summary.experiments.results import group_by, method_labels, setup_label
 from newton_summary.experiments.rundir import Run
 from newton_summary.experiments.tables import all_tables
-from newton_summary.storage.writing import replacing, write_text
+from newton_summary.storage.writing import make_folder, replacing, write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,10 +39,7 @@ def make_report(
     runs = [run for run in runs if run.rows]
     if not runs:
         raise UserError("None of the runs has completed an epoch: there is nothing to report.")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror}.") from None
+    make_folder(out)
     files: list[Path] = []
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     page = [f"# Report of {len(runs)} run{'s' if len(runs) > 1 else ''}", "", f"Made {now}.", ""]

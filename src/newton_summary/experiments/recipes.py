@@ -7,10 +7,10 @@ SGD keep their learning rates: the plateau schedule is a line of NewtonSummary's
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Literal
 
 from newton_summary.display.names import nearest
@@ -45,13 +45,53 @@ ADAM_RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 PLATEAU = ScheduleConfig(factor=0.5)
 
 
+# --- the registry --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A named configuration."""
+
+    name: str
+    make: Callable[[], ExperimentConfig]
+    about: str
+
+    def __call__(self) -> ExperimentConfig:
+        """Return the configuration, with the name of its recipe."""
+        return replace(self.make(), recipe=self.name)
+
+
+RECIPES: dict[str, Recipe] = {}
+
+
+def recipe(make: Callable[[], ExperimentConfig]) -> Callable[[], ExperimentConfig]:
+    """Register a function as the recipe of its name."""
+    add_recipe(make.__name__, make, make.__doc__)
+    return make
+
+
+def add_recipe(name: str, make: Callable[[], ExperimentConfig], about: str | None) -> None:
+    """Register a recipe; of ``about`` the first line is shown."""
+    RECIPES[name] = Recipe(name, make, (about or "").split("\n")[0])
+
+
+def get_recipe(name: str) -> Recipe:
+    """Return a recipe by its name; hyphens may stand for underscores."""
+    known = name.replace("-", "_")
+    if known not in RECIPES:
+        raise UserError(
+            f"Unknown recipe {name!r}.{nearest(known, RECIPES)} `newton-summary list` shows all."
+        )
+    return RECIPES[known]
+
+
+# --- the four setups (Section 6.2) ---------------------------------------------------------------
+
+
 def experiment(model: str, data: str, epochs: int, optimizer: OptimizerConfig) -> ExperimentConfig:
     """A model on a data set, in their usual forms."""
     config = ExperimentConfig(model=ModelConfig(model), data=DataConfig(data), epochs=epochs)
     return replace(config, optimizer=optimizer)
-
-
-# --- the four setups (Section 6.2) ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -131,6 +171,11 @@ def with_sgd(name: str) -> ExperimentConfig:
     return replace(setup(name, SGDConfig(lr=SETUPS[name].sgd)), measure=MeasureConfig(every=1))
 
 
+WAYS = (with_newton_summary, with_as_published, with_default, with_adam, with_kfac, with_sgd)
+for name, way in product(SETUPS, WAYS):
+    add_recipe(f"{name}_{way.__name__.removeprefix('with_')}", partial(way, name), way.__doc__)
+
+
 # --- the studies of the appendices ---------------------------------------------------------------
 
 
@@ -146,6 +191,14 @@ def diagonal(name: str) -> ExperimentConfig:
     return replace(with_newton_summary(name), optimizer=optimizer)
 
 
+for name in PARTITIONS[:-1]:  # the last is that of vgg_cifar10_newton_summary
+    about = f"App. J: VGG-11' with the partition {name}."
+    add_recipe(f"vgg_cifar10_{name.replace('-', '_')}", partial(vgg_partition, name), about)
+for name in ("lenet_cifar10", "vgg_cifar10"):
+    add_recipe(f"{name}_diagonal", partial(diagonal, name), diagonal.__doc__)
+
+
+@recipe
 def vbigmlp_cifar10() -> ExperimentConfig:
     """App. H: VBigMLP in five chunks of weights and biases; lambdas as for BigMLP."""
     optimizer = replace(paper_optimizer("bigmlp_cifar10"), partition="chunks-5")
@@ -154,6 +207,7 @@ def vbigmlp_cifar10() -> ExperimentConfig:
     return replace(config, schedule=PLATEAU, measure=measure)
 
 
+@recipe
 def vbigmlp_cifar10_adam() -> ExperimentConfig:
     """App. H: VBigMLP with Adam; the paper gives no learning rate."""
     config = replace(vbigmlp_cifar10(), schedule=ScheduleConfig(), measure=MeasureConfig())
@@ -169,31 +223,37 @@ def embedded(model: str, optimizer: OptimizerConfig) -> ExperimentConfig:
     return replace(experiment(model, "embedded", 10, optimizer), data=data)
 
 
+@recipe
 def lenet_embedded() -> ExperimentConfig:
     """LeNet on 4,500 digits with NewtonSummary."""
     return embedded("lenet", NewtonSummaryConfig(curvature_batch_size=500))
 
 
+@recipe
 def lenet_embedded_adam() -> ExperimentConfig:
     """LeNet on 4,500 digits with Adam."""
     return embedded("lenet", AdamConfig(lr=1e-3))
 
 
+@recipe
 def lenet_embedded_sgd() -> ExperimentConfig:
     """LeNet on 4,500 digits with SGD, measured before each epoch."""
     return replace(embedded("lenet", SGDConfig()), measure=MeasureConfig(every=1))
 
 
+@recipe
 def mlp_embedded() -> ExperimentConfig:
     """MLP on 4,500 digits with NewtonSummary."""
     return embedded("mlp", NewtonSummaryConfig(curvature_batch_size=500))
 
 
+@recipe
 def mlp_embedded_adam() -> ExperimentConfig:
     """MLP on 4,500 digits with Adam."""
     return embedded("mlp", AdamConfig(lr=1e-3))
 
 
+@recipe
 def mlp_embedded_kfac() -> ExperimentConfig:
     """MLP on 4,500 digits with K-FAC."""
     return embedded("mlp", KFACConfig(lr=1e-3, damping=1e-2))
@@ -202,38 +262,45 @@ def mlp_embedded_kfac() -> ExperimentConfig:
 # --- our own -------------------------------------------------------------------------------------
 
 
+@recipe
 def resnet18_cifar10() -> ExperimentConfig:
     """ResNet-18 with batch norm on CIFAR-10, one block of layers a group."""
     optimizer = NewtonSummaryConfig(partition="blocks-4", curvature_batch_size=500)
     return experiment("resnet18", "cifar10", 30, optimizer)
 
 
+@recipe
 def resnet18_cifar10_adam() -> ExperimentConfig:
     """ResNet-18 with batch norm on CIFAR-10 with Adam."""
     return replace(resnet18_cifar10(), optimizer=AdamConfig(lr=1e-3))
 
 
+@recipe
 def autoencoder_mnist() -> ExperimentConfig:
     """An autoencoder of digits, with squared error: D3 = 0 in the last layer."""
     return experiment("autoencoder", "mnist", 50, NewtonSummaryConfig(lr=0.1))
 
 
+@recipe
 def autoencoder_embedded() -> ExperimentConfig:
     """The autoencoder on the digits inside the package."""
     return embedded("autoencoder", NewtonSummaryConfig(lr=0.1, curvature_batch_size=500))
 
 
+@recipe
 def gpt_addition() -> ExperimentConfig:
     """A small GPT that learns to add numbers below 100."""
     optimizer = NewtonSummaryConfig(partition="blocks-2", curvature_batch_size=500)
     return experiment("gpt", "addition", 30, replace(optimizer, direction="adam"))
 
 
+@recipe
 def gpt_addition_adam() -> ExperimentConfig:
     """The small GPT with Adam."""
     return replace(gpt_addition(), optimizer=AdamConfig(lr=1e-3))
 
 
+@recipe
 def rosenbrock() -> ExperimentConfig:
     """Rosenbrock's valley with one group for each of its two numbers: a Newton method."""
     return ExperimentConfig(
@@ -252,61 +319,3 @@ def rosenbrock() -> ExperimentConfig:
             curvature_batch_size=1,
         ),
     )
-
-
-# --- the registry --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A named configuration."""
-
-    name: str
-    make: Callable[[], ExperimentConfig]
-    about: str
-
-    def __call__(self) -> ExperimentConfig:
-        """Return the configuration, with the name of its recipe."""
-        return replace(self.make(), recipe=self.name)
-
-
-def _registry() -> dict[str, Recipe]:
-    recipes: dict[str, Recipe] = {}
-
-    def add(name: str, make: Callable[[], ExperimentConfig], about: str | None) -> None:
-        recipes[name] = Recipe(name, make, (about or "").split("\n")[0])
-
-    ways = {
-        "newton_summary": with_newton_summary,
-        "as_published": with_as_published,
-        "default": with_default,
-        "adam": with_adam,
-        "kfac": with_kfac,
-        "sgd": with_sgd,
-    }
-    for name in SETUPS:
-        for suffix, way in ways.items():
-            add(f"{name}_{suffix}", partial(way, name), way.__doc__)
-    for p in PARTITIONS[:-1]:  # the last is that of vgg_cifar10_newton_summary
-        about = f"App. J: VGG-11' with the partition {p}."
-        add(f"vgg_cifar10_{p.replace('-', '_')}", partial(vgg_partition, p), about)
-    for name in ("lenet_cifar10", "vgg_cifar10"):
-        add(f"{name}_diagonal", partial(diagonal, name), diagonal.__doc__)
-    for name, make in globals().items():  # all other functions here that take no arguments
-        is_own = inspect.isfunction(make) and make.__module__ == __name__ and name[0] != "_"
-        if is_own and not inspect.signature(make).parameters:
-            add(name, make, make.__doc__)
-    return recipes
-
-
-RECIPES = _registry()
-
-
-def get_recipe(name: str) -> Recipe:
-    """Return a recipe by its name; hyphens may stand for underscores."""
-    known = name.replace("-", "_")
-    if known not in RECIPES:
-        raise UserError(
-            f"Unknown recipe {name!r}.{nearest(known, RECIPES)} `newton-summary list` shows all."
-        )
-    return RECIPES[known]

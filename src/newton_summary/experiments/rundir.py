@@ -42,6 +42,7 @@ from newton_summary.storage.writing import (
     cannot_write,
     is_part,
     json_bytes,
+    make_folder,
     replacing,
     sync_folder,
     write_tensors,
@@ -79,7 +80,7 @@ class Run:
         unknown = sorted(dict(dotted_names(values)).keys() - flatten(config).keys())
         if unknown:
             warnings.warn(
-                f"{path / CONFIG} has fields of another version, which are passed over: "
+                f"{path / CONFIG} has fields of another version, which are ignored: "
                 f"{first_names(unknown)}",
                 stacklevel=2,
             )
@@ -230,10 +231,7 @@ class RunWriter:
 
     def start(self, session: Mapping[str, Any]) -> dict[str, Any] | None:
         """Start or resume: drop what lies beyond the checkpoint, and return the checkpoint."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise cannot_write(self.path, error) from None
+        make_folder(self.path)
         self._acquire()
         self.known = self._check()  # again, now that no other process can write
         for file in filter(is_part, self.path.iterdir()):

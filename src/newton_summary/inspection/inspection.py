@@ -159,7 +159,7 @@ def inspect_model(
             loss_fn,
             iter(batches),
             partition=groups,
-            backend=settings.backend,  # type: ignore[arg-type]  # checked there
+            backend=settings.backend,
             order=settings.order,
             stderr=settings.stderr and len(batches) > 1,
             progress=progress,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from newton_summary.experiments.config import Backend
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -19,8 +21,8 @@ class Settings:
     lambda_int: float | None = None
     """Strength of the cubic term in the learning rates; if not given, the one of 1, 10, ..., 1e8
     whose step lowers the loss most, or 0 with --order 2."""
-    backend: str = "auto"
-    """sweep, nested, dense, differences, or auto: the first that works."""
+    backend: Backend = "auto"
+    """How to compute derivatives; auto takes the first way that works."""
     device: str | None = None
     """Move model and data there, for example to cuda; they stay where they are if not given."""
     stderr: bool = True

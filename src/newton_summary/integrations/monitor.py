@@ -383,10 +383,7 @@ class Monitor:
         path = self.report if path is None else path
         if path is None or not self.history.measured:
             return None
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        report(self.history, path)
-        return path
+        return report(self.history, path)
 
     def finish(self, directory: str | Path) -> None:
         """Write the report at the end of a training, and print its path to standard error."""

@@ -127,5 +127,5 @@ def read_counts(saved: Mapping[str, Any], *names: str) -> list[int]:
     """Return counts of refreshes and steps; raise if they cannot be any."""
     counts = {name: saved[name] for name in names}
     if not all(type(x) is int and x >= 0 for x in counts.values()):
-        raise ValueError(f"Counts are whole and not negative, and the state has {counts}.")
+        raise ValueError(f"Counts must be whole numbers, 0 or more, but the state has {counts}.")
     return list(counts.values())

@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from newton_summary.optimizer.schedule import VARIANTS
 from newton_summary.partition import Partition, make_partition
 from newton_summary.probe.inputs import LossFn
 
 Closure = Callable[[], Tensor]
+Variant = Literal["steered", "as-run", "as-published"]
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise an error that says what a setting may be, unless all of them are."""
-    if settings["variant"] not in VARIANTS:
-        known = ", ".join(map(repr, VARIANTS))
+    if settings["variant"] not in get_args(Variant):
+        known = ", ".join(map(repr, get_args(Variant)))
         raise ValueError(f"variant={settings['variant']!r}: write one of {known}.")
     for name, least in (("summary_period", 1), ("summary_window", 1), ("warmup", 0)):
         value = settings[name]
@@ -39,14 +39,14 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     for name, value in others.items():
         if settings[name] != value:
             whose = "the paper's algorithm" if steered else "variant='steered'"
-            raise ValueError(f"{name}={settings[name]!r} is of {whose} alone: leave it out.")
+            raise ValueError(f"{name}={settings[name]!r} is for {whose} only: leave it out.")
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
-def find_partition(given: Any) -> Partition:
+def as_partition(given: Any) -> Partition:
     """Return a partition with its model; of a model, all parameters as one group."""
     if isinstance(given, nn.Module):
         return make_partition(given, "trivial")

@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 import numpy as np
 import torch
 
+from newton_summary.derivatives import Backend
 from newton_summary.derivatives.sweep.cuda_graph import SweepGraphs
 from newton_summary.display.names import nearest
 from newton_summary.errors import NotFiniteError
@@ -24,7 +25,7 @@ from newton_summary.measuring.measurement import (
     open_probe,
 )
 from newton_summary.optimizer.checks import Closure, as_loss_fn
-from newton_summary.parallel.processes import find_processes
+from newton_summary.parallel.processes import Distributed, find_processes
 from newton_summary.partition import Params, Partition
 from newton_summary.probe.inputs import LossFn, as_batches, check_loss_fn
 from newton_summary.probe.state import Journal, RandomState, own_generators
@@ -35,10 +36,18 @@ from newton_summary.summary import Summary
 class Measuring(TypedDict, total=False):
     """Options of the measurement; see :class:`newton_summary.NewtonSummary`."""
 
-    backend: str
+    backend: Backend
     microbatch: int | None
-    distributed: str | bool | Any
+    distributed: Distributed
     cuda_graph: bool
+
+
+def check_measuring(options: Iterable[str], whose: str) -> None:
+    """Raise unless these are the names of options of the measurement."""
+    known = Measuring.__annotations__
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{whose} has no argument {name!r}.{nearest(name, known)}")
 
 
 class Curvature:
@@ -59,10 +68,7 @@ class Curvature:
     """
 
     def __init__(self, given: Any, loss_fn: LossFn | None, how: Measuring):
-        for name in how:
-            known = Measuring.__annotations__
-            if name not in known:
-                raise TypeError(f"NewtonSummary has no argument {name!r}.{nearest(name, known)}")
+        check_measuring(how, "NewtonSummary")
         self.backend, self.microbatch = how.get("backend", "auto"), how.get("microbatch")
         self.distributed = how.get("distributed", "auto")
         backends_for(self.backend, self.microbatch, sharded=False)  # raises if there is none

@@ -21,19 +21,24 @@ from newton_summary.history import History
 from newton_summary.optimizer import checkpoint
 from newton_summary.optimizer.checks import (
     Closure,
+    Variant,
+    as_partition,
     check_direction,
     check_settings,
     extended,
-    find_partition,
     holds_all,
     is_divided,
 )
 from newton_summary.optimizer.controller import check_rates, steering_history
-from newton_summary.optimizer.curvature import Curvature
-from newton_summary.optimizer.schedule import Schedule, Variant
+from newton_summary.optimizer.curvature import Curvature, check_measuring
+from newton_summary.optimizer.refreshes import (
+    Schedule,
+    WindowAverage,
+    plain_summary,
+    restored_summary,
+)
 from newton_summary.optimizer.steered import Steered, period_within, swap_average
 from newton_summary.optimizer.update import Update
-from newton_summary.optimizer.window import WindowAverage, plain_summary, restored_summary
 from newton_summary.parallel.fsdp import own_memory
 from newton_summary.parallel.processes import find_processes
 from newton_summary.partition import Params, Partition
@@ -183,7 +188,7 @@ class NewtonSummary(Optimizer):
         budget: float = 0.25,
         **measuring: Unpack[Measuring],
     ):
-        partition = find_partition(partition)
+        partition = as_partition(partition)
         if loss_fn is not None and not callable(loss_fn):
             if lr is not None:
                 raise TypeError(f"loss_fn={loss_fn!r}: give a function, loss_fn(model, batch).")
@@ -213,7 +218,7 @@ class NewtonSummary(Optimizer):
             settings["summary_period"] = period_within(budget, len(partition), order)
         if direction is not None:
             if not steered:
-                raise ValueError(f"direction={direction!r} is of variant='steered' alone.")
+                raise ValueError(f"direction={direction!r} is for variant='steered' only.")
             if weight_decay:
                 raise ValueError("Give weight_decay to the optimizer that is the direction.")
             check_direction(direction, partition)
@@ -302,6 +307,7 @@ class NewtonSummary(Optimizer):
             variant: ``"as-run"`` or ``"as-published"``.
             **measuring: How summaries are measured. Whatever is not of Algorithm 2 is refused.
         """
+        check_measuring(measuring, "NewtonSummary.paper")
         if variant not in ("as-run", "as-published"):
             raise ValueError(f"variant={variant!r}: write 'as-run' or 'as-published'.")
         if variant == "as-published" and warmup:
@@ -475,7 +481,7 @@ class NewtonSummary(Optimizer):
         if self.refreshes == 0 and all(p.grad is None for p in self.partition.params.values()):
             raise ValueError(
                 "No parameter of the partition has a gradient. Call loss.backward() before "
-                "step(). Is the partition of the model that is trained?"
+                "step(). Is this the partition of the model being trained?"
             )
 
     def _of_groups(self, name: str) -> list[Any]:

@@ -69,8 +69,8 @@ def check_shards(model: nn.Module) -> None:
             )
         if local_part(p).device.type != mesh.device_type:
             raise ValueError(
-                f"The shard of parameter {name!r} lies on {local_part(p).device} and is computed "
-                f"with on {mesh.device_type}: offloaded parameters cannot be measured."
+                f"The shard of parameter {name!r} is on {local_part(p).device} and used on "
+                f"{mesh.device_type}: offloaded parameters cannot be measured."
             )
 
 

@@ -220,7 +220,7 @@ def rest_hook(func: Callable[..., Any], tensor: Tensor, hook: Callable[..., Any]
         return func(tensor, hook)  # an error that says why
     mark_approximate()
     warn_user(
-        "loss_fn registers a hook on the gradient of a tensor. Such hooks rest during a "
-        "measurement: the derivatives are those of the loss without them."
+        "loss_fn registers a hook on the gradient of a tensor. Such hooks are disabled "
+        "during a measurement: the derivatives are those of the loss without them."
     )
     return RemovableHandle(OrderedDict())

@@ -44,9 +44,6 @@ def check_loss_fn(loss_fn: Any) -> None:
         )
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is of type {type(loss_fn).__name__}. {_WANTED} {_EXAMPLE}.")
-    code: Any = getattr(loss_fn, "__code__", None)
-    if inspect.isfunction(loss_fn) and (code.co_argcount, code.co_kwonlyargcount) == (2, 0):
-        return  # without its whole signature, which takes a while
     try:
         signature = inspect.signature(loss_fn)
     except ValueError:  # of a function in C, which has none

@@ -121,7 +121,7 @@ def load_tensors(stream: BinaryIO) -> Any:
         if "data.pkl" not in entries:
             raise Damaged("it was not written by torch.save")
         if "byteorder" in entries and archive.read(entries["byteorder"]) != sys.byteorder.encode():
-            raise Damaged("it is of a machine with another byte order")
+            raise Damaged("it was written on a machine with another byte order")
         with archive.open(entries["data.pkl"]) as pickled:
             value = _Unpickler(pickled, archive, entries).load()
             pickled.read()  # to the end, where its checksum is compared
@@ -189,7 +189,7 @@ def _check_plain(value: Any) -> None:
             raise Damaged("its values are nested too deeply")
         if id(item) not in weights:
             if isinstance(item, dict) and any(type(key) not in (str, int) for key in item):
-                raise Damaged("a name in it is not a text")
+                raise Damaged("a key in it is not a string")
             parts = item.values() if isinstance(item, dict) else item
             weights[id(item)] = 1 + sum(weigh(part, depth + 1) for part in parts)
         if weights[id(item)] > MOST_VALUES:

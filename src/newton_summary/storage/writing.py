@@ -123,6 +123,14 @@ def cannot_write(path: Path, error: OSError) -> CannotWriteError:
     return found
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(path, error) from None
+
+
 def sync_folder(path: Path) -> None:
     """Wait until the names in a folder are on the disk."""
     if os.name == "nt":  # which has no descriptors of folders
