@@ -67,6 +67,7 @@ REACH = 0.5  # of the peak of a schedule: below, the rate is not raised against 
 FALLING = 0.83  # of the set point, while a schedule is below its peak
 TRIALS = 12  # gradients that the start may take
 STRIDE = 2  # one step in so many has its slope taken from the next gradient of the training
+PACE = 10  # steps between measurements that gain and memory are meant for
 
 
 @dataclass(frozen=True)
@@ -257,25 +258,28 @@ class RateController(ShownAsTable):
             self._change(loss, slope, curvature, math.nan, 0.5, "not finite")
             return
         shared = next(iter(self._held.values())).device if self._sharded else None
-        at_end = self._ends.mean(slope - curvature, self._rate, self.memory, shared)
-        self._balance.add(at_end + curvature, curvature, self._rate, self.memory)
+        # Where measurements are rare, each of them counts for more, up to twice as much.
+        pace = min(max((self.steps - self.history[-1].step) / PACE, 1.0), 2.0)
+        memory = self.memory**pace
+        at_end = self._ends.mean(slope - curvature, self._rate, memory, shared)
+        self._balance.add(at_end + curvature, curvature, self._rate, memory)
         # A schedule far below its peak neither makes the rate rise again, nor fall twice. Until
         # then its end makes good again what longer steps do to the noise.
         top = self.multiplier * self._peak_lr()
         peak = max(REACH * top, self._rate)
         set_point = self.set_point * (FALLING if self._rate < top else 1.0)
-        high = self._balance.error(peak, set_point, self.memory)
-        low = self._balance.error(self._rate, set_point, self.memory)
+        high = self._balance.error(peak, set_point, memory)
+        low = self._balance.error(self._rate, set_point, memory)
         why: Why
         error, why = 0.0, "keep"
         if low < 0:
             error, why = low, "lower"
         elif high > 0 and (self._balance.curvature > 0 or length < LONGEST):
             error, why = high, "raise"
-        change = math.exp(self.gain * error)
+        change = math.exp(pace * self.gain * error)
         fall = math.sqrt(self.history[-1].step / self.steps)
         self._envelope = max(self._envelope * fall, self.multiplier)
-        if self._balance.surely_rises(self._rate, self.memory):
+        if self._balance.surely_rises(self._rate, memory):
             self._envelope = self.multiplier
         else:
             change = max(change, min(1.0, LOWEST * self._envelope / self.multiplier))
