@@ -5,11 +5,12 @@ import copy
 import pytest
 import torch
 from torch import nn, optim
+from torch.utils.checkpoint import checkpoint
 
 from newton_summary import make_partition, summarize
 from newton_summary.probe.directions import find_direction
 from newton_summary.probe.probe import Probe
-from problems import PROBLEMS, finite_differences, worst_error
+from problems import PROBLEMS, Problem, cross_entropy, finite_differences, worst_error
 
 
 @pytest.fixture
@@ -54,6 +55,146 @@ def test_gradient_of_many_batches_is_added_up_in_float32(dtype):
         u = find_direction("gradient", probe)
     torch.testing.assert_close(u["weight"], torch.ones(1, 2, dtype=dtype), rtol=1e-2, atol=0)
     assert u["weight"].dtype == dtype
+
+
+# --- the gradient that the sweep finds itself -----------------------------------------------------
+
+
+class Unusual(nn.Module):
+    """Dropout, a checkpoint, a batch norm; parameters tied, frozen, unused, and in sparse rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4, sparse=True)
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.unused = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, words):
+        h = self.dropout(self.embedding(words).mean(1))
+        h = checkpoint(lambda h: torch.tanh(self.first(h)), h, use_reentrant=False)
+        return self.scale * self.tied(torch.sigmoid(self.frozen(self.norm(self.dropout(h)))))
+
+
+def unusual():
+    torch.manual_seed(0)
+    model = Unusual().double()
+    return Problem(model, cross_entropy, (torch.randint(6, (8, 3)), torch.randint(4, (8,))))
+
+
+EACH = {**PROBLEMS, "unusual": unusual}
+
+
+def plain_gradient(problem):
+    """Return the gradient by torch alone, from the random numbers that are next; draw none."""
+    state, buffers = torch.get_rng_state(), copy.deepcopy(problem.model.state_dict())
+    grads = torch.autograd.grad(
+        problem.loss(), list(problem.params.values()), materialize_grads=True
+    )
+    torch.set_rng_state(state)
+    problem.model.load_state_dict(buffers)
+    return {name: g.to_dense() for name, g in zip(problem.params, grads, strict=True)}
+
+
+def assert_same(actual, expected, rtol=1e-12):
+    for name in ("loss", "gbar", "Hbar", "D3"):
+        a, b = getattr(actual, name), getattr(expected, name)
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b, rtol=rtol, atol=rtol * float(b.abs().max()))
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.parametrize("name", EACH)
+def test_one_evaluation_gives_the_gradient_and_the_summary_along_it(name, order):
+    problem, calls = EACH[name](), []
+    u = plain_gradient(problem)
+
+    def counted(model, batch):
+        calls.append(batch)
+        return problem.loss_fn(model, batch)
+
+    actual = summarize(problem.model, counted, problem.batch, order=order)
+    assert len(calls) == 1 and actual.backend == "sweep"
+    expected = summarize(problem.model, problem.loss_fn, problem.batch, order=order, direction=u)
+    assert_same(actual, expected)
+    torch.testing.assert_close(actual.gbar.sum(), sum(g.square().sum() for g in u.values()))
+
+
+@pytest.mark.parametrize("spec", ["trivial", "weights-biases", "discrete"])
+def test_along_its_own_gradient_in_other_groups(problem, spec):
+    given = (problem.model, problem.loss_fn, problem.batch)
+    expected = summarize(*given, partition=spec, direction=plain_gradient(problem))
+    assert_same(summarize(*given, partition=spec), expected)
+
+
+def test_a_batch_that_is_split_moves_along_the_gradient_of_the_whole():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    batch = torch.randn(256, 4).double(), torch.randint(3, (256,))
+    problem = Problem(model, cross_entropy, batch)
+    actual = summarize(model, cross_entropy, batch, stack_limit=2**13, stderr=True)
+    assert len(actual.parts) > 1
+    given = {"direction": plain_gradient(problem), "stack_limit": 2**13}
+    assert_same(actual, summarize(model, cross_entropy, batch, **given))
+    assert_same(actual, summarize(model, cross_entropy, batch), rtol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:Falling back")
+def test_what_the_sweep_cannot_measure_moves_along_the_gradient_too(problem):
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 3 * ctx.saved_tensors[0] ** 2 * grad
+
+    custom = Problem(problem.model, lambda m, b: Cube.apply(cross_entropy(m, b)), problem.batch)
+    plain = Problem(problem.model, lambda m, b: cross_entropy(m, b) ** 3, problem.batch)
+    actual = summarize(custom.model, custom.loss_fn, custom.batch)
+    assert actual.backend == "nested"
+    given = (plain.model, plain.loss_fn, plain.batch)
+    assert_same(actual, summarize(*given, direction=plain_gradient(plain)))
+
+
+def test_autocast_and_no_grad_around_its_own_gradient():
+    problem = PROBLEMS["mlp_cross_entropy"]()
+    problem.model.float()
+    problem.batch = problem.batch[0].float(), problem.batch[1]
+    given = (problem.model, problem.loss_fn, problem.batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        u = plain_gradient(problem)
+        with torch.no_grad():
+            assert_same(summarize(*given), summarize(*given, direction=u), rtol=1e-2)
+
+
+@pytest.mark.parametrize("how", [{"microbatch": 4}, {"backend": "nested"}])
+def test_elsewhere_the_gradient_is_computed_before(problem, how):
+    calls = []
+
+    def counted(model, batch):
+        calls.append(batch)
+        return problem.loss_fn(model, batch)
+
+    expected = summarize(problem.model, problem.loss_fn, problem.batch)
+    assert_same(summarize(problem.model, counted, problem.batch, **how), expected, rtol=1e-10)
+    assert len(calls) > 1
+
+
+def test_several_batches_move_along_the_gradient_of_all(problem):
+    x, y = problem.batch
+    batches = [(x[:2], y[:2]), (x[2:], y[2:])]
+    given = {"direction": plain_gradient(problem)}
+    expected = summarize(problem.model, problem.loss_fn, problem.batch, **given)
+    assert_same(summarize(problem.model, problem.loss_fn, batches), expected, rtol=1e-10)
 
 
 def test_mapping_is_taken_as_it_is(problem):

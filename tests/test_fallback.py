@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
+from torch.optim import SGD
 
 from newton_summary import CannotDifferentiate, make_partition, summarize
 from newton_summary.derivatives.sweep.recorder import Recorder
@@ -294,7 +295,9 @@ def test_attributes_of_modules_start_from_the_same_and_are_left_as_they_were(bac
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        summary = summarize(model, loss_fn, x, backend=backend, order=2)
+        summary = summarize(
+            model, loss_fn, x, backend=backend, order=2, direction=SGD(model.parameters())
+        )
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
     after = dict(vars(model))
     assert after.keys() == before.keys()
@@ -336,8 +339,9 @@ def test_a_loss_that_changes_from_call_to_call_is_found_out(backend):
         calls.append(0)
         return problem.loss_fn(model, batch) * (1 + 0.01 * len(calls))
 
+    step = SGD(problem.model.parameters())
     with pytest.warns(UserWarning, match=r"same batch was .* when the direction.*changes") as said:
-        summarize(problem.model, annealed, problem.batch, backend=backend, order=2)
+        summarize(problem.model, annealed, problem.batch, backend=backend, order=2, direction=step)
     assert len(said) == 1
 
 

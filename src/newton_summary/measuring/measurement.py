@@ -132,10 +132,12 @@ def summarize(
         probe = open_probe(model, loss_fn, data, partition, microbatch, processes, num_samples)
     agree(processes, partition, direction, order=order, stderr=stderr)
     with Journal(), probe:
-        u = find_direction(direction, probe)
+        # The sweep's own backward pass gives the gradient of a batch that it measures as a whole.
+        swept = isinstance(direction, str) and direction == "gradient" and backends[0] == "sweep"
+        u = None if swept and probe.in_one_piece else find_direction(direction, probe)
         with processes.joint():
             own = measure(probe, u, order, backends, limit, _reporter(progress))
-    summary = mean_over(processes, own, u)
+    summary = mean_over(processes, own, u or {})
     if not stderr:
         return summary
     plain = [replace(part, partition=None).to("cpu") for part in own.parts]
@@ -184,7 +186,7 @@ def agree(
 
 def measure(
     probe: Probe,
-    u: Params,
+    u: Params | None,
     order: int,
     backends: Sequence[str],
     stack_limit: int | None = None,
@@ -192,12 +194,15 @@ def measure(
 ) -> Summary:
     """Return this process's summary along ``u``, by the first backend that can measure it.
 
-    Its ``parts`` are the summaries of the batches.
+    Its ``parts`` are the summaries of the batches. Without ``u``, it is along the gradient of the
+    only batch.
     """
     reason, found = None, None
     for name, following in zip(backends, [*backends[1:], None], strict=True):
+        probe.recorded = name == "sweep"
+        if u is None and not probe.recorded:
+            u = probe.gradient()
         try:
-            probe.recorded = name == "sweep"
             run = partial(_measure_batch, probe, name, u, order, stack_limit)
             summary = replace(_mean_summary(probe, name, run, order, report), reason=reason)
         except CannotDifferentiate as error:
@@ -379,7 +384,12 @@ def find_partition(model: nn.Module, partition: Partition | Spec) -> Partition:
 
 
 def _measure_batch(
-    probe: Probe, backend: str, u: Params, order: int, stack_limit: int | None, batch: Evaluation
+    probe: Probe,
+    backend: str,
+    u: Params | None,
+    order: int,
+    stack_limit: int | None,
+    batch: Evaluation,
 ) -> list[Summary]:
     """Measure a batch, in parts if the sweep's stack would be too large and it may be split."""
     given: dict[str, Any] = {"u": u, "partition": probe.partition, "order": order}
@@ -387,6 +397,7 @@ def _measure_batch(
     if backend == "sweep":
         run = partial(run, stack_limit=stack_limit)
         if isinstance(probe, ShardedProbe):
+            assert u is not None
             sharded = ShardedLeaves(probe.params, u, probe.partition, probe.processes)
             run = partial(sweep_batch, leaves=sharded, order=order, stack_limit=stack_limit)
         elif probe.microbatch is None:
@@ -395,7 +406,10 @@ def _measure_batch(
             except StackTooLarge as error:
                 large = error.with_traceback(None)  # which would keep the tape
             samples = max(1, batch.size * large.limit // large.needed)
-            return measure_in_parts(batch, samples, u, run)
+            if u is None:  # all parts move along the gradient of the whole
+                with probe.plainly():
+                    u = probe.gradient([(batch, batch.size)])
+            return measure_in_parts(batch, samples, u, partial(run, u=u))
     return [replace(run(batch), num_samples=batch.size)]
 
 

@@ -55,9 +55,8 @@ def is_mean_of_parts(whole: Evaluation, parts: Sequence[Evaluation], u: Params) 
     if eps > 1e-6:
         return False  # what half precision rounds away could be a coupling
     move = probe.partition.scale(u, step_sizes(probe.params, u, probe.partition, DISTANCE))
-    recorded, probe.recorded = probe.recorded, False
     try:
-        with unmoved(probe.params.values()), warnings.catch_warnings():
+        with probe.plainly(), unmoved(probe.params.values()), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a loss that is given too few samples
             with torch.no_grad():
                 for name, p in probe.params.items():
@@ -71,8 +70,6 @@ def is_mean_of_parts(whole: Evaluation, parts: Sequence[Evaluation], u: Params) 
         if is_out_of_memory(error):
             raise
         return False
-    finally:
-        probe.recorded = recorded
 
 
 def _same_gradient(whole: Evaluation, pair: Sequence[Evaluation], eps: float) -> bool:

@@ -14,7 +14,7 @@ checkpoints, run as they are written.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,7 +119,7 @@ class Probe:
         self.trusted = False
         self.processes = processes
         self.params: Params = partition.params
-        self._batches: Iterable[Any] | None = None  # read when they are first needed
+        self._batches: Iterable[Any] | None = None
         self.recorded = False
         self.losses: list[float] = []
         self.complaint: Exception | None = None
@@ -162,23 +162,36 @@ class Probe:
 
     # --- the data, as closures --------------------------------------------------------------------
 
+    @property
+    def batches(self) -> Iterable[Any]:
+        """The batches, read when they are first needed."""
+        if self._batches is None:
+            self._batches = as_batches(self.data)
+            if isinstance(self.data, Iterator):
+                self.random.forget()  # reading it may have drawn
+        return self._batches
+
+    @property
+    def in_one_piece(self) -> bool:
+        """Whether all data is one batch, which this process evaluates alone and as a whole."""
+        alone = self.processes.count == 1 and not self.processes.sharded
+        whole = alone and self.microbatch is None
+        return whole and isinstance(self.batches, list) and len(self.batches) == 1
+
     def closures(self) -> Iterator[tuple[Evaluation, int]]:
         """Give a closure and a number of samples for every (part of a) batch.
 
         Every call goes through the same batches, also if they are shuffled or augmented.
         """
-        if self._batches is None:
-            self._batches = as_batches(self.data)
-            if isinstance(self.data, Iterator):
-                self.random.forget()  # reading it may have drawn
+        batches = self.batches
         self.random.restore(self._start)
         count = 0
         state = self._start
         several = self.processes.count > 1  # then this one may have no data
-        is_list = isinstance(self._batches, list)  # reading it draws no random numbers
+        is_list = isinstance(batches, list)  # reading it draws no random numbers
         if not is_list:
             self.random.forget()
-        for number, batch in enumerate(self._in_step(self._batches)):
+        for number, batch in enumerate(self._in_step(batches)):
             if any(isinstance(x, Tensor) and x.is_inference() for x in leaves(batch)):
                 batch = outside_inference_mode(batch)
             if not is_list:
@@ -231,6 +244,15 @@ class Probe:
                     torch._foreach_lerp_(mean, batch_mean, size / samples)
         self.processes.average_(mean, samples)
         return {name: g.to(p.dtype) for (name, p), g in zip(self.params.items(), mean, strict=True)}
+
+    @contextmanager
+    def plainly(self) -> Iterator[None]:
+        """Evaluate the loss without a recorder here."""
+        recorded, self.recorded = self.recorded, False
+        try:
+            yield
+        finally:
+            self.recorded = recorded
 
     def moved(self) -> None:
         """Say that the parameters have moved: nothing that was gathered of them holds any more."""

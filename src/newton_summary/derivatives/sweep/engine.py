@@ -8,7 +8,8 @@ With y1_s, y2_s the derivatives of an operation's output along group s, and delt
 
 The cut is a value x through which the loss depends on all that comes before it (:func:`find_cut`),
 so that the gradient by the parameters, a third of a backward pass, is not needed. Only where there
-is none, and for the first order alone, gbar comes from that gradient (:meth:`Leaves.backward`).
+is none, and for the first order alone, gbar comes from that gradient (:meth:`Leaves.backward`). The
+direction itself may be that gradient; then the backward pass finds both.
 
 The other two lines are added up by the rules of the operations, with :meth:`Sweep.add_Hbar` and
 :meth:`Sweep.add_D3`. An operation is passed if it is curved, so that it contributes itself, or if
@@ -65,12 +66,16 @@ Adjoints = dict[int, Tensor | None]  # of the loss, by the slot of a value; None
 
 
 class Leaves:
-    """The parameters that a loss is differentiated by, and the direction in which they move."""
+    """The parameters that a loss is differentiated by, and the direction in which they move.
+
+    Without one they move along the gradient of the loss, which the backward pass finds.
+    """
 
     chunks_logits = True  # whether many logits may be passed some rows at a time
 
-    def __init__(self, params: Params, u: Params, partition: Partition):
-        self.params, self.u, self.partition = params, u, partition
+    def __init__(self, params: Params, u: Params | None, partition: Partition):
+        self.params, self.partition = params, partition
+        self.u = u or {}  # empty as long as it is not known
 
     def record(self, closure: Closure) -> Tape:
         """Run the loss and return its tape."""
@@ -79,8 +84,10 @@ class Leaves:
         return tape
 
     def backward(self, tape: Tape) -> tuple[Tensor, Adjoints]:
-        """Return gbar, zero where the tape has a cut, and the adjoints."""
-        gradient, adjoints = backward(tape, self.params)
+        """Return gbar, which counts only where the tape has no cut, and the adjoints."""
+        is_needed = tape.cut is None or not self.u
+        gradient, adjoints = backward(tape, self.params if is_needed else {})
+        self.u = self.u or gradient
         return self.partition.inner(gradient, self.u), adjoints
 
     def tangents(self, slots: dict[int, str], groups: set[int]) -> dict[int, Tangent]:
@@ -312,20 +319,19 @@ def find_cut(tape: Tape) -> Cut | None:
     return None if end.edge is None else Cut(len(tape.ops), end)
 
 
-def backward(tape: Tape, params: Params) -> tuple[Params, Adjoints]:
-    """One ordinary backward pass: the gradient, and the adjoint of every curved operation.
+def backward(tape: Tape, leaves: Params) -> tuple[Params, Adjoints]:
+    """One ordinary backward pass: the gradient by leaves, and adjoints of all curved operations.
 
-    Where the tape has a cut there is no need for the gradient: then backward stops before the
-    parameters, and the adjoint of the value at the cut is kept with it.
+    Without leaves it stops before the parameters. The adjoint of the value at the cut is kept with
+    it.
     """
-    leaves = {} if tape.cut is not None else params
     wanted = {value.slot: value for op in tape.ops if op.curved for value in op.made}
     if tape.cut is not None:
         wanted[tape.cut.slot] = tape.cut.value
     inputs = [*leaves.values(), *(value.edge for value in wanted.values())]
     grads = torch.autograd.grad(tape.loss, inputs, allow_unused=True)
     gradient = {
-        name: torch.zeros_like(p) if grad is None else grad.detach()
+        name: torch.zeros_like(p) if grad is None else grad.detach().to_dense()
         for (name, p), grad in zip(leaves.items(), grads, strict=False)
     }
     adjoints = {
@@ -348,7 +354,7 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
 def summarize_sweep(
     closure: Closure,
     params: Params,
-    u: Params,
+    u: Params | None,
     partition: Partition,
     order: int = 3,
     stack_limit: int | None = None,
@@ -362,7 +368,8 @@ def summarize_sweep(
     Args:
         closure: Evaluates the loss at the live parameters, batch already bound.
         params: The parameters theta, by name; leaves of the graph.
-        u: Direction, one tensor per parameter.
+        u: Direction, one tensor per parameter; None for the gradient of this loss, which the same
+            backward pass gives.
         partition: Assignment of the parameters to S groups.
         order: Highest derivative to compute, 1 to 3.
         stack_limit: Bytes that the derivatives of all groups may take at a time. Beyond it groups

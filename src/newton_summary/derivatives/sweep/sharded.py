@@ -190,7 +190,7 @@ class ShardedLeaves(Leaves):
             gbar.add_(self.partition.inner({name: grad}, {name: self.direction(name)}))
 
         with self.params.receiving(receive):
-            _, adjoints = backward(tape, {"all": self.params.anchor})
+            _, adjoints = backward(tape, {} if tape.cut else {"all": self.params.anchor})
         return gbar, adjoints
 
     def tangents(self, slots: dict[int, str], groups: set[int]) -> dict[int, Tangent]:

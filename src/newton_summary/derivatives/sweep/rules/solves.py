@@ -22,12 +22,12 @@ from newton_summary.derivatives.sweep.tape import (
     Tangent,
     Value,
     add_rows,
-    add_tangents,
     dots,
     gram,
     join,
     lift,
     pick,
+    spread,
 )
 
 if TYPE_CHECKING:
@@ -151,58 +151,64 @@ def triangular_solution(
 def cholesky(sweep: Sweep, op: Op, a: Value, **kwargs: Any) -> Tangent | None:
     """``L L^T = A``, L lower triangular.
 
-    L1 = L F1 with F1 = phi(L^-1 A1 L^-T), where phi takes the lower triangle and half of the
-    diagonal; likewise L2 = L F2 with F2 = phi(L^-1 A2 L^-T - 2 F1 F1^T).
+    L1 L^T + L L1^T = A1 and L2 L^T + L L2^T = A2 - 2 L1 L1^T. What is curved contributes as the
+    product L L^T would with the adjoint of -A.
     """
     t = sweep.tangent(a)
     if t is None:
         return None
     L = op.out.now
-    eye = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
-    phi = torch.ones_like(eye).tril() - eye / 2
-    inverse = torch.linalg.solve_triangular(L, eye, upper=False)
-    f = t.map(lambda rows: both_sides(inverse, rows).mul_(phi))
-    F1 = f.y1
-    if sweep.order == 3:
-        bent = lower(F1, F1.mT, lambda rows, columns: slice(columns.stop)).mul_(-2 * phi)
-        f = add_tangents([f, Tangent((), t.first, bent)])
+    if sweep.order == 3 and t.second != t.first:
+        t = join((t.first, t.y1), (t.first, spread(t.second, t.y2, t.first)))
+    result = t.map(lambda rows: factor_tangents(L, rows, len(t.first)))
     delta = sweep.adjoint(op.out)
     if delta is not None:
-        adjoint = (L.mT @ delta) * phi  # L^T delta_A L, twice its symmetric part
-        work = lower(-(adjoint + adjoint.mT), F1, lambda rows, columns: slice(columns.start, None))
-        sweep.add_Hbar(t.first, t.first, gram(work, F1))
+        twice = (L.mT @ delta).tril()
+        twice = twice.tril(-1).mT + twice  # L^T (2 delta_A) L
+        half = torch.linalg.solve_triangular(L.mT, twice, upper=True)
+        adjoint = torch.linalg.solve_triangular(L.mT, half.mT, upper=True)
+        work = torch.zeros_like(result.y1)  # its lower triangle: that of L1 is all there is
+        for columns in few_parts(L.shape[-1], 100):
+            rest = slice(columns.start, None)
+            work[..., rest, columns] = -adjoint[..., rest, rest] @ result.y1[..., rest, columns]
+        sweep.add_Hbar(t.first, t.first, gram(work, result.y1))
         if sweep.order == 3:
-            sweep.add_D3(f.second, 3 * dots(pick(t.first, work, f.second), f.y2))
-    if not op.wanted:
-        return None
-    return f.map(lambda F: lower(L, F, lambda rows, columns: slice(columns.start, rows.stop)))
+            sweep.add_D3(t.first, 3 * dots(work, result.y2))
+    return result if op.wanted else None
 
 
-def both_sides(M: Tensor, rows: Tensor) -> Tensor:
-    """Return the lower triangle of ``M A M^T`` for the symmetric parts A of rows, M triangular."""
-    A = (rows + rows.mT).mul_(0.5)  # autograd takes the symmetric part
-    result = torch.zeros_like(A)
-    M = M.expand(A.shape)
-    for some in few_parts(M.shape[-1], 50):
-        left = (..., some, slice(some.stop))
-        corner = (..., slice(some.stop), slice(some.stop))
-        result[left] = M[left] @ A[corner] @ M[corner].mT
+def factor_tangents(L: Tensor, rows: Tensor, k: int) -> Tensor:
+    """Return k rows of L1, and others of L2, given those of A1 and A2: some columns at a time."""
+    result = torch.zeros_like(rows)
+    L1, L2, each = result[:k], result[k:], L.expand(rows.shape)
+    for some in few_parts(L.shape[-1], 50):
+        before, upto, rest = slice(some.start), slice(some.stop), slice(some.start, None)
+        sides = (rows[..., rest, some] + rows[..., some, rest].mT).mul_(0.5)  # as autograd does
+        sides -= result[..., rest, before] @ each[..., some, before].mT
+        sides -= each[..., rest, before] @ result[..., some, before].mT
+        solve = columns_solver(L[..., rest, some])
+        L1[..., rest, some] = solve(sides[:k])
+        if len(L2):
+            sides[k:] -= 2 * L1[..., rest, upto] @ L1[..., some, upto].mT
+            L2[..., rest, some] = solve(sides[k:])
     return result
 
 
-def lower(A: Tensor, B: Tensor, inner: Callable[[slice, slice], slice]) -> Tensor:
-    """Return the lower triangle of ``A B`` for a stack B, some rows and columns at a time.
+def columns_solver(L: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return how to find columns of L1, from the diagonal on, if those before are zero."""
+    n = L.shape[-1]
+    eye = torch.eye(n, dtype=L.dtype, device=L.device)
+    phi = torch.ones_like(eye).tril_() - eye / 2  # takes the lower triangle, half of the diagonal
+    corner, below = L[..., :n, :], L[..., n:, :]
+    inverse = torch.linalg.solve_triangular(corner, eye, upper=False)
 
-    ``inner(rows, columns)`` says which products are not zero, so that the others are left out.
-    """
-    A = A.expand(B.shape)
-    result = torch.zeros_like(B)
-    parts = few_parts(B.shape[-1], 100)
-    for i, rows in enumerate(parts):
-        for columns in parts[: i + 1]:
-            some = inner(rows, columns)
-            result[..., rows, columns] = A[..., rows, some] @ B[..., some, columns]
-    return result
+    def solve(sides: Tensor) -> Tensor:
+        shape = sides.shape[:-2]
+        C, B, M = (x.expand(*shape, *x.shape[-2:]) for x in (corner, below, inverse))
+        top = C @ (M @ sides[..., :n, :] @ M.mT).mul_(phi)
+        return torch.cat([top, (sides[..., n:, :] - B @ top.mT) @ M.mT], -2)
+
+    return solve
 
 
 def few_parts(n: int, length: int) -> list[slice]:
