@@ -251,6 +251,32 @@ def test_autocast_in_the_loss_and_around_the_measurement() -> None:
     assert max(errors(nothing, expected)) < 1e-6  # the sweep itself is not under that autocast
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y, t: F.cross_entropy(y, t.argmax(1)),
+        lambda y, t: F.cross_entropy(y, t.softmax(1), label_smoothing=0.1),
+        lambda y, t: F.multi_margin_loss(y, t.argmax(1)),
+        lambda y, t: F.cosine_embedding_loss(y, t, torch.ones(len(t))),
+        lambda y, t: F.poisson_nll_loss(input=y, target=t),
+        F.mse_loss,
+    ],
+)
+def test_losses_take_half_precision_as_autocast_does(loss, dtype) -> None:
+    """Torch takes them in float32 as a whole; taken apart, their parts would stay in half."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(5, 4), 3 * torch.randn(16, 5)
+    t = torch.randn(16, 4)
+
+    def under_autocast(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype):
+            return loss(model(x), t)
+
+    summary = measure(model, under_autocast, x)
+    torch.testing.assert_close(summary.loss, under_autocast(model, x).detach(), rtol=1e-6, atol=0)
+
+
 def with_autocast_off(loss: Loss, model: nn.Module, x: Tensor) -> Tensor:
     with torch.autocast("cpu", enabled=False):
         return loss(model, x)

@@ -407,7 +407,7 @@ def _measure_batch(
                 large = error.with_traceback(None)  # which would keep the tape
             samples = max(1, batch.size * large.limit // large.needed)
             if u is None:  # all parts move along the gradient of the whole
-                with probe.plainly():
+                with probe.unrecorded():
                     u = probe.gradient([(batch, batch.size)])
             return measure_in_parts(batch, samples, u, partial(run, u=u))
     return [replace(run(batch), num_samples=batch.size)]

@@ -56,7 +56,7 @@ def is_mean_of_parts(whole: Evaluation, parts: Sequence[Evaluation], u: Params) 
         return False  # what half precision rounds away could be a coupling
     move = probe.partition.scale(u, step_sizes(probe.params, u, probe.partition, DISTANCE))
     try:
-        with probe.plainly(), unmoved(probe.params.values()), warnings.catch_warnings():
+        with probe.unrecorded(), unmoved(probe.params.values()), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a loss that is given too few samples
             with torch.no_grad():
                 for name, p in probe.params.items():

@@ -246,7 +246,7 @@ class Probe:
         return {name: g.to(p.dtype) for (name, p), g in zip(self.params.items(), mean, strict=True)}
 
     @contextmanager
-    def plainly(self) -> Iterator[None]:
+    def unrecorded(self) -> Iterator[None]:
         """Evaluate the loss without a recorder here."""
         recorded, self.recorded = self.recorded, False
         try:
