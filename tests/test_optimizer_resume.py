@@ -199,7 +199,7 @@ def test_other_settings_are_named():
     with pytest.raises(ValueError, match="other settings") as caught:
         fresh.load_state_dict(opt.state_dict())
     text = str(caught.value)
-    assert "lambda_int=10.0 (here 0.0)" in text and "summary_period=5 (here 10)" in text
+    assert "lambda_int=10.0 (here 0.0)" in text and "summary_period=5 (here 15)" in text
     assert "diagonal=True (here False)" in text
     assert not [name for name in ("lr", "momentum", "budget", "variant") if f" {name}=" in text]
     with pytest.raises(ValueError, match=r"variant='steered' \(here 'as-run'\)"):

@@ -35,7 +35,7 @@ from newton_summary.measuring.lambda_int import suggest_lambda_int
 from newton_summary.measuring.measurement import summarize
 from newton_summary.measuring.trial_steps import step_trials
 from newton_summary.optimizer import NewtonSummary
-from newton_summary.optimizer.controller import RateController
+from newton_summary.optimizer.controller import PERIOD, RateController
 from newton_summary.page import report
 from newton_summary.partition import Partition, Spec, unwrap
 from newton_summary.probe.probe import LossFn
@@ -332,7 +332,7 @@ class Monitor:
             return
         # Two gradients a measurement.
         share = self.budget.share
-        period = 10 if share is None else max(10, math.ceil(2 / share))
+        period = PERIOD if share is None else max(PERIOD, math.ceil(2 / share))
         self.controller = RateController(optimizer, model, loss_fn, period=period)
         if self._steered is not None:
             self.controller.load_state_dict(self._steered)

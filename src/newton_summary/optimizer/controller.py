@@ -67,7 +67,8 @@ REACH = 0.5  # of the peak of a schedule: below, the rate is not raised against 
 FALLING = 0.83  # of the set point, while a schedule is below its peak
 TRIALS = 12  # gradients that the start may take
 STRIDE = 2  # one step in so many has its slope taken from the next gradient of the training
-PACE = 10  # steps between measurements that gain and memory are meant for
+PERIOD = 15  # steps from one measurement to the next
+PACE = 10  # steps that gain and memory are meant for
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class RateController(ShownAsTable):
     Every ``period`` steps, slope and curvature of the loss along the optimizer's own last step are
     measured on the next batch, and the rate is changed so that their ratio stays at a set point.
     The first step is lengthened or shortened to the best one on its line. That takes two gradients
-    for each measurement, and some more of them within the first fifty steps.
+    for each measurement; in the first seventy steps measurements are closer together.
 
     The optimizer's learning rates are multiplied while it takes a step, and put back: schedulers
     and loggers see their own, and the shape of a schedule multiplies what is found here
@@ -138,7 +139,7 @@ class RateController(ShownAsTable):
         model: nn.Module,
         loss_fn: LossFn,
         *,
-        period: int = 10,
+        period: int = PERIOD,
         set_point: float = 0.65,
         gain: float = 0.5,
         memory: float = 0.9,

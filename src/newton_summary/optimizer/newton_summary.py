@@ -128,8 +128,8 @@ class NewtonSummary(Optimizer):
             ``"steered"`` has 0 by default, and uses it for :attr:`last_rates` only.
         momentum: Adam's first beta; in the paper's algorithm mu of u <- mu u + gradient.
         eta_momentum: mu_eta of Algorithm 2, eta~ <- mu_eta eta~ + (eta)_+; 0 if steered.
-        summary_period: Steps from one refresh to the next, tau. By default 10, or as many more as
-            the budget asks for; in the first fifty steps, fewer.
+        summary_period: Steps from one refresh to the next, tau. By default 15, or as many more as
+            the budget asks for; in the first seventy steps, fewer.
         summary_window: Summaries that are averaged, upsilon; 3 in the paper. If steered, the memory
             of running means, whose past is weighted by 1 - 1 / ``summary_window``; 10.
         warmup: Refreshes of the paper's algorithm before its first move.

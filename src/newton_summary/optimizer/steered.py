@@ -21,7 +21,7 @@ from torch.optim import AdamW, Optimizer
 
 from newton_summary.errors import NotFiniteError
 from newton_summary.optimizer.adam import SECOND_BETA, FusedAdam
-from newton_summary.optimizer.controller import RateController
+from newton_summary.optimizer.controller import PERIOD, RateController
 from newton_summary.optimizer.curvature import Curvature, thawed
 from newton_summary.optimizer.update import unfit
 from newton_summary.parallel.processes import local_part
@@ -37,7 +37,6 @@ TAIL = 30.0  # of the mean
 AVERAGE = "average"  # in the state of a parameter
 SURE = 3  # measurements whose gradient was that of the training, before it is taken for it
 VERIFY = 8  # and one measurement in so many that asks again
-PERIOD = 10  # steps from one refresh to the next, if the budget allows it
 
 
 def period_within(budget: float, groups: int, order: int) -> int:
@@ -48,7 +47,7 @@ def period_within(budget: float, groups: int, order: int) -> int:
     not look at a clock, so that the same training always measures at the same steps.
 
     >>> period_within(0.25, groups=1, order=2), period_within(0.25, groups=42, order=3)
-    (10, 69)
+    (15, 69)
     """
     gradients = 2.0
     if groups > 1 or order > 2:
