@@ -448,13 +448,28 @@ def test_steps_without_a_batch_are_taken_and_not_measured():
     controller = ns.RateController(adam, model, cross_entropy, period=1)
     train(model, adam, controller, batches(3))
     measured = len(controller.history)
-    for _ in range(4):
+    with pytest.warns(UserWarning, match="the model moves twice"):
+        adam.step()
+    for _ in range(3):
         adam.step()
     controller.before_step(draw(3))
     assert len(controller.history) == measured and controller.steps == 7
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
+
+
+def test_a_loss_without_a_batch_is_measured():
+    """``summarize(model, loss_fn, None)`` will do; so will None here."""
+    x, _ = draw(0)
+    model = nn.Linear(x.shape[1], 1).double()
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-6)
+    controller = ns.RateController(sgd, model, lambda model, _: model(x).square().mean())
+    for _ in range(3):
+        sgd.zero_grad()
+        model(x).square().mean().backward()
+        controller.step(None)
+    assert [record.step for record in controller.history] == [1, 2]
 
 
 @pytest.mark.parametrize("at", [1, 2, 7, 12])

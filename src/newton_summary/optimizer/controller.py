@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 
 from newton_summary.derivatives import Backend
 from newton_summary.display.table import ShownAsTable, without_middle
+from newton_summary.display.warn import warn_user
 from newton_summary.errors import NotFiniteError
 from newton_summary.history import History
 from newton_summary.measuring.measurement import find_partition, summarize
@@ -162,7 +163,8 @@ class RateController(ShownAsTable):
         self._before: list[Tensor] | None = None  # parameters before the step to be measured
         self._rate = 0.0  # the largest learning rate in that step
         self._ends = EndSlopes()  # of the steps since the last measurement
-        self._batch: Any = None  # on hand for the first step
+        self._batch: tuple[Any] | None = None  # on hand for the first step
+        self._steps_itself = False  # step() is called in the place of that of the optimizer
         # While the optimizer takes a step: its groups, their own rates, and those of the step.
         self._lrs: list[tuple[dict[str, Any], Any, Any]] = []
         self.reason = ""  # why the last measurement failed, if it did
@@ -182,6 +184,7 @@ class RateController(ShownAsTable):
                 that :func:`summarize` takes as its data.
         """
         self.before_step(batch)
+        self._steps_itself = True
         with Journal() as journal:
             journal.undo_later(TorchState(()).restore)
             journal.undo_later(self._put_back_lrs)
@@ -196,7 +199,7 @@ class RateController(ShownAsTable):
         if self._before is not None:
             self._measure(batch, self._before)
             self._before = None
-        self._batch = batch
+        self._batch = (batch,)
 
     @property
     def rates(self) -> list[float]:
@@ -206,6 +209,12 @@ class RateController(ShownAsTable):
     @without_gradients
     def _before_hook(self, *_: Any) -> None:
         self._put_back_lrs()  # after a step that was not finished
+        if self._steps_itself and self._batch is None:
+            self._steps_itself = False
+            warn_user(
+                "optimizer.step() was called after controller.step(batch), which had taken the "
+                "step: the model moves twice, and this step cannot be measured. Call one of them."
+            )
         groups = self.optimizer.param_groups
         check_rates(groups)
         self._lrs = [(group, group["lr"], group["lr"] * self.multiplier) for group in groups]
@@ -231,9 +240,9 @@ class RateController(ShownAsTable):
     def _after_hook(self, *_: Any) -> None:
         self._put_back_lrs()
         self.steps += 1
-        batch, self._batch = self._batch, None
-        if not self._started and self._before is not None:
-            self._start(batch, self._before)
+        given, self._batch = self._batch, None
+        if given and not self._started and self._before is not None:
+            self._start(given[0], self._before)
             self._before = None
 
     def _put_back_lrs(self) -> None:
@@ -534,6 +543,11 @@ def _check(optimizer: Optimizer, period: int, set_point: float, gain: float, mem
     ):
         if not isinstance(value, int | float) or not 0 < value < top:
             raise ValueError(f"{name}={value!r}: write a number above 0, and memory below 1.")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS calls the loss several times in a step, so there is no one step to measure: "
+            "steer an optimizer such as Adam or SGD."
+        )
     for hook in optimizer._optimizer_step_pre_hooks.values():
         if isinstance(getattr(hook, "__self__", None), RateController):
             raise ValueError("This optimizer has a RateController already; use one of them.")
