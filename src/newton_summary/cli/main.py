@@ -202,7 +202,9 @@ def _dispatch(args: list[str]) -> int:
         raise UserError(f"torchrun can start `newton-summary run` only, not {name}.")
     if any(importlib.util.find_spec(package) is None for package in ("tyro", "rich")):
         extra = "report" if name == "inspect" else "experiments"
-        raise UserError(f"{name} needs tyro and rich: run pip install -e '.[{extra}]' in your clone.")
+        raise UserError(
+            f"{name} needs tyro and rich: run pip install -e '.[{extra}]' in your clone."
+        )
     return COMMANDS[name](rest)
 
 

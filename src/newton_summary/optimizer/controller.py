@@ -63,6 +63,7 @@ Why = Literal["start", "raise", "lower", "keep", "not finite"]
 
 SHORTEST = 1e-3  # of the norm of the parameters: the step from which the start searches upwards
 LONGEST = 0.1  # of the same: a step of this length is not lengthened where curvature is negative
+FARTHEST = 0.3  # of the same: the first step is no longer, as the network may be damaged there
 LOWEST = 0.3  # of the highest rate so far times 1 / sqrt(steps since then): no lower than that
 REACH = 0.5  # of the peak of a schedule: below, the rate is not raised against it
 FALLING = 0.83  # of the set point, while a schedule is below its peak
@@ -89,8 +90,9 @@ class RateController(ShownAsTable):
 
     Every ``period`` steps, slope and curvature of the loss along the optimizer's own last step are
     measured on the next batch, and the rate is changed so that their ratio stays at a set point.
-    The first step is lengthened or shortened to the best one on its line. That takes two gradients
-    for each measurement, and some more of them within the first fifty steps.
+    The first step is lengthened or shortened to the best one on its line, of at most 0.3 times the
+    norm of the parameters. That takes two gradients for each measurement, and some more of them
+    within the first fifty steps.
 
     The optimizer's learning rates are multiplied while it takes a step, and put back: schedulers
     and loggers see their own, and the shape of a schedule multiplies what is found here
@@ -301,7 +303,7 @@ class RateController(ShownAsTable):
         return loss, slope, slope - slope_after
 
     def _start(self, batch: Any, before: list[Tensor]) -> None:
-        """Lengthen or shorten the first step to the lowest loss on its line.
+        """Lengthen or shorten the first step to the lowest loss on its line, if that is not far.
 
         Searches upwards from a short step, whatever the rate: beyond the first hill there may be
         another valley, in which the network is damaged.
@@ -334,6 +336,7 @@ class RateController(ShownAsTable):
                 continue
             best, lowest, curvature = s, loss_there, (slope - slope_there) / s
             target = slope / curvature if curvature > 0 else LONGEST * size / length
+            target = min(target, FARTHEST * size / length)
             if target < 1.5 * s:
                 break
             s = min(target, 10 * s)
@@ -341,7 +344,8 @@ class RateController(ShownAsTable):
         # Where a schedule begins below its peak, what was found is for the peak.
         shape = self._rate / (self.multiplier * self._peak_lr())
         self._place(at(best * shape))
-        self._change(loss, slope, curvature, slope / curvature, best * shape, "start")
+        factor = slope / curvature if curvature else math.inf
+        self._change(loss, slope, curvature, factor, best * shape, "start")
         self._started = True
         self._due = self.steps + 1
 
