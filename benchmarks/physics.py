@@ -1,4 +1,4 @@
-"""Steer the training of a physics-informed network, where that can fail: docs/limits.md.
+"""Steer the training of a physics-informed network, a kind that the suite does not have.
 
     OMP_NUM_THREADS=1 python benchmarks/physics.py
 
