@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from newton_summary.derivatives import Backend
 from newton_summary.display.table import ShownAsTable, without_middle
@@ -547,7 +547,7 @@ def _check(optimizer: Optimizer, period: int, set_point: float, gain: float, mem
     ):
         if not isinstance(value, int | float) or not 0 < value < top:
             raise ValueError(f"{name}={value!r}: write a number above 0, and memory below 1.")
-    if isinstance(optimizer, torch.optim.LBFGS):
+    if isinstance(optimizer, LBFGS):
         raise ValueError(
             "LBFGS calls the loss several times in a step, so there is no one step to measure: "
             "steer an optimizer such as Adam or SGD."
