@@ -249,7 +249,8 @@ def verdict(args: argparse.Namespace) -> None:
             continue
         ratio = [final(cell) / final(best) for cell, best, _ in pairs]
         timed = [r for cell, best, _ in pairs if (r := at_equal_time(cell, best)) is not None]
-        times = [cell["seconds"] / best["seconds"] for cell, best, _ in pairs if "seconds" in cell]
+        both = [(cell.get("seconds"), best.get("seconds")) for cell, best, _ in pairs]
+        times = [a / b for a, b in both if a and b]
         lost = sum(not math.isfinite(final(cell)) for cell, _, _ in pairs)
         still = sum(final(cell) >= cell["curve"][0] for cell, _, _ in pairs if cell.get("curve"))
         limit = 1.25 if pairs[0][0].get("device") == "cuda" else 2.0
@@ -280,7 +281,9 @@ def mean(ratios: Iterable[float]) -> float:
 
 def at_equal_time(cell: Cell, best: Cell) -> float | None:
     """Compare the last epoch of Adam's best with the one that a method was in at that time."""
-    if not (cell.get("curve") and best.get("curve") and cell.get("seconds")):
+    if not (cell.get("curve") and best.get("curve")):
+        return None
+    if not (cell.get("seconds") and best.get("seconds")):
         return None
     epochs = len(cell["curve"]) * best["seconds"] / cell["seconds"]
     reached = cell["curve"][min(max(int(epochs), 1), len(cell["curve"])) - 1]

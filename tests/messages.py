@@ -65,6 +65,10 @@ class Cube(torch.autograd.Function):
         return grad * 3 * ctx.saved_tensors[0] ** 2
 
 
+def cubed(model, batch):
+    return Cube.apply(weights(model)).sum()
+
+
 class Held(torch.autograd.Function):
     """A function whose backward pass is of a number that autograd does not know to vary."""
 
@@ -445,6 +449,20 @@ def controlled_twice(p):
     del first
 
 
+def controlled_lbfgs(p):
+    return ns.RateController(torch.optim.LBFGS(p.model.parameters()), p.model, OURS)
+
+
+def steps_twice(p):
+    """A loop that calls the controller's step, and that of the optimizer as before."""
+    model, batch = apart(p)
+    optimizer = sgd(model)
+    controller = ns.RateController(optimizer, model, OURS)
+    OURS(model, batch).backward()
+    controller.step(batch)
+    return optimizer.step
+
+
 def stepped(make, *, batch=True, grad=None, steps=1):
     """Take steps of an optimizer of a copy of the model."""
 
@@ -645,7 +663,7 @@ ERRORS = {
     "derivatives/opaque_functions.py": [
         (
             "CubeBackward cannot be differentiated",
-            nested(lambda m, b: Cube.apply(weights(m)).sum()),
+            nested(cubed),
         ),
         ("% off differences of gradients", nested(lambda m, b: Held.apply(weights(m)).sum())),
     ],
@@ -757,6 +775,7 @@ ERRORS = {
         ("from elsewhere", lambda p: ns.verify(p.model, lambda _, b: OURS(p.model, b), p.batch)),
         ("verify works on a copy", lambda p: ns.verify(p.model, OURS, p.batch, direction=p.adam)),
         ("verify works in float64", lambda p: ns.verify(p.model, single_only, p.batch)),
+        ("cannot follow this loss", lambda p: ns.verify(p.model, cubed, p.batch)),
     ],
     "optimizer/checkpoint.py": [
         ("Not a state_dict of NewtonSummary", loaded(lambda s: s.pop("newton_summary"))),
@@ -793,6 +812,7 @@ ERRORS = {
         ("period=0", controller(period=0)),
         ("gain=-1", controller(gain=-1)),
         ("has a RateController already", controlled_twice),
+        ("LBFGS calls the loss several times", controlled_lbfgs),
         ("Not a RateController state_dict", steered(other=1)),
         ("of a model with other parameters", steered(before=[torch.ones(2)])),
         ("an optimizer with 2 parameter groups", steered(first_lrs=[1.0, 1.0])),
@@ -1013,6 +1033,7 @@ WARNINGS = {
             lambda p: ns.taylor_terms(OTHER, squares, torch.ones(1), order=9),
         ),
     ],
+    "optimizer/controller.py": [("the model moves twice", steps_twice)],
     "optimizer/newton_summary.py": [
         (
             "a refresh gave no usable rates",

@@ -88,7 +88,8 @@ def test_torch_is_not_needed_for_help():
 
 def test_without_tyro_it_says_what_to_install(call, monkeypatch):
     monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
-    assert "pip install -e '.[cli]'" in fails(call, "list")
+    assert "pip install -e '.[experiments]'" in fails(call, "list")
+    assert "pip install -e '.[report]'" in fails(call, "inspect", "model.py")
 
 
 # --- mistakes ------------------------------------------------------------------------------------

@@ -247,9 +247,9 @@ def test_the_standard_error_is_that_of_independent_values():
 def test_the_first_step_goes_to_the_bottom_of_its_line(lr):
     """On a quadratic loss: theta - g (g^T g) / (g^T H g), whatever the rate."""
     torch.manual_seed(0)
-    model = nn.Linear(4, 3, bias=False).double()
-    x, y = draw(1)
-    batch = (x, y)
+    model = nn.Linear(200, 3, bias=False).double()
+    nn.init.normal_(model.weight)  # most of it has no part in the step, which is not far
+    batch = x, _ = torch.randn(12, 200).double(), draw(1)[1]
     sgd = torch.optim.SGD(model.parameters(), lr=lr)
     controller = ns.RateController(sgd, model, squared)
     loss = squared(model, batch)
@@ -262,6 +262,19 @@ def test_the_first_step_goes_to_the_bottom_of_its_line(lr):
     torch.testing.assert_close(model.weight.detach(), expected, rtol=1e-3, atol=1e-4)
     assert controller.history[0].why == "start"
     assert sgd.param_groups[0]["lr"] == lr
+
+
+@pytest.mark.parametrize("lr", [1e-8, 10.0])
+def test_the_first_step_does_not_go_far(lr):
+    """Where the loss falls for long along its line, by 0.3 of the norm of the parameters."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    sgd = torch.optim.SGD(model.parameters(), lr=lr)
+    controller = ns.RateController(sgd, model, lambda model, batch: model(batch[0]).sum())
+    train(model, sgd, controller, [draw(1)], lambda model, batch: model(batch[0]).sum())
+    after = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert 0.09 < (after - before).norm() / before.norm() < 0.31
 
 
 @pytest.mark.parametrize("loss_fn", [cross_entropy, squared])
@@ -280,12 +293,13 @@ def test_it_trains_from_any_rate(kind, loss_fn):
     assert losses[0] == pytest.approx(losses[1], rel=0.3)
 
 
-def test_the_rate_falls_where_noise_takes_over():
+def test_the_rate_falls_where_noise_takes_over(monkeypatch):
     """theta follows noisy targets: a constant rate stands still at a distance, this one does not.
 
     There, a step gains what it loses again: slope = curvature / 2, whatever the rate. So a set
     point above 1/2 lowers the rate, as training needs it.
     """
+    monkeypatch.setattr("newton_summary.optimizer.controller.FARTHEST", math.inf)
     generator = torch.Generator().manual_seed(0)
 
     def follow(model, batch):
@@ -405,7 +419,7 @@ def test_a_grad_scaler_changes_nothing():
         assert controller.steps == 11
     # The skipped batch may be the one that a step was measured on, so only nearly the same.
     for a, b in zip(*results):
-        torch.testing.assert_close(a, b, rtol=0.2, atol=0.05)
+        torch.testing.assert_close(a, b, rtol=0.2, atol=0.1)
 
 
 def test_accumulated_batches_are_measured_together():
@@ -448,13 +462,28 @@ def test_steps_without_a_batch_are_taken_and_not_measured():
     controller = ns.RateController(adam, model, cross_entropy, period=1)
     train(model, adam, controller, batches(3))
     measured = len(controller.history)
-    for _ in range(4):
+    with pytest.warns(UserWarning, match="the model moves twice"):
+        adam.step()
+    for _ in range(3):
         adam.step()
     controller.before_step(draw(3))
     assert len(controller.history) == measured and controller.steps == 7
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
+
+
+def test_a_loss_without_a_batch_is_measured():
+    """``summarize(model, loss_fn, None)`` will do; so will None here."""
+    x, _ = draw(0)
+    model = nn.Linear(x.shape[1], 1).double()
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-6)
+    controller = ns.RateController(sgd, model, lambda model, _: model(x).square().mean())
+    for _ in range(3):
+        sgd.zero_grad()
+        model(x).square().mean().backward()
+        controller.step(None)
+    assert [record.step for record in controller.history] == [1, 2]
 
 
 @pytest.mark.parametrize("at", [1, 2, 7, 12])
@@ -564,7 +593,8 @@ def test_the_page_shows_its_record(tmp_path):
     history = controller.to_history()
     assert history.curves["loss"] == [(r.step, r.loss) for r in controller.history]
     rates = [(r.step, r.rate * r.change) for r in controller.history]
-    assert history.curves["learning rate"] == rates and rates[-1][1] == controller.rates[0]
+    assert history.curves["learning rate"] == rates
+    assert rates[-1][1] == pytest.approx(controller.rates[0])
     history.save(tmp_path / "steered.pt")
     assert ns.History.load(tmp_path / "steered.pt").unit == "step"
     assert "Adam, steered" in ns.report(controller, tmp_path / "page.html").read_text()

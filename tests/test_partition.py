@@ -273,7 +273,7 @@ def test_one_group_for_each_layer():
     alone = make_partition(nn.Linear(2, 1), "layers")
     assert groups_of(alone) == {"Linear": ["weight", "bias"]}
     assert make_partition(GPT(), "layers").names == (
-        "GPT",
+        "position",
         "wte",
         *(
             f"blocks.{i}.{name}"
@@ -286,11 +286,13 @@ def test_one_group_for_each_layer():
 def test_one_group_for_each_block_of_a_transformer():
     """Parameters above the depth asked for are grouped by their own module."""
     partition = make_partition(GPT(), "modules-2")
-    assert partition.names == ("GPT", "wte", "blocks.0", "blocks.1", "ln_f")
+    assert partition.names == ("position", "wte", "blocks.0", "blocks.1", "ln_f")
     for name, members in groups_of(partition).items():
-        assert name in ("GPT", "wte") or all(member.startswith(f"{name}.") for member in members)
+        assert name in ("position", "wte") or all(
+            member.startswith(f"{name}.") for member in members
+        )
     assert partition.titles[2:4] == ("blocks.0 (Block)", "blocks.1 (Block)")
-    assert make_partition(GPT(), "modules-1").names == ("GPT", "wte", "blocks", "ln_f")
+    assert make_partition(GPT(), "modules-1").names == ("position", "wte", "blocks", "ln_f")
     finest = make_partition(GPT(), "modules-4")
     assert "blocks.0.attn" in finest.names and "blocks.0.attn.out_proj" in finest.names
     with pytest.raises(ValueError, match=r"at most 4 levels deep. Use a number from 1 to 4"):
@@ -303,10 +305,10 @@ def test_a_model_and_its_child_of_the_same_name_are_two_groups():
     class Linear(nn.Module):
         def __init__(self):
             super().__init__()
-            self.scale = nn.Parameter(torch.ones(1))
+            self.scale, self.shift = (nn.Parameter(torch.ones(1)) for _ in range(2))
             self.Linear = nn.Linear(2, 2)
 
-    expected = {"Linear()": ["scale"], "Linear": ["Linear.weight", "Linear.bias"]}
+    expected = {"Linear()": ["scale", "shift"], "Linear": ["Linear.weight", "Linear.bias"]}
     assert groups_of(make_partition(Linear(), "layers")) == expected
     assert groups_of(make_partition(Linear(), "modules-1")) == expected
 

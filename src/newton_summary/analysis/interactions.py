@@ -185,7 +185,7 @@ class JointGain(ShownAsTable):
         if math.isfinite(self.ratio):
             said = f"The joint step promises {self.ratio:.3g} times the decrease."
         elif self.diagonal >= 0:
-            said = "With all of Hbar the loss is not predicted to fall with the diagonal's rates."
+            said = "With the diagonal's rates the loss is not predicted to fall: groups interact."
         else:
             said = "The two steps cannot be compared."
         if -self.joint > self.loss > 0:

@@ -201,8 +201,9 @@ def _dispatch(args: list[str]) -> int:
     if torchrun.launched() and name != "run":
         raise UserError(f"torchrun can start `newton-summary run` only, not {name}.")
     if any(importlib.util.find_spec(package) is None for package in ("tyro", "rich")):
+        extra = "report" if name == "inspect" else "experiments"
         raise UserError(
-            "The command line needs tyro and rich: run pip install -e '.[cli]' in your clone."
+            f"{name} needs tyro and rich: run pip install -e '.[{extra}]' in your clone."
         )
     return COMMANDS[name](rest)
 

@@ -85,12 +85,13 @@ class Inspection:
         for word, s in ends:
             error = "" if errors is None else f" ± {float(errors[s]):.1g}"
             rows.append([f"  {word}", self.summary.titles[s], f"{eta[s]:.4g}{error}"])
-        lines = [f"Learning rates with {self._strength()}", *([text_table(rows)] if rows else [])]
+        head = f"Learning rates along the gradient, with {self._strength()}"
+        lines = [head, *([text_table(rows)] if rows else [])]
         backwards = sum(value < 0 for value in eta)
         if backwards:
-            verb = "is" if backwards == 1 else "are"
+            verb, whose = ("is", "its") if backwards == 1 else ("are", "their")
             lines.append(
-                f"  {backwards} of {len(eta)} {verb} negative: their partners move too far"
+                f"  {backwards} of {len(eta)} {verb} negative: {whose} partners move too far"
             )
         lines.append(
             f"  with these the loss of {float(self.summary.loss):.4g} should change by "

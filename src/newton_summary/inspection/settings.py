@@ -17,7 +17,7 @@ class Settings:
     max_batches: int = 16
     """Measure on the first N batches of the data."""
     order: Literal[2, 3] = 3
-    """2 leaves out the third derivative, which takes about half of the time."""
+    """2 leaves out the third derivative, about half of the time."""
     lambda_int: float | None = None
     """Strength of the cubic term in the learning rates; if not given, the one of 1, 10, ..., 1e8
     whose step lowers the loss most, or 0 with --order 2."""

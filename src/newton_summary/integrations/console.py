@@ -45,7 +45,9 @@ def sentence(advice: Advice, steered: bool = False) -> str:
     if advice.together is not None:
         factor, stderr = advice.together.factor, advice.together.stderr
         others = "the others" if said else "all"
-        said.append(f"{others} together x{factor:.2g}{_error(stderr)} (too noisy one by one)")
+        said.append(
+            f"{others} together x{factor:.2g}{_error(stderr, factor)} (too noisy one by one)"
+        )
     return f"loss {float(advice.summary.loss):.4g}; {'; '.join(said)}{' (steered)' * steered}"
 
 
@@ -58,11 +60,13 @@ def clause(group: GroupAdvice, named: bool = False) -> str:
     'lr 0.0003 could be x10 or more'
     >>> clause(GroupAdvice("group0", (3e-4,), 6.1, 0.8, change=3.2, verdict="raise"))
     'lr 0.0003 could be x3.2 (the best next step: x6.1 ± 0.8)'
+    >>> clause(GroupAdvice("group0", (3e-4,), 10.0, 1e-17, change=3.2, verdict="raise"))
+    'lr 0.0003 could be x3.2 (the best next step: x10)'
     >>> clause(GroupAdvice("heads", (3e-4,), 1.1, 0.1, change=1.0, verdict="keep"), named=True)
     'lr 0.0003 of heads is right (the best next step: x1.1 ± 0.1)'
     """
     lr = ", ".join(f"{value:.3g}" for value in group.lrs) + (f" of {group.name}" if named else "")
-    found = f"x{group.factor:.2g}{_error(group.stderr)}"
+    found = f"x{group.factor:.2g}{_error(group.stderr, group.factor)}"
     if group.verdict in ("raise", "lower"):
         up = group.verdict == "raise"
         if not math.isclose(group.change, group.factor, rel_tol=1e-6):
@@ -77,5 +81,6 @@ def clause(group: GroupAdvice, named: bool = False) -> str:
     }.get(group.verdict, f"lr {lr}: {group.verdict}")
 
 
-def _error(stderr: float | None) -> str:
-    return f" ± {stderr:.2g}" if stderr else ""
+def _error(stderr: float | None, factor: float) -> str:
+    rounding = 1e-6 * factor  # of a factor at its limit
+    return f" ± {stderr:.2g}" if stderr and stderr > rounding else ""

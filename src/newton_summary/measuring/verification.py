@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from newton_summary.derivatives.differences import summarize_differences
 from newton_summary.derivatives.sweep import summarize_sweep
 from newton_summary.display.table import ShownAsTable
+from newton_summary.errors import CannotDifferentiate
 from newton_summary.measuring.exact_loss import ExactLoss, widened
 from newton_summary.parallel.processes import refuse_sharded
 from newton_summary.partition import Partition, Spec, make_partition, trainable, unwrap
@@ -135,6 +136,9 @@ def verify(
     Returns:
         The errors and a verdict for every group; print it.
 
+    Raises:
+        CannotDifferentiate: If the sweep cannot follow the loss.
+
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     >>> batch = torch.linspace(-1, 1, 20).reshape(5, 4)
     >>> verify(net, lambda model, x: model(x).square().mean(), batch).ok
@@ -162,7 +166,13 @@ def verify(
         u = find_direction(direction, probe)
         closure, _ = next(iter(probe.closures()))
         arguments = (closure, probe.params, u, groups)
-        sweep = summarize_sweep(*arguments)
+        try:
+            sweep = summarize_sweep(*arguments)
+        except CannotDifferentiate as error:
+            raise CannotDifferentiate(
+                f"verify checks the sweep, which cannot follow this loss, so that summarize takes "
+                f"another backend and says so ({error})."
+            ) from error
         by_step = [summarize_differences(*arguments, 3, factor) for factor in STEP_FACTORS]
     errors = [_errors(sweep, differences) for differences in by_step]
     doubts = [_errors(a, b) for a, b in (by_step[:2], by_step[2:])]

@@ -30,10 +30,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from newton_summary.derivatives import Backend
 from newton_summary.display.table import ShownAsTable, without_middle
+from newton_summary.display.warn import warn_user
 from newton_summary.errors import NotFiniteError
 from newton_summary.history import History
 from newton_summary.measuring.measurement import find_partition, summarize
@@ -62,6 +63,7 @@ Why = Literal["start", "raise", "lower", "keep", "not finite"]
 
 SHORTEST = 1e-3  # of the norm of the parameters: the step from which the start searches upwards
 LONGEST = 0.1  # of the same: a step of this length is not lengthened where curvature is negative
+FARTHEST = 0.3  # of the same: the first step is no longer, as the network may be damaged there
 LOWEST = 0.3  # of the highest rate so far times 1 / sqrt(steps since then): no lower than that
 REACH = 0.5  # of the peak of a schedule: below, the rate is not raised against it
 FALLING = 0.83  # of the set point, while a schedule is below its peak
@@ -90,8 +92,9 @@ class RateController(ShownAsTable):
 
     Every ``period`` steps, slope and curvature of the loss along the optimizer's own last step are
     measured on the next batch, and the rate is changed so that their ratio stays at a set point.
-    The first step is lengthened or shortened to the best one on its line. That takes two gradients
-    for each measurement; in the first seventy steps measurements are closer together.
+    The first step is lengthened or shortened to the best one on its line, of at most 0.3 times the
+    norm of the parameters. A measurement takes two gradients; in the first seventy steps they are
+    closer together.
 
     The optimizer's learning rates are multiplied while it takes a step, and put back: schedulers
     and loggers see their own, and the shape of a schedule multiplies what is found here
@@ -164,7 +167,8 @@ class RateController(ShownAsTable):
         self._before: list[Tensor] | None = None  # parameters before the step to be measured
         self._rate = 0.0  # the largest learning rate in that step
         self._ends = EndSlopes()  # of the steps since the last measurement
-        self._batch: Any = None  # on hand for the first step
+        self._batch: tuple[Any] | None = None  # on hand for the first step
+        self._steps_itself = False  # step() is called in the place of that of the optimizer
         # While the optimizer takes a step: its groups, their own rates, and those of the step.
         self._lrs: list[tuple[dict[str, Any], Any, Any]] = []
         self.reason = ""  # why the last measurement failed, if it did
@@ -184,6 +188,7 @@ class RateController(ShownAsTable):
                 that :func:`summarize` takes as its data.
         """
         self.before_step(batch)
+        self._steps_itself = True
         with Journal() as journal:
             journal.undo_later(TorchState(()).restore)
             journal.undo_later(self._put_back_lrs)
@@ -198,7 +203,7 @@ class RateController(ShownAsTable):
         if self._before is not None:
             self._measure(batch, self._before)
             self._before = None
-        self._batch = batch
+        self._batch = (batch,)
 
     @property
     def rates(self) -> list[float]:
@@ -208,6 +213,12 @@ class RateController(ShownAsTable):
     @without_gradients
     def _before_hook(self, *_: Any) -> None:
         self._put_back_lrs()  # after a step that was not finished
+        if self._steps_itself and self._batch is None:
+            self._steps_itself = False
+            warn_user(
+                "optimizer.step() was called after controller.step(batch), which had taken the "
+                "step: the model moves twice, and this step cannot be measured. Call one of them."
+            )
         groups = self.optimizer.param_groups
         check_rates(groups)
         self._lrs = [(group, group["lr"], group["lr"] * self.multiplier) for group in groups]
@@ -233,9 +244,9 @@ class RateController(ShownAsTable):
     def _after_hook(self, *_: Any) -> None:
         self._put_back_lrs()
         self.steps += 1
-        batch, self._batch = self._batch, None
-        if not self._started and self._before is not None:
-            self._start(batch, self._before)
+        given, self._batch = self._batch, None
+        if given and not self._started and self._before is not None:
+            self._start(given[0], self._before)
             self._before = None
 
     def _put_back_lrs(self) -> None:
@@ -297,7 +308,7 @@ class RateController(ShownAsTable):
         return loss, slope, slope - slope_after
 
     def _start(self, batch: Any, before: list[Tensor]) -> None:
-        """Lengthen or shorten the first step to the lowest loss on its line.
+        """Lengthen or shorten the first step to the lowest loss on its line, if that is not far.
 
         Searches upwards from a short step, whatever the rate: beyond the first hill there may be
         another valley, in which the network is damaged.
@@ -330,6 +341,7 @@ class RateController(ShownAsTable):
                 continue
             best, lowest, curvature = s, loss_there, (slope - slope_there) / s
             target = slope / curvature if curvature > 0 else LONGEST * size / length
+            target = min(target, FARTHEST * size / length)
             if target < 1.5 * s:
                 break
             s = min(target, 10 * s)
@@ -337,7 +349,8 @@ class RateController(ShownAsTable):
         # Where a schedule begins below its peak, what was found is for the peak.
         shape = self._rate / (self.multiplier * self._peak_lr())
         self._place(at(best * shape))
-        self._change(loss, slope, curvature, slope / curvature, best * shape, "start")
+        factor = slope / curvature if curvature else math.inf
+        self._change(loss, slope, curvature, factor, best * shape, "start")
         self._started = True
         self._due = self.steps + 1
 
@@ -539,6 +552,11 @@ def _check(optimizer: Optimizer, period: int, set_point: float, gain: float, mem
     ):
         if not isinstance(value, int | float) or not 0 < value < top:
             raise ValueError(f"{name}={value!r}: write a number above 0, and memory below 1.")
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            "LBFGS calls the loss several times in a step, so there is no one step to measure: "
+            "steer an optimizer such as Adam or SGD."
+        )
     for hook in optimizer._optimizer_step_pre_hooks.values():
         if isinstance(getattr(hook, "__self__", None), RateController):
             raise ValueError("This optimizer has a RateController already; use one of them.")

@@ -96,7 +96,8 @@ def _history(source: object) -> History:
     if not isinstance(source, str | os.PathLike):
         raise TypeError(
             f"report shows a summary, a history or a run directory, and this is of type "
-            f"{type(source).__name__}. summarize(model, loss_fn, data) makes a summary."
+            f"{type(source).__name__}. summarize(model, loss_fn, data) makes a summary; that of "
+            f"advice is advice.summary."
         )
     path = Path(source)
     if not os.path.exists(path):

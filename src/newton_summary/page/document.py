@@ -86,7 +86,7 @@ def _banner(histories: Sequence[History]) -> str:
             continue
         epochs = ", ".join(f"{epoch:g}" for epoch, _ in doubts[:8])
         more = ", ..." if len(doubts) > 8 else ""
-        when = f" after epoch {epochs}{more}" if len(history.measured) > 1 else ""
+        when = f" measured at epoch {epochs}{more}" if len(history.measured) > 1 else ""
         which = f" of {history.name}" if len(histories) > 1 else ""
         lines.append(f"Do not use the learning rates{which}{when}. {doubts[-1][1]}")
     text = "<br>".join(html.escape(line) for line in lines)

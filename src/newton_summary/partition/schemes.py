@@ -74,8 +74,14 @@ def modules(model: nn.Module, k: int) -> dict[str, list[str]]:
 
 
 def _root_name(model: nn.Module) -> str:
-    """Return the name of the group with the model's own bare parameters: its type."""
+    """Return the name of the group with the model's own bare parameters: its type.
+
+    Of a single one its own name, or else a transformer's ``pos`` would be called ``GPT``.
+    """
     types = module_types(model)
+    bare = [name for name in trainable(model) if not module_path(name)]
+    if len(bare) == 1:
+        return bare[0]
     return types[""] if types[""] not in types else f"{types['']}()"
 
 
