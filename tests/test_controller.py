@@ -321,6 +321,28 @@ def test_the_rate_falls_where_noise_takes_over(monkeypatch):
 # --- loops ----------------------------------------------------------------------------------------
 
 
+def test_rare_measurements_count_for_more(monkeypatch):
+    """Half as many measurements bring a rate that is too low to its place in as many steps."""
+
+    def along(self, batch, before, u):  # the best rate is 1
+        return 1.0, self._rate, self._rate**2
+
+    def steps_to_recover(period):
+        model = nn.Linear(4, 3).double()
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        controller = ns.RateController(sgd, model, squared, period=period)
+        train(model, sgd, controller, batches(100), squared)
+        controller.multiplier = 1e-3
+        while controller.multiplier < 1:
+            train(model, sgd, controller, batches(1), squared)
+        return controller.steps - 100
+
+    monkeypatch.setattr(ns.RateController, "_along", along)
+    often, rarely = steps_to_recover(10), steps_to_recover(20)
+    monkeypatch.setattr("newton_summary.optimizer.controller.PACE", math.inf)
+    assert rarely < 1.3 * often < 0.8 * steps_to_recover(20), (often, rarely)
+
+
 def test_a_schedule_sees_its_own_rates_and_multiplies_what_is_found():
     model = make_net()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -109,8 +109,9 @@ class RateController(ShownAsTable):
         loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a batch.
         period: Measure one step in so many.
         set_point: Where to keep the factor. Less means longer steps.
-        gain: The rate changes by ``exp(gain)`` at most, up or down, at a measurement.
-        memory: How much of the running means a measurement leaves.
+        gain: The rate changes by ``exp(gain)`` at most, up or down, at a measurement that comes ten
+            steps after the last one or earlier; with its square after twenty.
+        memory: How much of the running means such a measurement leaves; likewise.
         distributed: As for :func:`summarize`.
 
     Attributes:
