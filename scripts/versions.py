@@ -40,7 +40,7 @@ class NoEnvironment(Exception):
 
 
 def call(*command: str | Path, **environment: str) -> None:
-    """Run a command of a quarter of an hour at most, without its output."""
+    """Run a command of twenty minutes at most, without its output."""
     try:
         subprocess.run(
             command,
@@ -49,11 +49,11 @@ def call(*command: str | Path, **environment: str) -> None:
             stderr=subprocess.PIPE,
             text=True,
             check=True,
-            timeout=900,
+            timeout=1200,
         )
     except subprocess.CalledProcessError as error:
-        lines = error.stderr.strip().splitlines()
-        reasons = [line for line in lines if line.startswith("ERROR")] or lines or [str(error)]
+        lines = [line.strip() for line in error.stderr.splitlines() if line.strip()]
+        reasons = [line for line in lines if "ERROR" in line] or lines or [str(error)]
         raise NoEnvironment(reasons[-1]) from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoEnvironment(str(error)) from error
@@ -88,26 +88,25 @@ def make(python: str, torch: str, share: bool) -> Path:
 
 
 def run_tests(python: Path, share: bool) -> dict[str, int]:
-    """Return how many tests ended in which way; the output of those that failed is printed."""
+    """Return how many tests ended in which way; if some failed, print the output."""
     log = Path(f"{python.parents[1]}.log")
     chosen = [f"tests/test_{name}.py" for name in SHARE] if share else ["--doctest-modules"]
     with log.open("w") as output:
-        subprocess.run(
-            [python, "-m", "pytest", "-n", "2", "-q", "-rs", *chosen],
+        status = subprocess.run(
+            [python, "-m", "pytest", "-n", "2", "-q", "-rfEs", *chosen],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=output,
             stderr=subprocess.STDOUT,
-        )
+        ).returncode
     text = log.read_text()
+    if status:
+        print(text)
+    if status not in (0, 1):
+        sys.exit(f"The tests did not run to their end: see {log}")
     *_, last = text.splitlines()  # 3 failed, 4000 passed, 20 skipped in 700.00s
     found = {way: re.search(rf"(\d+) {way.rstrip('s')}", last) for way in OUTCOMES}
-    counts = {way: int(match[1]) if match else 0 for way, match in found.items()}
-    if not counts["passed"] or counts["failed"] or counts["errors"]:
-        print(text)
-    if not counts["passed"]:
-        sys.exit(f"The tests did not run to their end: see {log}")
-    return counts
+    return {way: int(match[1]) if match else 0 for way, match in found.items()}
 
 
 def main() -> int:
