@@ -528,7 +528,7 @@ def test_relu_networks_with_squared_error_train(depth, activation):
 
 @pytest.mark.parametrize("diagonal", [True, False])
 def test_interactions_are_left_out_of_the_steering_on_demand(diagonal):
-    """Slope and curvature are along the step, the summary along the direction: the scale differs."""
+    """Slope and curvature are along the step, the summary along the direction: scales differ."""
     model = make_net()
     partition = ns.make_partition(model)
     opt = ns.NewtonSummary(partition, curvature=(loss_fn, CURVATURE), diagonal=diagonal)
