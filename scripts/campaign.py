@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import random
 import sys
 import tempfile
 import time
@@ -81,6 +82,23 @@ def strangers(scale: int) -> Counts:
         yield "directories", *attempt(visit_strangers, good, folder, 1)
 
 
+def disks(scale: int) -> Counts:
+    """Train, and write reports, on disks that are too small; go on when there is room."""
+    import full_disks
+
+    if not full_disks.can_mount():
+        yield "not tried, as no small disk can be mounted here", 0, []
+        return
+    numbers = random.Random(scale)
+    sizes = [f"size={numbers.randrange(4, 6000)}k" for _ in range(20 * scale)]
+    files = [f"nr_inodes={count}" for count in range(2, 15)]
+    with without_waiting() as folder:
+        yield "trainings", *attempt(full_disks.fill, folder, [*sizes, *files])
+    with without_waiting() as folder:
+        sizes = [f"size={4**n}k" for n in range(1, 7)]
+        yield "reports", *attempt(full_disks.report_on, folder, sizes)
+
+
 def leaks(scale: int) -> Counts:
     """Call everything again and again, and see what is left."""
     import leaks
@@ -111,7 +129,9 @@ def programs(scale: int) -> Counts:
     yield "random programs", len(outcomes), wrong
 
 
-PARTS = {f.__name__: f for f in (interrupts, kills, flips, strangers, leaks, threads, programs)}
+PARTS = {
+    f.__name__: f for f in (interrupts, kills, flips, strangers, disks, leaks, threads, programs)
+}
 
 
 @contextlib.contextmanager

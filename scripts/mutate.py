@@ -35,12 +35,14 @@ TESTS = {
     "optimizer/steering.py": "controller",
     "optimizer/steered.py": "optimizer_averaging optimizer",
     "optimizer/controller.py": "controller states",
+    "optimizer/adam.py": "optimizer_adam",
     "measuring/advice.py": "thresholds advice",
     "measuring/factors.py": "thresholds advice",
     "measuring/box.py": "thresholds box advice",
     "measuring/tried_rates.py": "tried_rates",
     "measuring/splitting.py": "thresholds splitting",
     "measuring/lambda_int.py": "strengths trials",
+    "measuring/slope.py": "slope",
     **{
         f"{SWEEP}/rules/{name}.py": "thresholds sweep_operations"
         for name in (

@@ -656,3 +656,35 @@ def test_newton_summary_uses_the_gradient_that_is_there(dropout):
     later = counts[6:]  # after the start, and the refreshes that compare
     once = [number % 8 != 0 for number in range(6, len(counts))]
     assert later == [2 if dropout or not alone else 1 for alone in once]
+
+
+# --- limits ---------------------------------------------------------------------------------------
+
+
+def test_below_the_peak_of_a_schedule_the_set_point_is_lower(monkeypatch):
+    """The end of the schedule makes good again what longer steps do to the noise."""
+    asked, error = [], Balance.error
+
+    def noting(self, rate, set_point, memory):
+        asked.append(set_point)
+        return error(self, rate, set_point, memory)
+
+    monkeypatch.setattr(Balance, "error", noting)
+    model = relu_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    controller = ns.RateController(optimizer, model, cross_entropy, period=1, set_point=2.0)
+    schedule = LambdaLR(optimizer, lambda step: 1.0 if step < 4 else 0.8)
+    train(model, optimizer, controller, batches(8), after=schedule.step)
+    assert set(asked) == {2.0, 2.0 * 0.83} and asked == sorted(asked, reverse=True)
+
+
+def test_a_first_step_uphill_is_a_short_one():
+    model, batch = relu_net(), batches(1)[0]
+    grads = torch.autograd.grad(cross_entropy(model, batch), list(model.parameters()))
+    slope, size = (nn.utils.parameters_to_vector(x).norm() for x in (grads, model.parameters()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=10.0, maximize=True)
+    controller = ns.RateController(optimizer, model, cross_entropy, period=1)
+    train(model, optimizer, controller, [batch, batch])
+    start = controller.history[0]
+    assert start.why == "start" and start.slope < 0
+    assert start.change * 10.0 * float(slope) == pytest.approx(1e-3 * float(size), rel=1e-6)

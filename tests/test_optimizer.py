@@ -489,6 +489,11 @@ def test_refreshes_stay_within_the_budget(groups, order, period):
     assert ns.NewtonSummary(model, summary_period=3).param_groups[0]["summary_period"] == 3
 
 
+def test_two_groups_take_a_summary():
+    """It costs 1.5 (2 / 2 + 4) / 3 gradients, and nine times that is 22.5."""
+    assert period_within(0.1, groups=2, order=2) == 23
+
+
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.LeakyReLU])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_relu_networks_with_squared_error_train(depth, activation):
@@ -519,3 +524,19 @@ def test_relu_networks_with_squared_error_train(depth, activation):
         assert ends[0] < 0.3 * start
         ratios.append(ends[0] / ends[1])
     assert max(ratios) < 1  # three of four were asked for
+
+
+@pytest.mark.parametrize("diagonal", [True, False])
+def test_interactions_are_left_out_of_the_steering_on_demand(diagonal):
+    """Slope and curvature are along the step, the summary along the direction: scales differ."""
+    model = make_net()
+    partition = ns.make_partition(model)
+    opt = ns.NewtonSummary(partition, curvature=(loss_fn, CURVATURE), diagonal=diagonal)
+    train(model, opt, 12)
+    record, summary = opt.history[-1], opt.last_summary
+    H = summary.Hbar.diagonal() if diagonal else summary.Hbar
+    expected = float(H.sum() / summary.gbar.sum() ** 2)
+    assert record.curvature / record.slope**2 == pytest.approx(expected, rel=1e-6)
+    assert float(summary.Hbar.diagonal().sum()) != pytest.approx(
+        float(summary.Hbar.sum()), rel=0.01
+    )

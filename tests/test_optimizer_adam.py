@@ -86,3 +86,11 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad):
     model[0].weight.grad *= 1e30  # large, and finite
     adam.step(groups, rates)
     assert adam.skipped == 1 and not torch.equal(model[0].weight, before[0][0])
+
+
+def test_the_kernel_is_for_real_parameters_on_one_device():
+    here, there = torch.ones(2), torch.ones(2, device="meta")
+    assert FusedAdam.can_move({"a": here, "b": here.double()})
+    assert not FusedAdam.can_move({"a": here, "b": there})
+    assert not FusedAdam.can_move({"a": here, "b": here.to(torch.complex64)})
+    assert not FusedAdam.can_move({"a": there})

@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 import torch
 
+import full_disks
 from damaged_runs import cases, sign
 from experiment_cases import tiny
 from newton_summary import History, Summary, make_partition, report
@@ -246,6 +247,14 @@ def test_a_full_disk_is_one_line(tmp_path):
         writer.close()
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert content(tmp_path) == expected
+
+
+def test_a_training_goes_on_after_the_disk_was_full(tmp_path):
+    """On small disks; ``python scripts/campaign.py disks`` tries more of them."""
+    if not full_disks.can_mount():
+        pytest.skip("mounting a small disk takes root, on Linux")
+    limits = ["size=2500k", "nr_inodes=7"]
+    assert full_disks.fill(tmp_path, limits) == len(limits)
 
 
 def test_writing_never_follows_a_link(tmp_path):

@@ -69,6 +69,7 @@ DAMAGE = {
         ((OURS, "counts", "refreshes"), lambda x: -1),
         (("param_groups", 0, "lr"), lambda x: math.nan),
         (("param_groups", 1, "lr"), lambda x: "a"),
+        (("param_groups", 1, "eta"), lambda x: math.nan),
         (("param_groups", 1, "momentum"), lambda x: math.inf),
         (("param_groups",), lambda x: x[:-1]),
         (("state", 0, "momentum_buffer"), nan),
@@ -82,6 +83,7 @@ DAMAGE = {
         ((OURS, "steering"), lambda x: None),
         ((OURS, "steering", "multiplier"), lambda x: math.nan),
         ((OURS, "steering", "before"), lambda x: [torch.ones(2)]),
+        ((OURS, "steering", "before", 0), nan),
         (("param_groups", 0, "lr"), lambda x: math.inf),
     ],
     "along": [
@@ -101,6 +103,7 @@ DAMAGE = {
         (("first_lrs",), lambda x: [math.inf]),
         (("before",), lambda x: [torch.ones(2)]),
         (("before",), lambda x: 3),
+        (("before", 0), nan),
     ],
 }
 CASES = [(kind, *case) for kind, cases in DAMAGE.items() for case in cases]

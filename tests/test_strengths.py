@@ -14,6 +14,7 @@ from newton_summary import (
     suggest_lambda_int,
     summarize,
 )
+from newton_summary.measuring.lambda_int import Strengths, TriedStrength
 from problems import PROBLEMS
 from test_no_trace import Trace
 
@@ -71,6 +72,15 @@ def test_no_strength_and_the_last_one_are_told():
     assert none.lambda_int == 10 and "no step lowers it" in str(none)
     last = suggest_lambda_int(model, loss_fn, batch, summary, strengths=(10, 100))
     assert last.lambda_int == 100 and "the largest one tried" in str(last)
+    alone = suggest_lambda_int(model, loss_fn, batch, summary, strengths=(100,))
+    assert alone.lambda_int == 100 and "the largest one tried" not in str(alone)
+
+
+def test_negative_rates_are_counted():
+    rates = learning_rates(Summary(torch.tensor([-1.0, 2.0, 0.0]), torch.eye(3)), lambda_int=0)
+    found = Strengths((TriedStrength(rates, predicted=-2.5, real=-2.0),), loss=3.0)
+    assert rates.eta.tolist() == [-1.0, 2.0, 0.0]
+    assert str(found).splitlines()[1].split()[:4] == ["0", "1", "of", "3"]
 
 
 def test_where_nothing_changes_the_first_one_is_as_good_as_any():

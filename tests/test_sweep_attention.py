@@ -50,6 +50,11 @@ def visible(*shape: int) -> Tensor:
     return mask
 
 
+def window() -> Tensor:
+    """A mask with the keys beside each query: tiles of later ones do not begin at the first key."""
+    return (torch.arange(L)[:, None] - torch.arange(T)).abs() <= 1
+
+
 def additive(*shape: int) -> Tensor:
     noise = torch.randn(*shape, L, T, generator=torch.Generator().manual_seed(3))
     return noise.masked_fill(~visible(*shape), -math.inf)
@@ -65,6 +70,7 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int, int, int, Callable
     "scale": ((2, 2), (2, 2), T, 4, 4, lambda *x: attend(*x, scale=0.7)),
     "mask": ((2, 2), (2, 2), T, 4, 4, lambda *x: attend(*x, visible())),
     "mask of each sample": ((2, 2), (2, 2), T, 4, 4, lambda *x: attend(*x, visible(2, 1))),
+    "window": ((2, 2), (2, 2), T, 4, 4, lambda *x: attend(*x, window())),
     "bias": ((2, 2), (2, 2), T, 4, 5, lambda *x: attend(*x, additive(2).to(x[0].dtype))),
     "grouped": ((2, 4), (2, 2), T, 4, 4, lambda *x: attend(*x, enable_gqa=True)),
     "grouped, causal": (

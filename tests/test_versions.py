@@ -6,10 +6,12 @@ run with the oldest torch. `scripts/versions.py` runs the whole suite with other
 """
 
 import ast
-import importlib
+import importlib.util
 import re
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
@@ -89,6 +91,51 @@ def test_names_of_torch_are_in_the_oldest():
     assert not new, (
         f"Not known to be in torch {oldest}: {new}. Those that are belong in {NAMES.name}."
     )
+
+
+@pytest.fixture
+def versions(monkeypatch, tmp_path):
+    """scripts/versions.py, for --share 3.10:2.6.0, which makes environments elsewhere."""
+    script = ROOT / "scripts" / "versions.py"
+    spec = importlib.util.spec_from_file_location("versions", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "FOLDER", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["versions.py", "--share", "3.10:2.6.0"])
+    return module
+
+
+def test_the_share_of_the_oldest_torch_is_there(versions):
+    assert all((ROOT / f"tests/test_{name}.py").exists() for name in versions.SHARE)
+    oldest = promised(r'^requires-python = ">=(.*)"'), promised(r'"torch>=([\d.]+)"')
+    assert f"--share {':'.join(oldest)}." in (ROOT / ".ci/run").read_text()
+
+
+def test_no_environment_is_one_line(versions, monkeypatch, capsys):
+    """Continuous integration goes on at this status."""
+    monkeypatch.setattr(versions, "ROOM", 1e18)
+    assert versions.main() == 3
+    assert re.fullmatch("No tests with Python 3.10 and torch 2.6.0: .*\n", capsys.readouterr().out)
+    monkeypatch.setattr(versions, "ROOM", 0)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert versions.main() == 3
+    assert "'python3.10'" in capsys.readouterr().out
+
+
+def test_a_test_that_fails_is_told(versions, monkeypatch, tmp_path, capsys):
+    interpreter = tmp_path / "environment/bin/python"
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_two.py").write_text("def test_a(): pass\ndef test_b(): assert False")
+    monkeypatch.setattr(versions, "ROOT", tmp_path)
+    monkeypatch.setattr(versions, "SHARE", ["two"])
+    monkeypatch.setattr(versions, "make", lambda *_: interpreter)
+    interpreter.parent.mkdir(parents=True)
+    interpreter.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"')
+    interpreter.chmod(0o755)
+    assert versions.main() == 1
+    *output, row = capsys.readouterr().out.splitlines()
+    assert row.startswith("| 3.10 | 2.6.0 | 1 | 0 | 1 | 0 |")
+    assert any(line.startswith("FAILED tests/test_two.py::test_b") for line in output)
 
 
 if __name__ == "__main__":

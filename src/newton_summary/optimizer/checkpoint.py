@@ -103,6 +103,7 @@ def check_groups(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, An
                         f"its parameter {tuple(p.shape)}."
                     )
     check_finite(state_dict["state"], "The state of a parameter")
+    check_finite([group.get("eta") for group in saved], "The rates of a group")
 
 
 def check_finite(tree: Any, what: str) -> None:

@@ -473,7 +473,7 @@ class RateController(ShownAsTable):
             numbers = [float(state[name]) for name in ("multiplier", "rate", "envelope")]
             first_lrs = [float(lr) for lr in state["first_lrs"]]
             values = [numbers, first_lrs, list(asdict(balance).values())]
-            check_finite([*values, list(asdict(ends).values())], "The state")
+            check_finite([*values, before, list(asdict(ends).values())], "The state")
             if not numbers[0] > 0:
                 raise ValueError(f"The state has the multiplier {numbers[0]}: it is above 0.")
         self.multiplier, self._rate, self._envelope = numbers
