@@ -6,11 +6,11 @@ rates to raise and which to lower, and a rehearsal says how far.
 
 A short training favours large rates, whose noise shows only later. Where neither curvature nor
 noise matter, the loss depends on the product of rate and steps alone: a rate c times as large is c
-times as fast. At the edge of stability it is no faster. In between, it is the better one for a
-training if it is more than c^(1/2) times as fast, the worse one below c^(1/3), and where it is
-neither, one of the two has the benefit of the doubt. First the present rates have it: they are left
-only for others that are ahead by more than the standard error over batches that nobody has trained
-on. Then it is the farthest ones, against those halfway.
+times as fast. At the edge of stability it is no faster. So the present rates are left for larger
+ones if these are c^(1/2) times as fast. They are left for smaller ones if they are less than
+c^(1/3) times as fast, by more than the standard error over the batches that nobody has trained on:
+the best next step errs towards small rates. Once they are left, the benefit of the doubt is with
+the farthest ones, against those halfway.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from newton_summary.probe.state import Journal, unmoved
 
 PASSES = 2  # as many steps as in two passes over the batches
 MOST = 32  # batches, which are kept in memory
-RAISE, LOWER = 1 / 2, 1 / 3  # the exponents of c
+RAISE, LOWER, FARTHEST = 1 / 2, 1 / 3, 1 / 4  # the exponents of c
 
 
 class Rehearsal(NamedTuple):
@@ -75,17 +75,16 @@ def rehearse(
         if not batches:
             return Rehearsal(0, math.nan, math.nan, 0), None
         steps = PASSES * len(batches)
-        pairs = [_lengths(steps, c) for c in times]
-        ends = _lengths(steps, times[1] / times[0]) if len(times) == 2 else (pairs[0][1],)
+        pairs = [_lengths(steps, c, LOWER) for c in times]
+        ends: tuple[int, ...] = (pairs[0][1],)
+        if len(times) == 2:
+            ends = _lengths(steps, times[1] / times[0], FARTHEST)
         present = _train(probe, optimizer, np.ones_like(several[0]), batches, {n for n, _ in pairs})
         others = [
             _train(probe, optimizer, factors, batches, {m, end})
             for factors, (_, m), end in zip(several, pairs, ends, strict=True)
         ]
-    ahead = [
-        _ahead(other[m], present[n], smaller=m == steps)
-        for other, (n, m) in zip(others, pairs, strict=True)
-    ]
+    ahead = [_ahead(other[m], present[n], m == steps) for other, (n, m) in zip(others, pairs)]
     last = [other[end] for other, end in zip(others, ends, strict=True)]
     best = int(np.argmin([losses.mean() for losses in last]))  # the farthest of equals
     n, m = pairs[best]
@@ -95,28 +94,29 @@ def rehearse(
     return found, best if any(ahead) else None
 
 
-def _lengths(steps: int, c: float) -> tuple[int, int]:
+def _lengths(steps: int, c: float, lower: float) -> tuple[int, int]:
     """Return after how many steps to compare rates with others, c times as large.
 
     The former have the benefit of the doubt.
     """
     if c > 1:
         return steps, max(round(steps / c**RAISE), 1)
-    return max(round(steps * c**LOWER), 1), steps
+    return max(round(steps * c**lower), 1), steps
 
 
 def _ahead(losses: Array, present: Array, smaller: bool) -> bool:
-    """Return whether losses of batches are lower than the present ones, by a standard error.
+    """Return whether losses of batches are below those of the present rates.
 
-    Those of smaller rates are where the present ones diverge.
+    Those of smaller rates have to be by a standard error, unless the present ones diverge.
     """
     if not np.isfinite(present).all():
         return smaller or bool(np.isfinite(losses).all())
     if not np.isfinite(losses).all():
         return False
     gains = present - losses
-    error = gains.std(ddof=1) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
-    return bool(gains.mean() > error)
+    if not smaller or len(gains) == 1:
+        return bool(gains.mean() > 0)
+    return bool(gains.mean() > gains.std(ddof=1) / math.sqrt(len(gains)))
 
 
 def _train(
