@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from types import SimpleNamespace
 
@@ -14,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import newton_summary as ns
-from newton_summary.measuring import rehearsal
 from newton_summary.measuring.advice import VERDICTS, _checked
 from newton_summary.measuring.factors import Estimate, FactorModel
 from newton_summary.measuring.param_groups import multiply_rates
@@ -427,7 +425,7 @@ def test_a_rehearsal_is_a_training_that_is_undone(lr, times):
     u = [v.norm() for v in next_step(model, adam, DATA).values()]
     c = float(np.linalg.norm(np.multiply(u, changes)) / np.linalg.norm(u))
     assert (c > 1) == (times == "larger")
-    steps = (12, round(12 / c**0.5)) if c > 1 else (round(12 * c ** (1 / 3)), 12)
+    steps = (12, round(12 / c**0.5)) if c > 1 else (round(12 * c**0.25), 12)
     reached = []
     for count, factors in zip(steps, ([1.0] * 4, changes), strict=True):
         twin, optimizer = copy.deepcopy((model, adam))
@@ -494,45 +492,6 @@ def test_a_larger_rate_has_to_be_faster_in_spite_of_its_noise():
         assert least <= advice.groups[0].change <= most
 
 
-@pytest.mark.parametrize(
-    ("lr", "half", "far", "expected"),
-    [
-        (0.003, 0.6, 0.6, 10.0),
-        (0.003, 0.45, 0.45, 1.0),  # not fast enough for its size
-        (0.003, 0.6, 0.48, 10.0),  # fast enough beside the one halfway, which is for its size
-        (0.003, 0.6, 0.4, 10**0.5),
-        (3.0, 0.3, 0.3, 0.1),
-        (3.0, 0.4, 0.4, 1.0),
-        (3.0, 0.3, 0.45, 10**-0.5),  # here the one halfway is much faster than the slowest
-    ],
-)
-def test_who_has_the_benefit_of_the_doubt(lr, half, far, expected, monkeypatch):
-    """Rates c times as large are c^e times as fast; the present one has it, then the farthest."""
-
-    def trained_so(probe, optimizer, factors, batches, lengths):
-        c = float(factors[0])
-        e = far if max(c, 1 / c) > 5 else half
-        return {n: np.full(4, math.exp(-(c**e) * n / 100)) for n in lengths}
-
-    monkeypatch.setattr(rehearsal, "_train", trained_so)
-    targets = [(torch.zeros(1, dtype=torch.float64),)] * 16
-    model = Point()
-    sgd = torch.optim.SGD(model.parameters(), lr=lr)
-    assert ns.suggest_lrs(model, distance, targets, sgd).groups[0].change == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(("spread", "verdict"), [(0.3, "lower"), (4.0, "keep")])
-def test_a_rate_is_lowered_only_if_held_out_batches_agree(spread, verdict):
-    """Their mean gains by the smaller rate in both cases; in the second one of the two loses."""
-    targets = [0.0] * 6 + [spread, -spread]
-    model = Point()
-    sgd = torch.optim.SGD(model.parameters(), lr=1.9)
-    batches = [(torch.tensor([x], dtype=torch.float64),) for x in targets]
-    advice = ns.suggest_lrs(model, distance, batches, sgd)
-    assert advice.groups[0].factor == pytest.approx(1 / 1.9) and advice.groups[0].verdict == verdict
-    assert advice.rehearsal.then < advice.rehearsal.now
-
-
 def test_rates_within_a_factor_of_two_are_alike():
     """The best rate is 1; 0.75 stays, unless smaller changes are asked for."""
     model, targets = Point(), [(torch.zeros(1, dtype=torch.float64),)] * 4
@@ -558,7 +517,6 @@ def test_a_fresh_lora_factor_is_left_out_by_name():
             return self.base(x) + x @ self.A.T @ self.B.T
 
     _, loss, batches = net_and_loss("plain")
-    batches = [(x, x[:, :3].argmax(1)) for x, _ in batches]  # held-out batches can be learned
     model = Adapted()
     adam = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
     advice = ns.suggest_lrs(model, loss, batches, adam, "canonical")

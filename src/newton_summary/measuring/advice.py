@@ -248,11 +248,10 @@ def suggest_lrs(
     The best next step is not the best rate for a training, so the factors say which rates to raise
     and which to lower, and a rehearsal says how far: a short training on a copy, with the present
     rates and with two others, judged on batches that it was not trained on. A rate c times as large
-    has to reach the same loss in at most 1/sqrt(c) of the steps; a smaller one has to be better by
-    more than a standard error. Batches of the size that you train with, sixteen or more (the first
-    32 are used), make it realistic. Model and optimizer do not change until ``apply()``. Takes one
-    summary for each batch, up to twenty forward passes, and seven gradients of each batch for the
-    rehearsal.
+    has to reach the same loss in at most 1/sqrt(c) of the steps. Batches of the size that you train
+    with, sixteen or more (the first 32 are used), make it realistic. Model and optimizer do not
+    change until ``apply()``. Takes one summary for each batch, up to twenty forward passes, and
+    seven gradients of each batch for the rehearsal.
 
     Args:
         model: Any module.

@@ -6,11 +6,10 @@ rates to raise and which to lower, and a rehearsal says how far.
 
 A short training favours large rates, whose noise shows only later. Where neither curvature nor
 noise matter, the loss depends on the product of rate and steps alone: a rate c times as large is c
-times as fast. At the edge of stability it is no faster. So the present rates are left for larger
-ones if these are c^(1/2) times as fast. They are left for smaller ones if they are less than
-c^(1/3) times as fast, by more than the standard error over the batches that nobody has trained on:
-the best next step errs towards small rates. Once they are left, the benefit of the doubt is with
-the farthest ones, against those halfway.
+times as fast. At the edge of stability it is no faster. Halfway between the two, a larger rate has
+to be sqrt(c) times as fast. The present one has the benefit of the doubt: it is left for a smaller
+one if it is less than c^(1/4) times as fast; so is the larger one of two others. Batches that
+nobody has trained on decide.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import groupby, islice
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +32,7 @@ from newton_summary.probe.state import Journal, unmoved
 
 PASSES = 2  # as many steps as in two passes over the batches
 MOST = 32  # batches, which are kept in memory
-RAISE, LOWER, FARTHEST = 1 / 2, 1 / 3, 1 / 4  # the exponents of c
+RAISE, LOWER = 1 / 2, 1 / 4  # the exponents of c
 
 
 class Rehearsal(NamedTuple):
@@ -55,13 +55,13 @@ def rehearse(
 ) -> tuple[Rehearsal, int | None]:
     """Train with the present rates, and with each of several factors on the steps of the groups.
 
-    Model and optimizer are put back bit for bit. Takes at most 2 gradients of each batch for the
-    present rates and for each of the others.
+    Model and optimizer are put back bit for bit. Takes 2 gradients of each batch for the present
+    rates and for each of the others.
 
     Args:
         probe: The loss and its data, at most the first 32 batches of it.
         optimizer: Whose steps are taken, on a copy of its state.
-        several: Factors of all groups, each (S,): the farthest, and maybe some halfway.
+        several: Factors of all groups, each (S,).
         times: How many times as long as with the present rates a step is with each of them.
 
     Returns:
@@ -75,61 +75,41 @@ def rehearse(
         if not batches:
             return Rehearsal(0, math.nan, math.nan, 0), None
         steps = PASSES * len(batches)
-        pairs = [_lengths(steps, c, LOWER) for c in times]
-        ends: tuple[int, ...] = (pairs[0][1],)
-        if len(times) == 2:
-            ends = _lengths(steps, times[1] / times[0], FARTHEST)
+        pairs = [_lengths(steps, c) for c in times]
+        ends = [_lengths(steps, min(times) / c)[0] for c in times]  # to compare them, as if present
         present = _train(probe, optimizer, np.ones_like(several[0]), batches, {n for n, _ in pairs})
         others = [
-            _train(probe, optimizer, factors, batches, {m, end})
-            for factors, (_, m), end in zip(several, pairs, ends, strict=True)
+            _train(probe, optimizer, factors, batches, {n, end})
+            for factors, (_, n), end in zip(several, pairs, ends, strict=True)
         ]
-    ahead = [_ahead(other[m], present[n], m == steps) for other, (n, m) in zip(others, pairs)]
-    last = [other[end] for other, end in zip(others, ends, strict=True)]
-    best = int(np.argmin([losses.mean() for losses in last]))  # the farthest of equals
-    n, m = pairs[best]
-    if any(ahead) and not ahead[best]:  # it is better than one that is
-        m = ends[best]
-    found = Rehearsal(n, float(present[n].mean()), float(others[best][m].mean()), m)
-    return found, best if any(ahead) else None
+    found = [
+        Rehearsal(n, present[n], other[m], m) for other, (n, m) in zip(others, pairs, strict=True)
+    ]
+    lost = [one.now == math.inf and one.then_steps == steps for one in found]  # lower it anyway
+    better = [i for i, one in enumerate(found) if one.then < one.now or lost[i]]
+    best = min(better or range(len(found)), key=lambda i: others[i][ends[i]])
+    return found[best], best if better else None
 
 
-def _lengths(steps: int, c: float, lower: float) -> tuple[int, int]:
-    """Return after how many steps to compare rates with others, c times as large.
-
-    The former have the benefit of the doubt.
-    """
+def _lengths(steps: int, c: float) -> tuple[int, int]:
+    """Return after how many steps to compare the present rates, and those c times as large."""
     if c > 1:
         return steps, max(round(steps / c**RAISE), 1)
-    return max(round(steps * c**lower), 1), steps
-
-
-def _ahead(losses: Array, present: Array, smaller: bool) -> bool:
-    """Return whether losses of batches are below those of the present rates.
-
-    Those of smaller rates have to be by a standard error, unless the present ones diverge.
-    """
-    if not np.isfinite(present).all():
-        return smaller or bool(np.isfinite(losses).all())
-    if not np.isfinite(losses).all():
-        return False
-    gains = present - losses
-    if not smaller or len(gains) == 1:
-        return bool(gains.mean() > 0)
-    return bool(gains.mean() > gains.std(ddof=1) / math.sqrt(len(gains)))
+    return max(round(steps * c**LOWER), 1), steps
 
 
 def _train(
     probe: Probe, optimizer: Optimizer, factors: Array, batches: Sequence[Any], lengths: set[int]
-) -> dict[int, Array]:
-    """Return the losses of the last quarter of the batches after so many steps on the others.
+) -> dict[int, float]:
+    """Return the loss of the last quarter of the batches after so many steps on the others.
 
-    They are means over the last eighth of the steps.
+    It is the mean after each of the last eighth of the steps.
     """
     count = max(len(batches) // 4, 1)
+    unseen = [part for parts in batches[-count:] for part in parts]
     trained = batches[:-count] or batches
     scored = {n: range(n - max(round(n / 8), 1), n) for n in lengths}
-    losses: dict[int, list[float]] = {}
+    losses: dict[int, float] = {}
     with unmoved(probe.params.values()), borrowed(optimizer, probe.params) as step:
         for k in range(max(lengths)):
             try:
@@ -142,7 +122,6 @@ def _train(
                     p.sub_(u[name])
             probe.moved()
             if any(k in some for some in scored.values()):
-                losses[k] = [float(probe.mean_loss(parts)) for parts in batches[-count:]]
-    lost = [math.inf] * count
-    means = {n: np.mean([losses.get(k, lost) for k in some], 0) for n, some in scored.items()}
-    return {n: np.where(np.isfinite(mean), mean, math.inf) for n, mean in means.items()}
+                losses[k] = float(probe.mean_loss(unseen))
+    means = {n: fmean(losses.get(k, math.inf) for k in some) for n, some in scored.items()}
+    return {n: mean if math.isfinite(mean) else math.inf for n, mean in means.items()}
