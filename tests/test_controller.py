@@ -339,7 +339,7 @@ def test_rare_measurements_count_for_more(monkeypatch):
 
     monkeypatch.setattr(ns.RateController, "_along", along)
     often, rarely = steps_to_recover(10), steps_to_recover(20)
-    monkeypatch.setattr("newton_summary.optimizer.controller.PACE", math.inf)
+    monkeypatch.setattr("newton_summary.optimizer.controller.PERIOD", math.inf)
     assert rarely < 1.3 * often < 0.8 * steps_to_recover(20), (often, rarely)
 
 

@@ -69,8 +69,7 @@ REACH = 0.5  # of the peak of a schedule: below, the rate is not raised against 
 FALLING = 0.83  # of the set point, while a schedule is below its peak
 TRIALS = 12  # gradients that the start may take
 STRIDE = 2  # one step in so many has its slope taken from the next gradient of the training
-PERIOD = 15  # steps from one measurement to the next
-PACE = 10  # steps that gain and memory are meant for
+PERIOD = 10  # steps from one measurement to the next, which gain and memory are meant for
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class RateController(ShownAsTable):
     Every ``period`` steps, slope and curvature of the loss along the optimizer's own last step are
     measured on the next batch, and the rate is changed so that their ratio stays at a set point.
     The first step is lengthened or shortened to the best one on its line, of at most 0.3 times the
-    norm of the parameters. A measurement takes two gradients; in the first seventy steps they are
+    norm of the parameters. A measurement takes two gradients; in the first fifty steps they are
     closer together.
 
     The optimizer's learning rates are multiplied while it takes a step, and put back: schedulers
@@ -272,7 +271,7 @@ class RateController(ShownAsTable):
             return
         shared = next(iter(self._held.values())).device if self._sharded else None
         # Where measurements are rare, each of them counts for more, up to twice as much.
-        pace = min(max((self.steps - self.history[-1].step) / PACE, 1.0), 2.0)
+        pace = min(max((self.steps - self.history[-1].step) / PERIOD, 1.0), 2.0)
         memory = self.memory**pace
         at_end = self._ends.mean(slope - curvature, self._rate, memory, shared)
         self._balance.add(at_end + curvature, curvature, self._rate, memory)

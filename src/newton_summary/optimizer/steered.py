@@ -21,7 +21,7 @@ from torch.optim import AdamW, Optimizer
 
 from newton_summary.errors import NotFiniteError
 from newton_summary.optimizer.adam import SECOND_BETA, FusedAdam
-from newton_summary.optimizer.controller import PERIOD, RateController
+from newton_summary.optimizer.controller import RateController
 from newton_summary.optimizer.curvature import Curvature, thawed
 from newton_summary.optimizer.update import unfit
 from newton_summary.parallel.processes import local_part
@@ -31,6 +31,7 @@ from newton_summary.probe.state import Journal, TorchState
 from newton_summary.summary import Summary
 
 BEGIN = 1e-3  # eta of Adam's step before the start has found one
+PERIOD = 15  # steps from one refresh to the next, if the budget allows it
 OVERHEAD = 1.5  # of a summary, over what its arithmetic takes
 EVERY = 5  # steps from one update of the mean to the next
 TAIL = 30.0  # of the mean
