@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -292,7 +293,7 @@ def suggest_lrs(
     """
     for name in measuring:
         if name not in Measuring.__annotations__:
-            known = [*Measuring.__annotations__, *(suggest_lrs.__kwdefaults__ or ())]
+            known = [*Measuring.__annotations__, *inspect.signature(suggest_lrs).parameters]
             raise TypeError(f"suggest_lrs has no argument {name!r}.{nearest(name, known)}")
     for name, value, low, high in (
         ("fraction", fraction, 0, 1),
