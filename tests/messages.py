@@ -734,6 +734,7 @@ ERRORS = {
         ("There are 1 learning rates", lambda p: History().add(0, TWO, ns.learning_rates(ONE))),
         ("Groups differ", mixed_history),
     ],
+    "display/names.py": [("no argument 'microbatches'", newton(microbatches=3))],
     "measuring/advice.py": [
         ("has been applied already", applied_twice),
     ],
@@ -822,7 +823,6 @@ ERRORS = {
     "optimizer/curvature.py": [
         ("nothing to measure it on", stepped(lambda m, b: ns.NewtonSummary(m, OURS), batch=False)),
         ("curvature is a pair", newton(curvature=3)),
-        ("no argument 'microbatches'", newton(microbatches=3)),
         ("not finite", stepped(refreshing(lambda b: [b], loss=root), batch=False)),
         (
             "curvature batch does not depend",

@@ -18,6 +18,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
+def check_arguments(whose: str, given: Iterable[str], taken: Iterable[str], *others: str) -> None:
+    """Raise unless all names that were given are taken; ``others`` may have been meant as well."""
+    taken = list(taken)
+    for name in given:
+        if name not in taken:
+            raise TypeError(f"{whose} has no argument {name!r}.{nearest(name, [*taken, *others])}")
+
+
 def first_names(names: Sequence[str], most: int = 8) -> str:
     """Return the first few names, quoted, and how many more there are.
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from newton_summary.measuring.advice import Advice, GroupAdvice
+from newton_summary.measuring.advice import Advice, GroupAdvice, error_text
 
 LIMIT = 10.0  # suggest_lrs looks for factors up to this
 PATIENCE = 2.0  # seconds after which a measurement that still runs is mentioned
@@ -82,5 +82,5 @@ def clause(group: GroupAdvice, named: bool = False) -> str:
 
 
 def _error(stderr: float | None, factor: float) -> str:
-    rounding = 1e-6 * factor  # of a factor at its limit
-    return f" ± {stderr:.2g}" if stderr and stderr > rounding else ""
+    text = error_text(stderr, factor)
+    return f" ± {text}" if text else ""

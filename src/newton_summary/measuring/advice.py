@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from newton_summary.derivatives import Backend
-from newton_summary.display.names import first_names, nearest
+from newton_summary.display.names import check_arguments, first_names
 from newton_summary.display.table import ShownAsTable
 from newton_summary.measuring.box import Array
 from newton_summary.measuring.factors import Estimate, FactorModel, Verdict, has_effect
@@ -202,8 +202,7 @@ class Advice(ShownAsTable):
     def _factor(self, factor: float, stderr: float | None) -> tuple[str, str]:
         """Return a factor and its error as text; one at the limits may be beyond."""
         at = [math.isclose(factor, limit) for limit in self._limits]
-        error = f"{stderr:.2g}" if stderr and stderr > 1e-6 * factor else ""
-        return f"{'≤' if at[0] else '≥' if at[1] else ''}{factor:.3g}", error
+        return f"{'≤' if at[0] else '≥' if at[1] else ''}{factor:.3g}", error_text(stderr, factor)
 
     def apply(self) -> None:
         """Set the optimizer's learning rates to the suggested ones.
@@ -221,6 +220,11 @@ class Advice(ShownAsTable):
         changes = [group.change for group in self.groups]
         multiply_rates(self._optimizer, self._partition, changes)
         self._applied = True
+
+
+def error_text(stderr: float | None, factor: float) -> str:
+    """Return the error of a factor; nothing where there is none, or rounding, as at a limit."""
+    return f"{stderr:.2g}" if stderr and stderr > 1e-6 * factor else ""
 
 
 def suggest_lrs(
@@ -291,10 +295,8 @@ def suggest_lrs(
     >>> f"{adam.param_groups[0]['lr']:.0e}"
     '1e-05'
     """
-    for name in measuring:
-        if name not in Measuring.__annotations__:
-            known = [*Measuring.__annotations__, *inspect.signature(suggest_lrs).parameters]
-            raise TypeError(f"suggest_lrs has no argument {name!r}.{nearest(name, known)}")
+    *named, _ = inspect.signature(suggest_lrs).parameters  # the last one is **measuring
+    check_arguments("suggest_lrs", measuring, Measuring.__annotations__, *named)
     for name, value, low, high in (
         ("fraction", fraction, 0, 1),
         ("max_change", max_change, 1, sys.float_info.max),

@@ -15,7 +15,7 @@ import torch
 
 from newton_summary.derivatives import Backend
 from newton_summary.derivatives.sweep.cuda_graph import SweepGraphs
-from newton_summary.display.names import nearest
+from newton_summary.display.names import check_arguments
 from newton_summary.errors import NotFiniteError
 from newton_summary.measuring.measurement import (
     backends_for,
@@ -42,14 +42,6 @@ class Measuring(TypedDict, total=False):
     cuda_graph: bool
 
 
-def check_measuring(options: Iterable[str], whose: str) -> None:
-    """Raise unless these are the names of options of the measurement."""
-    known = Measuring.__annotations__
-    for name in options:
-        if name not in known:
-            raise TypeError(f"{whose} has no argument {name!r}.{nearest(name, known)}")
-
-
 class Curvature:
     """Measures summaries, each on a batch of its own.
 
@@ -68,7 +60,7 @@ class Curvature:
     """
 
     def __init__(self, given: Any, loss_fn: LossFn | None, how: Measuring):
-        check_measuring(how, "NewtonSummary")
+        check_arguments("NewtonSummary", how, Measuring.__annotations__)
         self.backend, self.microbatch = how.get("backend", "auto"), how.get("microbatch")
         self.distributed = how.get("distributed", "auto")
         backends_for(self.backend, self.microbatch, sharded=False)  # raises if there is none

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from newton_summary.display.names import check_arguments
 from newton_summary.display.table import text_table, without_middle
 from newton_summary.display.warn import warn_user
 from newton_summary.errors import NotFiniteError
@@ -30,7 +31,7 @@ from newton_summary.optimizer.checks import (
     is_divided,
 )
 from newton_summary.optimizer.controller import check_rates, steering_history
-from newton_summary.optimizer.curvature import Curvature, check_measuring
+from newton_summary.optimizer.curvature import Curvature, Measuring
 from newton_summary.optimizer.refreshes import (
     Schedule,
     WindowAverage,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from newton_summary.optimizer.controller import RateRecord
-    from newton_summary.optimizer.curvature import Measuring
 
 OF_GROUPS = ("lr", "momentum", "weight_decay")  # settings that each group has for itself
 COMMON = (  # settings that all groups share
@@ -307,7 +307,7 @@ class NewtonSummary(Optimizer):
             variant: ``"as-run"`` or ``"as-published"``.
             **measuring: How summaries are measured. Whatever is not of Algorithm 2 is refused.
         """
-        check_measuring(measuring, "NewtonSummary.paper")
+        check_arguments("NewtonSummary.paper", measuring, Measuring.__annotations__)
         if variant not in ("as-run", "as-published"):
             raise ValueError(f"variant={variant!r}: write 'as-run' or 'as-published'.")
         if variant == "as-published" and warmup:

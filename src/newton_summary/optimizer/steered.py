@@ -31,7 +31,7 @@ from newton_summary.probe.state import Journal, TorchState
 from newton_summary.summary import Summary
 
 BEGIN = 1e-3  # eta of Adam's step before the start has found one
-PERIOD = 15  # steps from one refresh to the next, if the budget allows it
+REFRESH_PERIOD = 15  # steps from one refresh to the next, if the budget allows it
 OVERHEAD = 1.5  # of a summary, over what its arithmetic takes
 EVERY = 5  # steps from one update of the mean to the next
 TAIL = 30.0  # of the mean
@@ -53,7 +53,7 @@ def period_within(budget: float, groups: int, order: int) -> int:
     gradients = 2.0
     if groups > 1 or order > 2:
         gradients = OVERHEAD * ((groups if order > 2 else groups / 2) + 4) / 3
-    return max(PERIOD, math.ceil(gradients * (1 / budget - 1)))
+    return max(REFRESH_PERIOD, math.ceil(gradients * (1 / budget - 1)))
 
 
 class Steered(RateController):
