@@ -259,6 +259,8 @@ def run_case(
                 return OPPONENTS[name](case.loss_fn, model, batch, u, part)
             if name == "hvp":
                 return hessian_vector_products(case, model, batch, u, part)
+            if name == "whole":  # the direction is the gradient, from the sweep's own pass
+                return ns.summarize(model, case.loss_fn, batch, partition=part, order=order)
             return ns.summarize(
                 model, case.loss_fn, batch, partition=part, direction=u, order=order, backend=name
             )

@@ -4,7 +4,7 @@
 
 The fourteen trainings of optimizers.py with ``NewtonSummary(model, loss_fn)`` against Adam as torch
 makes it, and the paper's four setups with ``NewtonSummary.paper``, a group for each tensor and
-batches of 100, against torch's fused Adam. Each candidate has a model of its own; rounds of 40
+batches of 100, against torch's fused Adam. Each candidate has a model of its own; rounds of 60
 steps go by turns, so that a change in the load meets all of them, and the median round counts.
 The first steps, when refreshes are closer together, are left out. Only the shapes of the data
 matter: without the files of CIFAR-10, and for the paper's setups, other numbers take their place.
@@ -31,8 +31,8 @@ import newton_summary as ns
 from newton_summary.experiments.models import big_mlp, lenet, mlp, vgg11
 from newton_summary.probe.inputs import LossFn
 
-STEPS = 40  # of a round: four refreshes
-WARM_UP = 80  # steps
+STEPS = 60  # of a round: four refreshes of the suite's, six of the paper's
+WARM_UP = 90  # steps
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[], None]
 SETUPS = {  # the network, its images, and whether products are rounded to TF32

@@ -157,12 +157,19 @@ def run_one(path: Path, until: float, side_by_side: int, compare_speed: bool) ->
         print("stopped at the deadline", flush=True)
 
 
-def is_finished(path: Path, config: ExperimentConfig) -> bool:
-    """Whether a run directory has all of its epochs, or diverged."""
+def unfinished(
+    plan: str, data: Path | None, work: Path, graph_steps: bool
+) -> Iterator[tuple[ExperimentConfig, Path]]:
+    """Give the runs of a plan that lack epochs and did not diverge, with their directories."""
     from newton_summary.experiments.rundir import Run
 
-    run = Run.load(path) if (path / "config.json").is_file() else None
-    return run is not None and (run.diverged or run.epoch >= config.epochs)
+    for config in read_plan(plan):
+        files = replace(config.data, root=data, download=False)
+        config = replace(config, data=files, graph_steps=graph_steps)
+        path = work / config.recipe / run_name(config)
+        run = Run.load(path) if (path / "config.json").is_file() else None
+        if run is None or not (run.diverged or run.epoch >= config.epochs):
+            yield config, path
 
 
 # --- all of them ---------------------------------------------------------------------------------
@@ -285,16 +292,12 @@ def main() -> None:
     if args.one is not None:
         run_one(args.one, args.until, args.workers, args.compare_speed)
         return
-    todo = []
-    for config in read_plan(PLAN if args.plan is None else args.plan.read_text()):
-        data = replace(config.data, root=args.data, download=False)
-        config = replace(config, data=data, graph_steps=args.graph_steps)
-        path = args.work / config.recipe / run_name(config)
-        if args.dry:
+    plan = PLAN if args.plan is None else args.plan.read_text()
+    todo = list(unfinished(plan, args.data, args.work, args.graph_steps))
+    if args.dry:
+        for config, path in todo:
             print(path.relative_to(args.work), config.epochs)
-        elif not is_finished(path, config):
-            todo.append((config, path))
-    if not args.dry:
+    else:
         say(f"{len(todo)} runs to do, {args.workers} at a time, in {args.seconds:.0f} s")
         with shared_gpu(args.work.absolute() / "mps") if args.mps else nullcontext():
             run_all(args, todo)
