@@ -127,7 +127,10 @@ def run_together(todo: list[tuple[ExperimentConfig, Path]], until: float) -> Non
     for run in runs:
         run.start_epoch()
     while runs:
-        for run in list(runs):
+        ready = [run for run in runs if run.stream is None or run.stream.query()]
+        if not ready:
+            time.sleep(0.001)
+        for run in ready:
             run.end_epoch()  # the other runs go on meanwhile
             if run.finished or time.time() > until:
                 run.close()

@@ -204,7 +204,7 @@ def vbigmlp_cifar10() -> ExperimentConfig:
     optimizer = replace(paper_optimizer("bigmlp_cifar10"), partition="chunks-5")
     measure = MeasureConfig(every=1, partition="chunks-5", lambda_int=3.0)
     config = experiment("vbig_mlp", "cifar10", 200, optimizer)
-    return replace(config, schedule=PLATEAU, measure=measure)
+    return replace(config, schedule=PLATEAU, measure=measure, tf32=True)
 
 
 @recipe
