@@ -13,7 +13,7 @@ and are appended to a file as they end, so a run that was stopped goes on. Prodi
 AdamW need ``pip install prodigyopt schedulefree``; without them their cells are left out.
 
 ``--variant NAME '{"set_point": 0.8}'`` runs the controller with other settings, under a name of its
-own; names in capitals are constants of its module.
+own; names in capitals are constants of its module. ``--longer 10`` trains ten times as long.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def cells(args: argparse.Namespace) -> list[Cell]:
         for m in methods(["", *args.variants], args.starts)
         if not args.methods or any(f"{m} ".startswith(f"{x} ") for x in args.methods)
     ]
+    longer = {"longer": args.longer} if args.longer > 1 else {}
     return [
-        {"training": t, "method": m, "schedule": schedule, "seed": seed}
+        {"training": t, "method": m, "schedule": schedule, "seed": seed, **longer}
         for seed in args.seeds
         for schedule in args.schedules
         for m in wanted
@@ -74,7 +75,8 @@ def cells(args: argparse.Namespace) -> list[Cell]:
 
 
 def key(cell: Cell) -> tuple[Any, ...]:
-    return tuple(cell[name] for name in ("training", "method", "schedule", "seed"))
+    names = ("training", "method", "schedule", "seed")
+    return (*(cell[name] for name in names), cell.get("longer", 1))
 
 
 # --- one training ---------------------------------------------------------------------------------
@@ -116,14 +118,15 @@ def train(cell: Cell, folder: Path, device: str, variants: dict[str, Any]) -> Ce
             setattr(home, name, options.pop(name))
         steers = controller.RateController(optimizer, model, training.loss_fn, **options)
     n = len(train_set[0])
-    total = training.epochs * -(-n // training.batch)
+    epochs = training.epochs * cell.get("longer", 1)
+    total = epochs * -(-n // training.batch)
     schedule = LambdaLR(optimizer, lambda t: 1 - t / total if cell["schedule"] == "linear" else 1.0)
     order = torch.Generator().manual_seed(cell["seed"])
     mode: Callable[..., Any] = getattr(optimizer, "train", lambda: None)
     mode()
     curve: list[float] = []
     start = time.perf_counter()
-    for _ in range(training.epochs):
+    for _ in range(epochs):
         losses = []
         for chosen in torch.randperm(n, generator=order).to(device).split(training.batch):
             batch = (train_set[0][chosen], train_set[1][chosen])
@@ -169,6 +172,10 @@ def run(args: argparse.Namespace) -> None:
 # --- tables ---------------------------------------------------------------------------------------
 
 
+def read_of_length(args: argparse.Namespace) -> list[Cell]:
+    return [cell for cell in read(args.out) if cell.get("longer", 1) == args.longer]
+
+
 def final(cell: Cell) -> float:
     """The loss at the end; a training that failed counts as its start, times ten."""
     loss = cell.get("loss", math.inf)
@@ -178,7 +185,7 @@ def final(cell: Cell) -> float:
 def table(args: argparse.Namespace) -> None:
     """Print for every method how its loss compares with Adam's best rate of the same training."""
     by_setting: dict[tuple[str, str, int], dict[str, Cell]] = defaultdict(dict)
-    for cell in read(args.out):
+    for cell in read_of_length(args):
         setting = (cell["schedule"], cell["training"], cell["seed"])
         by_setting[setting][cell["method"]] = cell
     part = {"development": DEVELOPMENT, "held-out": HELD_OUT, "all": TRAININGS}[args.part]
@@ -233,7 +240,7 @@ def verdict(args: argparse.Namespace) -> None:
     """Print what must hold of each method that needs no learning rate, and whether it does."""
     by_setting: dict[tuple[str, str, int], dict[str, Cell]] = defaultdict(dict)
     part = {"development": DEVELOPMENT, "held-out": HELD_OUT, "all": TRAININGS}[args.part]
-    for cell in read(args.out):
+    for cell in read_of_length(args):
         if cell["training"] in part and cell["schedule"] in args.schedules:
             setting = (cell["schedule"], cell["training"], cell["seed"])
             by_setting[setting][cell["method"]] = cell
@@ -324,6 +331,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=[], help="names, with rate or without")
     parser.add_argument("--starts", nargs="*", type=float, default=STARTS, help="of the controller")
     parser.add_argument("--schedules", nargs="*", default=SCHEDULES, choices=SCHEDULES)
+    parser.add_argument("--longer", type=int, default=1, help="times as many epochs")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--variant", nargs=2, action="append", default=[], dest="variants")
     parser.add_argument("--workers", type=int, default=1)

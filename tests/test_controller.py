@@ -343,6 +343,52 @@ def test_rare_measurements_count_for_more(monkeypatch):
     assert rarely < 1.3 * often < 0.8 * steps_to_recover(20), (often, rarely)
 
 
+def test_in_a_long_training_the_rate_stays_below_one_that_falls(monkeypatch):
+    """Learnt by heart, batches tell nothing about the length of a step, and rates would explode."""
+    settled = 60
+    monkeypatch.setattr("newton_summary.optimizer.controller.SETTLED", settled)
+    data = batches(3) * 80
+    for falls in (False, True):
+        model = relu_net()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        controller = ns.RateController(optimizer, model, cross_entropy, period=5)
+        end = len(data) if falls else math.inf
+        schedule = LambdaLR(optimizer, lambda t, end=end: 1 - t / end)
+        multipliers = []
+
+        def after(controller=controller, schedule=schedule, multipliers=multipliers):
+            multipliers.append(controller.multiplier)
+            schedule.step()
+
+        train(model, optimizer, controller, data, after=after)
+        top = max(multipliers[: settled + 1])
+        late = [r for r in controller.history if r.step > settled]
+        assert len(late) > 30
+        for r in late:
+            most = top if falls else top * math.sqrt((settled + 5) / r.step)
+            assert multipliers[r.step] <= most * (1 + 1e-9)
+            assert abs(math.log(r.change)) <= 0.5 * settled / r.step + 0.5 * 5 / r.step + 1e-9
+        assert any(r.why == "raise" for r in late) == falls
+
+
+def test_the_rate_is_not_blamed_where_short_steps_do_not_help_either():
+    """A surely negative slope leaves the floor under the rate where it is."""
+
+    def means(slope, curvature):
+        balance = Balance()
+        for wave in (0.9, 1.1) * 20:
+            balance.add(slope * wave, curvature, rate=1.0, memory=0.9)
+        return balance
+
+    assert means(1.0, 4.0).surely_too_long(1.0, 0.9)
+    assert not means(1.0, 1.0).surely_too_long(1.0, 0.9)
+    assert not means(-1.0, 4.0).surely_too_long(1.0, 0.9)
+    unsure = Balance()
+    for wave in (-1.0, 1.2) * 20:
+        unsure.add(wave, 100.0, rate=1.0, memory=0.9)
+    assert not unsure.surely_too_long(1.0, 0.9)
+
+
 def test_a_schedule_sees_its_own_rates_and_multiplies_what_is_found():
     model = make_net()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)

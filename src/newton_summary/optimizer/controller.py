@@ -70,6 +70,7 @@ FALLING = 0.83  # of the set point, while a schedule is below its peak
 TRIALS = 12  # gradients that the start may take
 STRIDE = 2  # one step in so many has its slope taken from the next gradient of the training
 PERIOD = 10  # steps from one measurement to the next, which gain and memory are meant for
+SETTLED = 2000  # steps after which a measurement counts for less, and the rate does not rise
 
 
 @dataclass(frozen=True)
@@ -275,8 +276,10 @@ class RateController(ShownAsTable):
             self._change(loss, slope, curvature, math.nan, 0.5, "not finite")
             return
         shared = next(iter(self._held.values())).device if self._sharded else None
-        # Where measurements are rare, each of them counts for more, up to twice as much.
+        # Where measurements are rare, each of them counts for more, up to twice as much; and for
+        # less and less in a long training, where a few batches tell little about all of them.
         pace = min(max((self.steps - self.history[-1].step) / PERIOD, 1.0), 2.0)
+        pace *= min(1.0, SETTLED / self.steps)
         memory = self.memory**pace
         at_end = self._ends.mean(slope - curvature, self._rate, memory, shared)
         self._balance.add(at_end + curvature, curvature, self._rate, memory)
@@ -284,7 +287,8 @@ class RateController(ShownAsTable):
         # then its end makes good again what longer steps do to the noise.
         top = self.multiplier * self._peak_lr()
         peak = max(REACH * top, self._rate)
-        set_point = self.set_point * (FALLING if self._rate < top else 1.0)
+        falls = self._rate < top
+        set_point = self.set_point * (FALLING if falls else 1.0)
         high = self._balance.error(peak, set_point, memory)
         low = self._balance.error(self._rate, set_point, memory)
         why: Why
@@ -294,12 +298,18 @@ class RateController(ShownAsTable):
         elif high > 0 and (self._balance.curvature > 0 or length < LONGEST):
             error, why = high, "raise"
         change = math.exp(pace * self.gain * error)
-        fall = math.sqrt(self.history[-1].step / self.steps)
-        self._envelope = max(self._envelope * fall, self.multiplier)
-        if self._balance.surely_rises(self._rate, memory):
+        settled = self.steps > SETTLED
+        if not (settled and falls):  # else the schedule does it
+            self._envelope *= math.sqrt(self.history[-1].step / self.steps)
+        if not settled:
+            self._envelope = max(self._envelope, self.multiplier)
+        if self._balance.surely_too_long(self._rate, memory):
             self._envelope = self.multiplier
         else:
             change = max(change, min(1.0, LOWEST * self._envelope / self.multiplier))
+        if settled and self._envelope < change * self.multiplier:
+            change = self._envelope / self.multiplier
+            why = "lower" if change < 1 else why
         self._change(loss, slope, curvature, self._balance.factor(self._rate), change, why)
 
     def _along(
