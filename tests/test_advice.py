@@ -465,8 +465,10 @@ def test_a_rate_that_does_well_in_the_long_run_stays():
     assert advice.groups[0].verdict == "keep" and advice.groups[0].suggested == (0.019,)
     assert advice.groups[0].factor == short.groups[0].factor and advice.then == advice.now
     small = torch.optim.SGD(model.parameters(), lr=0.002)  # here both say more, the rehearsal most
-    more = ns.suggest_lrs(model, loss, batches, small).groups[0]
+    advice = ns.suggest_lrs(model, loss, batches, small)
+    (more,) = advice.groups
     assert more.verdict == "raise" and 5.0 < more.factor < more.change < 2 / 100 / 0.002
+    assert "(factor: of the best next step)" in str(advice)
 
 
 class Point(nn.Module):
@@ -490,6 +492,7 @@ def test_a_larger_rate_has_to_be_faster_in_spite_of_its_noise():
         assert advice.groups[0].factor == pytest.approx(min(1 / lr, 10))
         assert advice.groups[0].verdict == verdict
         assert least <= advice.groups[0].change <= most
+        assert "of the best next step" not in str(advice)  # nothing is taken, or the factor
 
 
 def test_rates_within_a_factor_of_two_are_alike():
@@ -525,11 +528,28 @@ def test_a_fresh_lora_factor_is_left_out_by_name():
     assert next(row for row in advice._rows() if row[0] == "A")[2] == ""
     whole = ns.suggest_lrs(model, loss, batches, adam)  # nothing is known of A's own rate
     assert whole.groups[0].verdict == "not yet" and whole.groups[0].change == 1.0
+    right = torch.optim.SGD(model.parameters(), lr=1e-3)
+    alike = [batches[0]] * 2
+    options = {"lambda_int": 0.0, "max_change": 1e6, "rehearsal": False}
+    first = ns.suggest_lrs(model, loss, alike, right, **options)
+    assert first.groups[0].verdict == "not yet" and first.groups[0].factor > 1
+    right.param_groups[0]["lr"] *= first.groups[0].factor
+    assert ns.suggest_lrs(model, loss, alike, right, **options).groups[0].verdict == "keep"
     loss(model, batches[0]).backward()
     adam.step()
     assert ns.suggest_lrs(model, loss, batches, adam).groups[0].change > 1
     too_large = torch.optim.AdamW(model.parameters(), lr=100.0)
     assert ns.suggest_lrs(model, loss, batches, too_large).groups[0].change < 1
+
+
+def test_an_optimizer_that_does_not_move_yet():
+    """As at the start of a warm-up."""
+    model = make_net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    advice = ns.suggest_lrs(model, loss_fn, DATA, sgd, "canonical")
+    assert [(g.verdict, g.factor, g.change) for g in advice.groups] == [("no step", 1.0, 1.0)] * 4
+    assert advice.now == advice.then == (0.0, 0.0) and advice.rehearsal is None
+    assert VERDICTS["no step"] in str(advice)
 
 
 SCHEDULERS = {
@@ -609,6 +629,37 @@ def test_it_helps():
             final.append(float(sum(loss(model, b) for b in batches) / 8))
     assert final[1] < 0.5 * final[0]
     assert torch.isfinite(flat(model)).all()
+
+
+@pytest.mark.parametrize(
+    ("real", "rehearsed", "taken"),
+    [
+        ({9.0: -2.0, 3.0: -2.0}, [9.0, 3.0], 3.0),
+        ({9.0: 1.0, 3.0: -2.0}, [3.0], None),
+        ({9.0: 1.0, 3.0: 1.0}, [2.5], 2.5),
+    ],
+)
+def test_two_changes_are_rehearsed(real, rehearsed, taken):
+    """The longest one and its root, those of them that are better than now; or else a shorter."""
+    model = SimpleNamespace(live=np.array([True]), limits=(0.1, 10.0), change=lambda factors: 0.0)
+    summary = SimpleNamespace(gbar=torch.ones(1), loss=torch.tensor(1.0))
+    real = {1.0: -1.0, 2.5: -2.0, **real}
+    asked = []
+
+    def try_factors(several):
+        return [real.get(round(float(c[0]), 6), 1.0) for c in several]
+
+    def rehearse_factors(several):
+        asked.extend(float(c[0]) for c in several)
+        return "rehearsal", None if taken is None else asked.index(taken)
+
+    found = _checked(
+        np.array([2.5]), np.array([9.0]), 2.0, model, summary, try_factors, rehearse_factors
+    )
+    assert asked == rehearsed and found.rehearsal == "rehearsal"
+    assert found.changes.tolist() == [taken or 1.0]
+    assert found.stays == ("keep" if taken is None else None)
+    assert found.then.real == (-1.0 if taken is None else -2.0)
 
 
 @pytest.mark.parametrize(("now", "expected"), [(1.0, [0.1, 1.0]), (-1e-3, [1.0, 1.0])])
