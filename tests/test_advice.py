@@ -495,6 +495,36 @@ def test_a_larger_rate_has_to_be_faster_in_spite_of_its_noise():
         assert "of the best next step" not in str(advice)  # nothing is taken, or the factor
 
 
+@pytest.mark.parametrize("lr", [3.0, 50.0, 200.0, 1e4, 1e20, 1e60])
+def test_a_rate_that_makes_the_loss_grow_is_lowered(lr):
+    """Above 2 each step makes x larger, and a smaller rate too: the more so in more steps."""
+    model, targets = Point(), [(torch.zeros(1, dtype=torch.float64),)] * 4
+    sgd = torch.optim.SGD(model.parameters(), lr=lr)
+    advice = ns.suggest_lrs(model, distance, targets, sgd)
+    steps, now, then, then_steps = advice.rehearsal
+    assert advice.groups[0].verdict == "lower" and advice.groups[0].change < 0.5
+    assert then < now or then == now == float("inf")
+    assert then_steps == (8 if lr < 100 else steps)
+    assert float(model.x) == 5.0 and sgd.param_groups[0]["lr"] == lr
+
+
+def test_a_rate_that_would_make_the_loss_grow_is_not_taken():
+    """The best next step is ten times as long; the second such step would go up a steep wall."""
+    steepness = torch.tensor([100.0, 1.0], dtype=torch.float64)
+    model = Point()
+    model.x = nn.Parameter(torch.tensor([1e-3, 10.0], dtype=torch.float64))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def loss(model, batch):
+        return 0.5 * (steepness * model.x**2).sum()
+
+    advice = ns.suggest_lrs(model, loss, [(torch.zeros(1),)] * 16, sgd)
+    (group,) = advice.groups
+    assert group.factor == pytest.approx(10.0) and group.change == 1 and group.verdict == "keep"
+    assert advice.rehearsal.then > 1e6 > 50 > advice.rehearsal.now
+    assert "with another rate" in str(advice)
+
+
 def test_rates_within_a_factor_of_two_are_alike():
     """The best rate is 1; 0.75 stays, unless smaller changes are asked for."""
     model, targets = Point(), [(torch.zeros(1, dtype=torch.float64),)] * 4
