@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from types import SimpleNamespace
 
@@ -13,9 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import newton_summary as ns
+from newton_summary.measuring import rehearsal
 from newton_summary.measuring.advice import VERDICTS, _checked
 from newton_summary.measuring.factors import Estimate, FactorModel
 from newton_summary.measuring.param_groups import multiply_rates
+from newton_summary.probe.probe import Probe
 from test_optimizer import DIRECTIONS, Quadratic, flat, loss_fn, make_batches, make_net
 
 DATA = make_batches(6, seed=4)
@@ -253,8 +256,8 @@ def test_direction_data_is_what_the_step_is_made_of():
         (2.0, 0.6, "keep"),
         (-3.0, 1.0, "lower"),
         (0.9, 0.5, "noise"),
-        (float("nan"), None, "noise"),
-        (2.0, float("nan"), "noise"),
+        (math.nan, None, "noise"),
+        (2.0, math.nan, "noise"),
     ],
 )
 def test_verdicts(factor, error, verdict):
@@ -414,18 +417,22 @@ def test_nothing_is_suggested_that_is_worse_than_now(kind, lr, partition):
     assert after - before == pytest.approx(advice.then.real, abs=1e-5, rel=1e-4)
 
 
-@pytest.mark.parametrize(("lr", "times"), [(1e-4, "larger"), (0.5, "smaller")])
-def test_a_rehearsal_is_a_training_that_is_undone(lr, times):
-    """By hand, on a copy: steps on five of six batches, and in the end the loss of the sixth."""
+@pytest.mark.parametrize(
+    ("lr", "times", "unseen"), [(1e-4, "larger", 1), (0.5, "smaller", 1), (1e-4, "larger", 2)]
+)
+def test_a_rehearsal_is_a_training_that_is_undone(lr, times, unseen):
+    """By hand, on a copy: steps on the first batches, in the end the loss of the last quarter."""
+    data = make_batches({1: 6, 2: 8}[unseen], seed=4)
+    seen, steps = len(data) - unseen, 2 * len(data)
     model = make_net(torch.float64)
     adam = trained(model, torch.optim.Adam(model.parameters(), lr=1e-4))
     adam.param_groups[0]["lr"] = lr
-    advice = ns.suggest_lrs(model, loss_fn, DATA, adam, "canonical")
+    advice = ns.suggest_lrs(model, loss_fn, data, adam, "canonical")
     changes = [group.change for group in advice.groups]
-    u = [v.norm() for v in next_step(model, adam, DATA).values()]
+    u = [v.norm() for v in next_step(model, adam, data).values()]
     c = float(np.linalg.norm(np.multiply(u, changes)) / np.linalg.norm(u))
     assert (c > 1) == (times == "larger")
-    steps = (12, round(12 / c**0.5)) if c > 1 else (round(12 * c**0.25), 12)
+    steps = (steps, round(steps / c**0.5)) if c > 1 else (round(steps * c**0.25), steps)
     reached = []
     for count, factors in zip(steps, ([1.0] * 4, changes), strict=True):
         twin, optimizer = copy.deepcopy((model, adam))
@@ -433,9 +440,10 @@ def test_a_rehearsal_is_a_training_that_is_undone(lr, times):
         after = []
         for k in range(count):
             optimizer.zero_grad()
-            loss_fn(twin, DATA[k % 5]).backward()
+            loss_fn(twin, data[k % seen]).backward()
             optimizer.step()
-            after.append(float(loss_fn(twin, DATA[5]).detach()))
+            with torch.no_grad():
+                after.append(np.mean([float(loss_fn(twin, b)) for b in data[seen:]]))
         reached.append(np.mean(after[-max(round(count / 8), 1) :]))
     now, then = (pytest.approx(loss, rel=1e-9) for loss in reached)
     assert advice.rehearsal == (steps[0], now, then, steps[1]) and reached[1] < reached[0]
@@ -503,9 +511,47 @@ def test_a_rate_that_makes_the_loss_grow_is_lowered(lr):
     advice = ns.suggest_lrs(model, distance, targets, sgd)
     steps, now, then, then_steps = advice.rehearsal
     assert advice.groups[0].verdict == "lower" and advice.groups[0].change < 0.5
-    assert then < now or then == now == float("inf")
+    assert then < now or then == now == math.inf
     assert then_steps == (8 if lr < 100 else steps)
     assert float(model.x) == 5.0 and sgd.param_groups[0]["lr"] == lr
+
+
+@pytest.mark.parametrize(
+    ("c", "present", "other", "is_better"),
+    [
+        (0.1, {0: 1.0, 4: 3.0}, {4: 5.0, 8: 9.0}, False),  # both make it grow, the other more
+        (0.1, {0: 1.0, 4: 3.0}, {4: 2.0, 8: 9.0}, True),
+        (0.1, {0: 1.0, 4: 3.0}, {4: 5.0, 8: 2.0}, True),
+        (0.1, {0: 9.0, 4: 3.0}, {4: 2.0, 8: 4.0}, False),  # the present one is fast
+        (0.1, {0: 1.0, 4: math.inf}, {4: math.inf, 8: math.inf}, True),
+        (4.0, {0: 1.0, 8: math.inf}, {4: math.inf, 8: math.inf}, False),
+        (4.0, {0: 1.0, 8: 3.0}, {4: 3.0, 8: 2.0}, False),
+        (4.0, {0: 1.0, 8: 3.0}, {4: 2.0, 8: 9.0}, True),
+    ],
+)
+def test_when_another_rate_is_better(c, present, other, is_better, monkeypatch):
+    """By the losses after so many of 8 steps, at a rate c times as large."""
+
+    def reached(probe, optimizer, factors, batches, lengths):
+        losses = present if factors[0] == 1 else other
+        return {n: losses[n] for n in lengths}
+
+    monkeypatch.setattr(rehearsal, "_train", reached)
+    model = Point()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [(torch.zeros(1, dtype=torch.float64),)] * 4
+    probe = Probe(model, distance, batches, ns.make_partition(model))
+    found, best = rehearsal.rehearse(probe, sgd, [np.array([c])], [c])
+    assert best == (0 if is_better else None)
+    assert found.now == present[found.steps] and found.then == other[found.then_steps]
+
+
+@pytest.mark.parametrize(
+    ("c", "lengths"), [(4.0, (32, 16)), (1.5, (32, 26)), (1.0, (32, 32)), (1 / 16, (16, 32))]
+)
+def test_after_how_many_steps_rates_are_compared(c, lengths):
+    """A larger one has sqrt(c) times as few; a smaller one c^(1/4) times as many as the present."""
+    assert rehearsal._lengths(32, c) == lengths
 
 
 def test_a_rate_that_would_make_the_loss_grow_is_not_taken():
