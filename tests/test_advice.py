@@ -218,6 +218,11 @@ def test_groups_that_are_noise_alone_share_a_factor():
     assert found.tied.all() and found.together.verdict == "raise"
     assert found.together.factor == pytest.approx(18 / 3.998) == found.changes[0]
     assert found.together.stderr == pytest.approx(0, abs=1e-6) and found.changes[1] > 4
+    beside = [[[1.0, 0.999, 0.0], [0.999, 1.0, 0.0], [0.0, 0.0, 1.0]]] * 8  # a third, which is sure
+    found = factors_of([[9.0 + (-1) ** b, 9.0 - (-1) ** b, 0.25] for b in range(8)], beside)
+    assert found.tied.tolist() == [True, True, False]
+    assert found.changes == pytest.approx([18 / 3.998, 18 / 3.998, 0.25])
+    assert found.together.factor == pytest.approx(18 / 3.998)
     alone = factors_of([[4.0, 0.2]] * 4, [[[1.0, 0.0], [0.0, 1.0]]] * 4)
     assert alone.together is None and alone.changes == pytest.approx([4.0, 0.2])
     third = factors_of([[4.0, 0.2]] * 4, [[[1.0, 0.0], [0.0, 1.0]]] * 4, fraction=0.5)
@@ -230,6 +235,20 @@ def test_the_error_of_a_factor_is_that_of_the_mean():
     slopes = 3 + draw.normal(size=(24, 1))
     found = factors_of(slopes.tolist(), [[[1.0]]] * 24)
     assert found.own[0].stderr == pytest.approx(slopes.std(ddof=1) / 24**0.5, rel=0.25)
+
+
+@pytest.mark.parametrize(("curvatures", "change"), [((4.0, 6.0), 1.0), ((4.4, 5.6), 2.0)])
+def test_a_gain_within_two_standard_errors_is_noise(curvatures, change):
+    """Twice the step changes the loss of a batch by -10 + 1.5 H: by -4 and -1, or -3.4 and -1.6."""
+    found = factors_of([[10.0], [10.0]], [[[H]] for H in curvatures])
+    assert found.own[0].factor == pytest.approx(2.0) and found.own[0].verdict == "raise"
+    assert found.changes == pytest.approx([change]) and found.within_noise == (change == 1)
+
+
+def test_a_rate_near_the_best_one_stays_while_others_change():
+    found = factors_of([[4.0, 1.125]] * 4, [[[1.0, 0.0], [0.0, 1.0]]] * 4)
+    assert [e.verdict for e in found.own] == ["raise", "keep"]
+    assert found.own[1].factor == pytest.approx(1.125) and found.changes.tolist() == [4.0, 1.0]
 
 
 def test_direction_data_is_what_the_step_is_made_of():
