@@ -225,6 +225,7 @@ def test_an_unsure_slope_counts_less():
     sure, unsure = (filled(1.0, 3.0, noise=noise) for noise in (0.0, 10.0))
     assert sure.error(1.0, 1.0, 0.9) == pytest.approx(-0.5)
     assert -0.3 < unsure.error(1.0, 1.0, 0.9) < 0
+    assert Balance(weight=1.0).error(1.0, 1.0, 0.9) == 0  # nothing depends on the parameters
 
 
 def test_the_standard_error_is_that_of_independent_values():
