@@ -38,6 +38,7 @@ TESTS = {
     "optimizer/adam.py": "optimizer_adam",
     "measuring/advice.py": "thresholds advice",
     "measuring/factors.py": "thresholds advice",
+    "measuring/rehearsal.py": "thresholds advice",
     "measuring/box.py": "thresholds box advice",
     "measuring/tried_rates.py": "tried_rates",
     "measuring/splitting.py": "thresholds splitting",

@@ -80,4 +80,10 @@ def _enter(rank, work, count, folder, ports):
     if end is not None:  # something after which the ranks can no longer talk
         torch.save(results | {"end": end(rank)}, f"{folder}/{rank}.pt")
     elif dist.is_initialized():
-        dist.destroy_process_group()
+        leave_group()
+
+
+def leave_group():
+    """Destroy the group once its threads have dropped the last message, as torch 2.6 needs it."""
+    time.sleep(0.2)
+    dist.destroy_process_group()

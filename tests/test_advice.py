@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from types import SimpleNamespace
 
@@ -13,9 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import newton_summary as ns
+from newton_summary.measuring import rehearsal
 from newton_summary.measuring.advice import VERDICTS, _checked
 from newton_summary.measuring.factors import Estimate, FactorModel
 from newton_summary.measuring.param_groups import multiply_rates
+from newton_summary.probe.probe import Probe
 from test_optimizer import DIRECTIONS, Quadratic, flat, loss_fn, make_batches, make_net
 
 DATA = make_batches(6, seed=4)
@@ -215,6 +218,11 @@ def test_groups_that_are_noise_alone_share_a_factor():
     assert found.tied.all() and found.together.verdict == "raise"
     assert found.together.factor == pytest.approx(18 / 3.998) == found.changes[0]
     assert found.together.stderr == pytest.approx(0, abs=1e-6) and found.changes[1] > 4
+    beside = [[[1.0, 0.999, 0.0], [0.999, 1.0, 0.0], [0.0, 0.0, 1.0]]] * 8  # a third, which is sure
+    found = factors_of([[9.0 + (-1) ** b, 9.0 - (-1) ** b, 0.25] for b in range(8)], beside)
+    assert found.tied.tolist() == [True, True, False]
+    assert found.changes == pytest.approx([18 / 3.998, 18 / 3.998, 0.25])
+    assert found.together.factor == pytest.approx(18 / 3.998)
     alone = factors_of([[4.0, 0.2]] * 4, [[[1.0, 0.0], [0.0, 1.0]]] * 4)
     assert alone.together is None and alone.changes == pytest.approx([4.0, 0.2])
     third = factors_of([[4.0, 0.2]] * 4, [[[1.0, 0.0], [0.0, 1.0]]] * 4, fraction=0.5)
@@ -227,6 +235,20 @@ def test_the_error_of_a_factor_is_that_of_the_mean():
     slopes = 3 + draw.normal(size=(24, 1))
     found = factors_of(slopes.tolist(), [[[1.0]]] * 24)
     assert found.own[0].stderr == pytest.approx(slopes.std(ddof=1) / 24**0.5, rel=0.25)
+
+
+@pytest.mark.parametrize(("curvatures", "change"), [((4.0, 6.0), 1.0), ((4.4, 5.6), 2.0)])
+def test_a_gain_within_two_standard_errors_is_noise(curvatures, change):
+    """Twice the step changes the loss of a batch by -10 + 1.5 H: by -4 and -1, or -3.4 and -1.6."""
+    found = factors_of([[10.0], [10.0]], [[[H]] for H in curvatures])
+    assert found.own[0].factor == pytest.approx(2.0) and found.own[0].verdict == "raise"
+    assert found.changes == pytest.approx([change]) and found.within_noise == (change == 1)
+
+
+def test_a_rate_near_the_best_one_stays_while_others_change():
+    found = factors_of([[4.0, 1.125]] * 4, [[[1.0, 0.0], [0.0, 1.0]]] * 4)
+    assert [e.verdict for e in found.own] == ["raise", "keep"]
+    assert found.own[1].factor == pytest.approx(1.125) and found.changes.tolist() == [4.0, 1.0]
 
 
 def test_direction_data_is_what_the_step_is_made_of():
@@ -253,8 +275,8 @@ def test_direction_data_is_what_the_step_is_made_of():
         (2.0, 0.6, "keep"),
         (-3.0, 1.0, "lower"),
         (0.9, 0.5, "noise"),
-        (float("nan"), None, "noise"),
-        (2.0, float("nan"), "noise"),
+        (math.nan, None, "noise"),
+        (2.0, math.nan, "noise"),
     ],
 )
 def test_verdicts(factor, error, verdict):
@@ -414,18 +436,22 @@ def test_nothing_is_suggested_that_is_worse_than_now(kind, lr, partition):
     assert after - before == pytest.approx(advice.then.real, abs=1e-5, rel=1e-4)
 
 
-@pytest.mark.parametrize(("lr", "times"), [(1e-4, "larger"), (0.5, "smaller")])
-def test_a_rehearsal_is_a_training_that_is_undone(lr, times):
-    """By hand, on a copy: steps on five of six batches, and in the end the loss of the sixth."""
+@pytest.mark.parametrize(
+    ("lr", "times", "unseen"), [(1e-4, "larger", 1), (0.5, "smaller", 1), (1e-4, "larger", 2)]
+)
+def test_a_rehearsal_is_a_training_that_is_undone(lr, times, unseen):
+    """By hand, on a copy: steps on the first batches, in the end the loss of the last quarter."""
+    data = make_batches({1: 6, 2: 8}[unseen], seed=4)
+    seen, steps = len(data) - unseen, 2 * len(data)
     model = make_net(torch.float64)
     adam = trained(model, torch.optim.Adam(model.parameters(), lr=1e-4))
     adam.param_groups[0]["lr"] = lr
-    advice = ns.suggest_lrs(model, loss_fn, DATA, adam, "canonical")
+    advice = ns.suggest_lrs(model, loss_fn, data, adam, "canonical")
     changes = [group.change for group in advice.groups]
-    u = [v.norm() for v in next_step(model, adam, DATA).values()]
+    u = [v.norm() for v in next_step(model, adam, data).values()]
     c = float(np.linalg.norm(np.multiply(u, changes)) / np.linalg.norm(u))
     assert (c > 1) == (times == "larger")
-    steps = (12, round(12 / c**0.5)) if c > 1 else (round(12 * c**0.25), 12)
+    steps = (steps, round(steps / c**0.5)) if c > 1 else (round(steps * c**0.25), steps)
     reached = []
     for count, factors in zip(steps, ([1.0] * 4, changes), strict=True):
         twin, optimizer = copy.deepcopy((model, adam))
@@ -433,9 +459,10 @@ def test_a_rehearsal_is_a_training_that_is_undone(lr, times):
         after = []
         for k in range(count):
             optimizer.zero_grad()
-            loss_fn(twin, DATA[k % 5]).backward()
+            loss_fn(twin, data[k % seen]).backward()
             optimizer.step()
-            after.append(float(loss_fn(twin, DATA[5]).detach()))
+            with torch.no_grad():
+                after.append(np.mean([float(loss_fn(twin, b)) for b in data[seen:]]))
         reached.append(np.mean(after[-max(round(count / 8), 1) :]))
     now, then = (pytest.approx(loss, rel=1e-9) for loss in reached)
     assert advice.rehearsal == (steps[0], now, then, steps[1]) and reached[1] < reached[0]
@@ -465,8 +492,10 @@ def test_a_rate_that_does_well_in_the_long_run_stays():
     assert advice.groups[0].verdict == "keep" and advice.groups[0].suggested == (0.019,)
     assert advice.groups[0].factor == short.groups[0].factor and advice.then == advice.now
     small = torch.optim.SGD(model.parameters(), lr=0.002)  # here both say more, the rehearsal most
-    more = ns.suggest_lrs(model, loss, batches, small).groups[0]
+    advice = ns.suggest_lrs(model, loss, batches, small)
+    (more,) = advice.groups
     assert more.verdict == "raise" and 5.0 < more.factor < more.change < 2 / 100 / 0.002
+    assert "(factor: of the best next step)" in str(advice)
 
 
 class Point(nn.Module):
@@ -490,6 +519,75 @@ def test_a_larger_rate_has_to_be_faster_in_spite_of_its_noise():
         assert advice.groups[0].factor == pytest.approx(min(1 / lr, 10))
         assert advice.groups[0].verdict == verdict
         assert least <= advice.groups[0].change <= most
+        assert "of the best next step" not in str(advice)  # nothing is taken, or the factor
+
+
+@pytest.mark.parametrize("lr", [3.0, 50.0, 200.0, 1e4, 1e20, 1e60])
+def test_a_rate_that_makes_the_loss_grow_is_lowered(lr):
+    """Above 2 each step makes x larger, and a smaller rate too: the more so in more steps."""
+    model, targets = Point(), [(torch.zeros(1, dtype=torch.float64),)] * 4
+    sgd = torch.optim.SGD(model.parameters(), lr=lr)
+    advice = ns.suggest_lrs(model, distance, targets, sgd)
+    steps, now, then, then_steps = advice.rehearsal
+    assert advice.groups[0].verdict == "lower" and advice.groups[0].change < 0.5
+    assert then < now or then == now == math.inf
+    assert then_steps == (8 if lr < 100 else steps)
+    assert float(model.x) == 5.0 and sgd.param_groups[0]["lr"] == lr
+
+
+@pytest.mark.parametrize(
+    ("c", "present", "other", "is_better"),
+    [
+        (0.1, {0: 1.0, 4: 3.0}, {4: 5.0, 8: 9.0}, False),  # both make it grow, the other more
+        (0.1, {0: 1.0, 4: 3.0}, {4: 2.0, 8: 9.0}, True),
+        (0.1, {0: 1.0, 4: 3.0}, {4: 5.0, 8: 2.0}, True),
+        (0.1, {0: 9.0, 4: 3.0}, {4: 2.0, 8: 4.0}, False),  # the present one is fast
+        (0.1, {0: 1.0, 4: math.inf}, {4: math.inf, 8: math.inf}, True),
+        (4.0, {0: 1.0, 8: math.inf}, {4: math.inf, 8: math.inf}, False),
+        (4.0, {0: 1.0, 8: 3.0}, {4: 3.0, 8: 2.0}, False),
+        (4.0, {0: 1.0, 8: 3.0}, {4: 2.0, 8: 9.0}, True),
+    ],
+)
+def test_when_another_rate_is_better(c, present, other, is_better, monkeypatch):
+    """By the losses after so many of 8 steps, at a rate c times as large."""
+
+    def reached(probe, optimizer, factors, batches, lengths):
+        losses = present if factors[0] == 1 else other
+        return {n: losses[n] for n in lengths}
+
+    monkeypatch.setattr(rehearsal, "_train", reached)
+    model = Point()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [(torch.zeros(1, dtype=torch.float64),)] * 4
+    probe = Probe(model, distance, batches, ns.make_partition(model))
+    found, best = rehearsal.rehearse(probe, sgd, [np.array([c])], [c])
+    assert best == (0 if is_better else None)
+    assert found.now == present[found.steps] and found.then == other[found.then_steps]
+
+
+@pytest.mark.parametrize(
+    ("c", "lengths"), [(4.0, (32, 16)), (1.5, (32, 26)), (1.0, (32, 32)), (1 / 16, (16, 32))]
+)
+def test_after_how_many_steps_rates_are_compared(c, lengths):
+    """A larger one has sqrt(c) times as few; a smaller one c^(1/4) times as many as the present."""
+    assert rehearsal._lengths(32, c) == lengths
+
+
+def test_a_rate_that_would_make_the_loss_grow_is_not_taken():
+    """The best next step is ten times as long; the second such step would go up a steep wall."""
+    steepness = torch.tensor([100.0, 1.0], dtype=torch.float64)
+    model = Point()
+    model.x = nn.Parameter(torch.tensor([1e-3, 10.0], dtype=torch.float64))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def loss(model, batch):
+        return 0.5 * (steepness * model.x**2).sum()
+
+    advice = ns.suggest_lrs(model, loss, [(torch.zeros(1),)] * 16, sgd)
+    (group,) = advice.groups
+    assert group.factor == pytest.approx(10.0) and group.change == 1 and group.verdict == "keep"
+    assert advice.rehearsal.then > 1e6 > 50 > advice.rehearsal.now
+    assert "with another rate" in str(advice)
 
 
 def test_rates_within_a_factor_of_two_are_alike():
@@ -525,11 +623,28 @@ def test_a_fresh_lora_factor_is_left_out_by_name():
     assert next(row for row in advice._rows() if row[0] == "A")[2] == ""
     whole = ns.suggest_lrs(model, loss, batches, adam)  # nothing is known of A's own rate
     assert whole.groups[0].verdict == "not yet" and whole.groups[0].change == 1.0
+    right = torch.optim.SGD(model.parameters(), lr=1e-3)
+    alike = [batches[0]] * 2
+    options = {"lambda_int": 0.0, "max_change": 1e6, "rehearsal": False}
+    first = ns.suggest_lrs(model, loss, alike, right, **options)
+    assert first.groups[0].verdict == "not yet" and first.groups[0].factor > 1
+    right.param_groups[0]["lr"] *= first.groups[0].factor
+    assert ns.suggest_lrs(model, loss, alike, right, **options).groups[0].verdict == "keep"
     loss(model, batches[0]).backward()
     adam.step()
     assert ns.suggest_lrs(model, loss, batches, adam).groups[0].change > 1
     too_large = torch.optim.AdamW(model.parameters(), lr=100.0)
     assert ns.suggest_lrs(model, loss, batches, too_large).groups[0].change < 1
+
+
+def test_an_optimizer_that_does_not_move_yet():
+    """As at the start of a warm-up."""
+    model = make_net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    advice = ns.suggest_lrs(model, loss_fn, DATA, sgd, "canonical")
+    assert [(g.verdict, g.factor, g.change) for g in advice.groups] == [("no step", 1.0, 1.0)] * 4
+    assert advice.now == advice.then == (0.0, 0.0) and advice.rehearsal is None
+    assert VERDICTS["no step"] in str(advice)
 
 
 SCHEDULERS = {
@@ -609,6 +724,37 @@ def test_it_helps():
             final.append(float(sum(loss(model, b) for b in batches) / 8))
     assert final[1] < 0.5 * final[0]
     assert torch.isfinite(flat(model)).all()
+
+
+@pytest.mark.parametrize(
+    ("real", "rehearsed", "taken"),
+    [
+        ({9.0: -2.0, 3.0: -2.0}, [9.0, 3.0], 3.0),
+        ({9.0: 1.0, 3.0: -2.0}, [3.0], None),
+        ({9.0: 1.0, 3.0: 1.0}, [2.5], 2.5),
+    ],
+)
+def test_two_changes_are_rehearsed(real, rehearsed, taken):
+    """The longest one and its root, those of them that are better than now; or else a shorter."""
+    model = SimpleNamespace(live=np.array([True]), limits=(0.1, 10.0), change=lambda factors: 0.0)
+    summary = SimpleNamespace(gbar=torch.ones(1), loss=torch.tensor(1.0))
+    real = {1.0: -1.0, 2.5: -2.0, **real}
+    asked = []
+
+    def try_factors(several):
+        return [real.get(round(float(c[0]), 6), 1.0) for c in several]
+
+    def rehearse_factors(several):
+        asked.extend(float(c[0]) for c in several)
+        return "rehearsal", None if taken is None else asked.index(taken)
+
+    found = _checked(
+        np.array([2.5]), np.array([9.0]), 2.0, model, summary, try_factors, rehearse_factors
+    )
+    assert asked == rehearsed and found.rehearsal == "rehearsal"
+    assert found.changes.tolist() == [taken or 1.0]
+    assert found.stays == ("keep" if taken is None else None)
+    assert found.then.real == (-1.0 if taken is None else -2.0)
 
 
 @pytest.mark.parametrize(("now", "expected"), [(1.0, [0.1, 1.0]), (-1e-3, [1.0, 1.0])])

@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,25 @@ def test_run_writes_prints_and_goes_on(call):
     assert code == 0 and (folder / "metrics.jsonl").read_bytes() == before
     code, out, _ = call(*args, "--epochs", "3")
     assert "resuming after epoch 2" in out and Run.load(folder).epoch == 3
+
+
+def test_a_warning_is_printed_once(call, monkeypatch):
+    """The files of a run are opened at several places."""
+    args = ["run", "mlp_embedded", *SMALL, "--quiet"]
+    call(*args)
+    (folder,) = Path("runs/mlp_embedded").iterdir()
+    changed = [folder / name for name in ("config.json", "environment.json")]
+    for file in changed:
+        file.write_text(file.read_text() + " ")
+    monkeypatch.setattr(warnings, "showwarning", print_warning)  # pytest would collect them
+    code, _, err = call(*args)
+    assert code == 0
+    expected = [f"newton-summary: {file} was changed after the run wrote it." for file in changed]
+    assert sorted(err.splitlines()) == expected
+
+
+def print_warning(*warning):
+    sys.stderr.write(warnings.formatwarning(*warning))
 
 
 def test_terminal_shows_a_bar_and_the_time_left():

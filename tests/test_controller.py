@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR, LinearLR, OneCycleLR, ReduceLROnP
 
 import newton_summary as ns
 from distributed_cases import draw, make_net, steer, steer_all
-from newton_summary.optimizer.steering import Balance
+from newton_summary.optimizer.steering import Balance, EndSlopes
 from ranks import run_once
 
 OPTIMIZERS = {
@@ -225,6 +225,7 @@ def test_an_unsure_slope_counts_less():
     sure, unsure = (filled(1.0, 3.0, noise=noise) for noise in (0.0, 10.0))
     assert sure.error(1.0, 1.0, 0.9) == pytest.approx(-0.5)
     assert -0.3 < unsure.error(1.0, 1.0, 0.9) < 0
+    assert Balance(weight=1.0).error(1.0, 1.0, 0.9) == 0  # nothing depends on the parameters
 
 
 def test_the_standard_error_is_that_of_independent_values():
@@ -238,6 +239,23 @@ def test_the_standard_error_is_that_of_independent_values():
         errors.append(balance.stderr(0.9))
     spread = float(torch.tensor(means).std())
     assert sum(errors) / 300 == pytest.approx(spread, rel=0.2)
+
+
+@pytest.mark.parametrize(("slope", "rises"), [(-1.5, False), (-2.5, True)])
+def test_a_loss_rises_for_sure_by_two_standard_errors(slope, rises):
+    """Of values that vary by 2, with the weights 0.4 x 0.6^k, the error is 1."""
+    balance = Balance(slope=slope, square=slope**2 + 4, weight=1.0)
+    assert balance.stderr(0.6) == pytest.approx(1.0)
+    assert balance.surely_rises(1.0, 0.6) == rises
+
+
+def test_slopes_that_agree_are_counted_anew_after_one_that_does_not():
+    ends, counts = EndSlopes(), []
+    for trained in (1.0, 1.0, 1.3, 1.0, 1.0):
+        ends.pair = (trained, 1.0)
+        ends.mean(1.0, 1.0, 0.9, None)
+        counts.append(ends.agreed)
+    assert counts == [1, 2, 0, 1, 2]
 
 
 # --- the start ------------------------------------------------------------------------------------

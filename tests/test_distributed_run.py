@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from torch import nn
 
 from distributed_cases import FSDP_RUNS
@@ -29,7 +28,7 @@ from newton_summary.experiments.data_parallel import RankGroup
 from newton_summary.experiments.rundir import Run, RunWriter
 from newton_summary.experiments.tasks import Task
 from newton_summary.experiments.training import _check_divisible, train
-from ranks import free_ports, run_once
+from ranks import free_ports, leave_group, run_once
 
 LIMIT = 100  # seconds
 PAGE = Path(__file__).parents[1] / "docs" / "distributed.md"
@@ -107,7 +106,7 @@ def baselines(rank, count):
     if rank == 1:
         datasets.DATASETS["nothing"] = datasets.Source(no_data, 1)
     found["no data"] = told(["run", "rosenbrock", "--run-dir", "nowhere"])
-    dist.destroy_process_group()
+    leave_group()
     found["examples"] = []
     # A port for each: a rank that is ahead would meet the group of the example before.
     examples = EXAMPLES if FSDP_RUNS else EXAMPLES[:2]

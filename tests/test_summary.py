@@ -168,6 +168,10 @@ def test_file_that_holds_no_summary(tmp_path):
     torch.save({"weights": torch.ones(2)}, path)
     with pytest.raises(ValueError, match=r"other\.pt holds no summary"):
         Summary.load(path)
+    state = random_summary(0).state_dict()
+    torch.save(state | {"gbar": torch.ones(0), "Hbar": torch.ones(0, 0), "D3": None}, path)
+    with pytest.raises(ValueError, match=r"other\.pt holds no summary.*no groups"):
+        Summary.load(path)
 
 
 def test_converted(summary):
@@ -218,6 +222,12 @@ def test_mean_of_one_is_itself_bit_for_bit(summary):
         assert_same(Summary.mean([summary], weights), summary)
 
 
+def test_a_summary_of_weight_0_does_not_count():
+    summary = random_summary(0)
+    mean = Summary.mean([summary, random_summary(5)], [1.0, 0.0])
+    torch.testing.assert_close(mean.Hbar, summary.Hbar)
+
+
 def test_mean_has_the_lowest_order_and_is_approximate_if_any_is():
     exact, rough = random_summary(0), random_summary(1, order=2, approximate=True)
     mean = Summary.mean([rough, exact])
@@ -230,7 +240,7 @@ def test_wrong_means(summary):
         Summary.mean([])
     with pytest.raises(ValueError, match="2 summaries and 1 weights"):
         Summary.mean([summary, summary], [1.0])
-    for weights in ([0.0, 0.0], [1.0, -2.0]):
+    for weights in ([0.0, 0.0], [1.0, -2.0], [2.0, -1.0]):
         with pytest.raises(ValueError, match="must be positive"):
             Summary.mean([summary, summary], weights)
     with pytest.raises(ValueError, match="3 and 4 of them"):

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 import newton_summary as ns
 from newton_summary.history import History
+from newton_summary.measuring.tried_rates import _absolute
 from newton_summary.page.document import page
 from test_no_trace import Trace
 from test_strengths import change, loss_fn, problem
@@ -111,29 +113,57 @@ class Point(nn.Module):
         self.a, self.b = (nn.Parameter(torch.tensor(float(x)).double()) for x in (a, b))
 
 
-def far(model, batch):
+def far(model, batch, unit=1.0):
     """Newton's step from 3 leads to -27, where the loss is higher."""
-    return (1 + (model.a - batch[0].mean()).square()).sqrt() + 0 * model.b
+    return unit * (1 + (model.a - batch[0].mean()).square()).sqrt() + 0 * model.b
 
 
 def saddle(model, batch):
     return model.a.square() - 2 * model.b.square() + 3 * model.a * model.b + batch.mean()
 
 
-def test_a_step_that_is_too_long_is_cut_with_its_standard_error():
+@pytest.mark.parametrize("unit", [1.0, 1e-3])
+def test_a_step_that_is_too_long_is_cut_with_its_standard_error(unit):
     """By 4^2, so that a = 3 - 30 / 16; without D3 no strengths are tried."""
-    model = Point(3, 0)
+    model, loss = Point(3, 0), functools.partial(far, unit=unit)
     batches = [(torch.full((2,), x).double(),) for x in (-0.1, 0.1)]
     how = {"partition": "trivial", "order": 2}
-    summary = ns.summarize(model, far, batches, stderr=True, **how)
+    summary = ns.summarize(model, loss, batches, stderr=True, **how)
     whole = ns.learning_rates(summary, 0)
-    rates = ns.learning_rates(summary, model=model, loss_fn=far, data=batches)
+    rates = ns.learning_rates(summary, model=model, loss_fn=loss, data=batches)
     assert rates.status == "cut" and rates.lambda_int == 0
     torch.testing.assert_close(rates.eta, whole.eta / 16)
     assert whole.eta_stderr > 0
     torch.testing.assert_close(rates.eta_stderr, whole.eta_stderr / 16)
     assert rates.radius == pytest.approx(whole.radius / 16, nan_ok=True)
     assert rates.model_change == pytest.approx(float(summary.predicted_change(rates.eta)))
+
+
+def test_the_radius_of_a_step_that_is_cut_is_cut_too():
+    """D3 is too small for any strength to matter."""
+    model, batch = Point(3, 0), (torch.zeros(2).double(),)
+    summary = ns.summarize(model, far, batch, partition="trivial", order=2)
+    summary = dataclasses.replace(summary, D3=torch.tensor([1e-60]).double())
+    rates = ns.learning_rates(summary, model=model, loss_fn=far, data=batch)
+    whole = ns.learning_rates(summary, rates.lambda_int)
+    assert rates.status == "cut" and whole.radius == pytest.approx(1e-20 * float(whole.eta))
+    assert rates.radius == pytest.approx(whole.radius / 16, rel=1e-9)
+
+
+def test_without_trials_the_strength_is_1():
+    model, batch = problem()
+    summary = ns.summarize(model, loss_fn, batch)
+    rates = ns.learning_rates(summary)
+    assert rates.lambda_int == 1
+    torch.testing.assert_close(rates.eta, ns.learning_rates(summary, 1.0).eta, rtol=0, atol=0)
+
+
+def test_absolute_curvature_is_at_least_a_thousandth_of_the_largest():
+    """Hbar has the eigenvalues -2 and -1e-9, and gbar is along the latter."""
+    H = -torch.tensor([[1.0, 1 - 1e-9], [1 - 1e-9, 1.0]]).double()
+    summary = ns.Summary(torch.tensor([1.0, -1.0]).double(), H, torch.zeros(2).double())
+    rates = _absolute(summary, ns.learning_rates(summary, 0))
+    assert rates.status == "absolute" and rates.eta.tolist() == pytest.approx([500.0, -500.0])
 
 
 def test_a_saddle_without_interactions_has_the_rates_of_its_diagonal():

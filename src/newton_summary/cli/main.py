@@ -387,11 +387,17 @@ def _tell_files(files: Sequence[Path], options: Output) -> None:
 
 @contextlib.contextmanager
 def _short_warnings() -> Iterator[None]:
-    """Print warnings without the line of code that they come from."""
+    """Print each warning once, without the lines of code that it comes from."""
     before = warnings.formatwarning
-    warnings.formatwarning = lambda message, *_, **__: (
-        f"newton-summary: {printable(' '.join(str(message).split()))}\n"
-    )
+    printed: set[str] = set()
+
+    def text_of(message: Warning | str, *_: object, **__: object) -> str:
+        line = f"newton-summary: {printable(' '.join(str(message).split()))}\n"
+        is_new = line not in printed
+        printed.add(line)
+        return line if is_new else ""
+
+    warnings.formatwarning = text_of
     try:
         with warnings.catch_warnings():
             # What torch says when a thread of its own uses a GPU for the first time.

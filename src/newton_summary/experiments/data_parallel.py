@@ -6,6 +6,7 @@ are averaged, so that a step is that of one process. The first process writes th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -132,4 +133,7 @@ def assemble(device: torch.device) -> Iterator[RankGroup]:
         yield RankGroup(dist.get_rank(), dist.get_world_size(), torchrun.local_rank())
     finally:
         if started:
+            # Torch 2.6 holds Python's lock while it waits for the threads of gloo, and one
+            # that has yet to drop the tensors of the last message waits for that lock.
+            time.sleep(0.1)
             dist.destroy_process_group()

@@ -87,7 +87,7 @@ class FactorModel:
         self.live, self.limits = live, limits
         self.mean = _model(summary, live, strength, diagonal)
         self.parts = [_model(part, live, strength, diagonal) for part in summary.parts]
-        self.weights = np.array([float(part.num_samples or 1) for part in summary.parts])
+        self.weights = np.array([float(part.num_samples) for part in summary.parts])
 
     @property
     def strength(self) -> float:

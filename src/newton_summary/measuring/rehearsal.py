@@ -8,7 +8,8 @@ A short training favours large rates, whose noise shows only later. Where neithe
 noise matter, the loss depends on the product of rate and steps alone: a rate c times as large is c
 times as fast. At the edge of stability it is no faster. Halfway between the two, a larger rate has
 to be sqrt(c) times as fast. The present one has the benefit of the doubt: it is left for a smaller
-one if it is less than c^(1/4) times as fast; so is the larger one of two others. Batches that
+one if it is less than c^(1/4) times as fast; so is the larger one of two others. A rate that raises
+the loss is not fast at all: a smaller one has to raise it less in as many steps. Batches that
 nobody has trained on decide.
 """
 
@@ -77,16 +78,20 @@ def rehearse(
         steps = PASSES * len(batches)
         pairs = [_lengths(steps, c) for c in times]
         ends = [_lengths(steps, min(times) / c)[0] for c in times]  # to compare them, as if present
-        present = _train(probe, optimizer, np.ones_like(several[0]), batches, {n for n, _ in pairs})
+        ones = np.ones_like(several[0])
+        present = _train(probe, optimizer, ones, batches, {0, *(n for n, _ in pairs)})
         others = [
-            _train(probe, optimizer, factors, batches, {n, end})
-            for factors, (_, n), end in zip(several, pairs, ends, strict=True)
+            _train(probe, optimizer, factors, batches, {n, m, end})
+            for factors, (n, m), end in zip(several, pairs, ends, strict=True)
         ]
-    found = [
-        Rehearsal(n, present[n], other[m], m) for other, (n, m) in zip(others, pairs, strict=True)
-    ]
-    lost = [one.now == math.inf and one.then_steps == steps for one in found]  # lower it anyway
-    better = [i for i, one in enumerate(found) if one.then < one.now or lost[i]]
+    found, better = [], []
+    for i, (c, other, (n, m)) in enumerate(zip(times, others, pairs, strict=True)):
+        is_lost = c < 1 and present[n] > present[0]
+        if is_lost and other[m] >= present[n]:
+            m = n
+        found.append(Rehearsal(n, present[n], other[m], m))
+        if other[m] < present[n] or (is_lost and present[n] == math.inf):
+            better.append(i)
     best = min(better or range(len(found)), key=lambda i: others[i][ends[i]])
     return found[best], best if better else None
 
@@ -103,13 +108,13 @@ def _train(
 ) -> dict[int, float]:
     """Return the loss of the last quarter of the batches after so many steps on the others.
 
-    It is the mean after each of the last eighth of the steps.
+    It is the mean after each of the last eighth of the steps; after 0 steps, that of the start.
     """
     count = max(len(batches) // 4, 1)
     unseen = [part for parts in batches[-count:] for part in parts]
     trained = batches[:-count] or batches
     scored = {n: range(n - max(round(n / 8), 1), n) for n in lengths}
-    losses: dict[int, float] = {}
+    losses = {-1: float(probe.mean_loss(unseen))} if 0 in lengths else {}
     with unmoved(probe.params.values()), borrowed(optimizer, probe.params) as step:
         for k in range(max(lengths)):
             try:
