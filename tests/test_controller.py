@@ -241,12 +241,12 @@ def test_the_standard_error_is_that_of_independent_values():
     assert sum(errors) / 300 == pytest.approx(spread, rel=0.2)
 
 
-@pytest.mark.parametrize(("slope", "rises"), [(-1.5, False), (-2.5, True)])
-def test_a_loss_rises_for_sure_by_two_standard_errors(slope, rises):
+@pytest.mark.parametrize(("slope", "too_long"), [(1.5, False), (2.5, True), (3.5, False)])
+def test_a_step_is_too_long_for_sure_by_two_standard_errors(slope, too_long):
     """Of values that vary by 2, with the weights 0.4 x 0.6^k, the error is 1."""
-    balance = Balance(slope=slope, square=slope**2 + 4, weight=1.0)
+    balance = Balance(slope=slope, square=slope**2 + 4, curvature=10.0, weight=1.0)
     assert balance.stderr(0.6) == pytest.approx(1.0)
-    assert balance.surely_rises(1.0, 0.6) == rises
+    assert balance.surely_too_long(1.0, 0.6) == too_long
 
 
 def test_slopes_that_agree_are_counted_anew_after_one_that_does_not():
