@@ -10,6 +10,9 @@ times as fast. At the edge of stability it is no faster. Halfway between the two
 to be sqrt(c) times as fast. The present one has the benefit of the doubt: it is left for a smaller
 one if it is less than c^(1/4) times as fast; so is the larger one of two others. Batches that
 nobody has trained on decide.
+
+A smaller rate that derivatives do not ask for has to be twice as fast as the present one, on the
+batches that were trained on, which favours large rates. It is if the present rate does not train.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ RAISE, LOWER = 1 / 2, 1 / 4  # the exponents of c
 class Rehearsal(NamedTuple):
     """The loss that a short training reaches with the present rates, and with others.
 
-    It is the loss of batches that it was not trained on: the last quarter of them.
+    It is the loss of batches that it was not trained on, the last quarter of them; with smaller
+    rates that derivatives did not ask for, that of the batches that it was trained on.
 
     >>> Rehearsal(steps=32, now=1.9, then=1.7, then_steps=10).then
     1.7
@@ -51,7 +55,10 @@ class Rehearsal(NamedTuple):
 
 
 def rehearse(
-    probe: Probe, optimizer: Optimizer, several: Sequence[Array], times: Sequence[float]
+    probe: Probe,
+    optimizer: Optimizer,
+    several: Sequence[Array],
+    times: Sequence[float] | None,
 ) -> tuple[Rehearsal, int | None]:
     """Train with the present rates, and with each of several factors on the steps of the groups.
 
@@ -62,7 +69,8 @@ def rehearse(
         probe: The loss and its data, at most the first 32 batches of it.
         optimizer: Whose steps are taken, on a copy of its state.
         several: Factors of all groups, each (S,).
-        times: How many times as long as with the present rates a step is with each of them.
+        times: How many times as long as with the present rates a step is with each of them. None
+            for smaller rates that derivatives do not ask for.
 
     Returns:
         The rehearsal, and which of the factors to prefer to the present rates; None if none is.
@@ -74,18 +82,23 @@ def rehearse(
         batches = batches[: min(probe.processes.gather(len(batches)))]
         if not batches:
             return Rehearsal(0, math.nan, math.nan, 0), None
-        steps = PASSES * len(batches)
-        pairs = [_lengths(steps, c) for c in times]
-        ends = [_lengths(steps, min(times) / c)[0] for c in times]  # to compare them, as if present
-        present = _train(probe, optimizer, np.ones_like(several[0]), batches, {n for n, _ in pairs})
+        steps, seen = PASSES * len(batches), times is None
+        if times is None:
+            pairs, ends = [(steps, len(batches))] * len(several), [len(batches)] * len(several)
+        else:
+            pairs = [_lengths(steps, c) for c in times]
+            ends = [_lengths(steps, min(times) / c)[0] for c in times]  # compared as if present
+        ones = np.ones_like(several[0])
+        present = _train(probe, optimizer, ones, batches, {n for n, _ in pairs}, seen)
         others = [
-            _train(probe, optimizer, factors, batches, {n, end})
+            _train(probe, optimizer, factors, batches, {n, end}, seen)
             for factors, (_, n), end in zip(several, pairs, ends, strict=True)
         ]
     found = [
         Rehearsal(n, present[n], other[m], m) for other, (n, m) in zip(others, pairs, strict=True)
     ]
-    lost = [one.now == math.inf and one.then_steps == steps for one in found]  # lower it anyway
+    # Where the present rates diverge, lower them anyway.
+    lost = [one.now == math.inf and (seen or one.then_steps == steps) for one in found]
     better = [i for i, one in enumerate(found) if one.then < one.now or lost[i]]
     best = min(better or range(len(found)), key=lambda i: others[i][ends[i]])
     return found[best], best if better else None
@@ -99,15 +112,21 @@ def _lengths(steps: int, c: float) -> tuple[int, int]:
 
 
 def _train(
-    probe: Probe, optimizer: Optimizer, factors: Array, batches: Sequence[Any], lengths: set[int]
+    probe: Probe,
+    optimizer: Optimizer,
+    factors: Array,
+    batches: Sequence[Any],
+    lengths: set[int],
+    seen: bool,
 ) -> dict[int, float]:
     """Return the loss of the last quarter of the batches after so many steps on the others.
 
-    It is the mean after each of the last eighth of the steps.
+    Or that of the others, which were ``seen``. It is the mean after each of the last eighth of the
+    steps.
     """
     count = max(len(batches) // 4, 1)
-    unseen = [part for parts in batches[-count:] for part in parts]
     trained = batches[:-count] or batches
+    judged = [part for parts in (trained if seen else batches[-count:]) for part in parts]
     scored = {n: range(n - max(round(n / 8), 1), n) for n in lengths}
     losses: dict[int, float] = {}
     with unmoved(probe.params.values()), borrowed(optimizer, probe.params) as step:
@@ -122,6 +141,6 @@ def _train(
                     p.sub_(u[name])
             probe.moved()
             if any(k in some for some in scored.values()):
-                losses[k] = float(probe.mean_loss(unseen))
+                losses[k] = float(probe.mean_loss(judged))
     means = {n: fmean(losses.get(k, math.inf) for k in some) for n, some in scored.items()}
     return {n: mean if math.isfinite(mean) else math.inf for n, mean in means.items()}
