@@ -83,7 +83,7 @@ def test_advise(run):
     (before,) = numbers(r"more epochs, as before: +#$", text)
     (after,) = numbers(r"more epochs, as suggested: +#$", text)
     assert after < before
-    assert re.search(r"^3\.weight \(Linear\) +1e-05 .* raise$", text, re.MULTILINE)
+    assert re.search(r"^3\.weight \(Linear\) +1e-05 .* raise ", text, re.MULTILINE)
 
 
 def test_train(run):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from newton_summary.measuring.advice import Advice, GroupAdvice, error_text
+from newton_summary.measuring.factors import Estimate
 
 LIMIT = 10.0  # suggest_lrs looks for factors up to this
 PATIENCE = 2.0  # seconds after which a measurement that still runs is mentioned
@@ -43,11 +44,8 @@ def sentence(advice: Advice, steered: bool = False) -> str:
     shared = advice.together is not None  # by those that are too noisy one by one
     said = [clause(g, several) for g in advice.groups if not (shared and g.verdict == "noise")]
     if advice.together is not None:
-        factor, stderr = advice.together.factor, advice.together.stderr
-        others = "the others" if said else "all"
-        said.append(
-            f"{others} together x{factor:.2g}{_error(stderr, factor)} (too noisy one by one)"
-        )
+        found = _times(advice.together.factor, advice.together.stderr)
+        said.append(f"{'the others' if said else 'all'} together {found} (too noisy one by one)")
     return f"loss {float(advice.summary.loss):.4g}; {'; '.join(said)}{' (steered)' * steered}"
 
 
@@ -59,21 +57,22 @@ def clause(group: GroupAdvice, named: bool = False) -> str:
     >>> clause(GroupAdvice("group0", (3e-4,), 10.0, 0.0, change=10.0, verdict="raise"))
     'lr 0.0003 could be x10 or more'
     >>> clause(GroupAdvice("group0", (3e-4,), 6.1, 0.8, change=3.2, verdict="raise"))
-    'lr 0.0003 could be x3.2 (the best next step: x6.1 ± 0.8)'
+    'lr 0.0003 could be x3.2 by a rehearsal (the best next step: x6.1 ± 0.8)'
     >>> clause(GroupAdvice("group0", (3e-4,), 10.0, 1e-17, change=3.2, verdict="raise"))
-    'lr 0.0003 could be x3.2 (the best next step: x10)'
+    'lr 0.0003 could be x3.2 by a rehearsal (the best next step: x10 or more)'
     >>> clause(GroupAdvice("heads", (3e-4,), 1.1, 0.1, change=1.0, verdict="keep"), named=True)
     'lr 0.0003 of heads is right (the best next step: x1.1 ± 0.1)'
+    >>> clause(GroupAdvice("group0", (3e-4,), 0.1, 0.0, change=1.0, verdict="keep"))
+    'keep lr 0.0003: good enough in a rehearsal (for the next step alone: x0.1 or less)'
     """
     lr = ", ".join(f"{value:.3g}" for value in group.lrs) + (f" of {group.name}" if named else "")
-    found = f"x{group.factor:.2g}{_error(group.stderr, group.factor)}"
+    found = _times(group.factor, group.stderr)
     if group.verdict in ("raise", "lower"):
-        up = group.verdict == "raise"
         if not math.isclose(group.change, group.factor, rel_tol=1e-6):
-            found = f"x{group.change:.2g} (the best next step: {found})"
-        elif math.isclose(group.factor, LIMIT if up else 1 / LIMIT):
-            found = f"x{group.factor:.2g} or {'more' if up else 'less'}"
-        return f"lr {lr} {'could' if up else 'should'} be {found}"
+            found = f"x{group.change:.2g} by a rehearsal (the best next step: {found})"
+        return f"lr {lr} {'could' if group.verdict == 'raise' else 'should'} be {found}"
+    if group.verdict == "keep" and Estimate(group.factor, group.stderr).verdict != "keep":
+        return f"keep lr {lr}: good enough in a rehearsal (for the next step alone: {found})"
     return {
         "keep": f"lr {lr} is right (the best next step: {found})",
         "noise": f"lr {lr}: too noisy to say",
@@ -81,6 +80,10 @@ def clause(group: GroupAdvice, named: bool = False) -> str:
     }.get(group.verdict, f"lr {lr}: {group.verdict}")
 
 
-def _error(stderr: float | None, factor: float) -> str:
-    text = error_text(stderr, factor)
-    return f" ± {text}" if text else ""
+def _times(factor: float, stderr: float | None) -> str:
+    """Return a factor with its error; one at the limits may be beyond."""
+    for limit, beyond in ((LIMIT, "or more"), (1 / LIMIT, "or less")):
+        if math.isclose(factor, limit):
+            return f"x{factor:.2g} {beyond}"
+    error = error_text(stderr, factor)
+    return f"x{factor:.2g} ± {error}" if error else f"x{factor:.2g}"

@@ -116,7 +116,8 @@ class Advice(ShownAsTable):
     Attributes:
         groups: One :class:`GroupAdvice` for each group.
         now: The change of the loss by a step with the present rates.
-        then: The change by a step with the suggested rates: never above ``now``.
+        then: The change by a step with the suggested rates: above ``now`` only where the present
+            rates fail in the rehearsal.
         together: The factor, with its error, of the groups that are too noisy one by one; or None.
         rehearsal: The loss after some steps with the present rates and with the best others; None
             if there was nothing to rehearse.
@@ -124,7 +125,7 @@ class Advice(ShownAsTable):
         rates: The solution without limits, and with the strength of the cubic term that was used.
     """
 
-    _right = range(1, 5)
+    _right = (1, 2, 3, 5, 6)
 
     def __init__(
         self,
@@ -156,12 +157,14 @@ class Advice(ShownAsTable):
         return f"Advice({len(verdicts)} group{'' if len(verdicts) == 1 else 's'}: {counts})"
 
     def _rows(self) -> list[tuple[str, ...]]:
-        rows: list[tuple[str, ...]] = [("group", "lr", "factor", "±", "suggested", "verdict")]
+        head = ("group", "lr", "change", "suggested", "verdict", "best next step", "±")
+        rows: list[tuple[str, ...]] = [head]
         for title, group in zip(self._partition.titles, self.groups, strict=True):
             judged = group.verdict not in ("no effect", "no step")
             factor, error = self._factor(group.factor, group.stderr) if judged else ("", "")
             lrs, suggested = (_listed(values) for values in (group.lrs, group.suggested))
-            rows.append((title, lrs, factor, error, suggested, group.verdict))
+            change = f"x{group.change:.3g}"
+            rows.append((title, lrs, change, suggested, group.verdict, factor, error))
         return rows
 
     def _said(self) -> str:
@@ -172,18 +175,18 @@ class Advice(ShownAsTable):
         ]
         if self.rehearsal is not None:
             steps, now, then, then_steps = self.rehearsal
-            changed = [group for group in self.groups if group.change != 1]
-            differs = any(not math.isclose(group.change, group.factor) for group in changed)
+            changed = any(group.change != 1 for group in self.groups)
+            worse = self.then.predicted > self.now.predicted
             lines.append(
-                f"rehearsal: the loss of held-out batches reaches {now:.4g} in {steps} steps now, "
+                f"rehearsal: the loss reaches {now:.4g} in {steps} steps now, "
                 f"{then:.4g} in {then_steps} {'as suggested' if changed else 'with another rate'}"
-                f"{' (factor: of the best next step)' if differs else ''}"
+                f"{', though the next step is worse' if worse else ''}"
             )
         if self.together is not None:
             noisy = [group.name for group in self.groups if group.verdict == "noise"]
             factor, error = self._factor(self.together.factor, self.together.stderr)
             lines.append(
-                f"too noisy one by one: {first_names(noisy)}; together: x{factor}"
+                f"too noisy one by one: {first_names(noisy)}; together: {factor}"
                 f"{error and ' ± '}{error}"
             )
         if any(
@@ -195,14 +198,14 @@ class Advice(ShownAsTable):
             for v, means in VERDICTS.items()
             if any(g.verdict == v for g in self.groups)
         ]
-        if self.rates.no_cubic:
+        if self.rates.no_cubic and self.summary.gbar.any():  # not where nothing moves
             lines.append("D3 is 0 in all groups, as with ReLU and squared error.")
         return "\n".join(lines)
 
     def _factor(self, factor: float, stderr: float | None) -> tuple[str, str]:
         """Return a factor and its error as text; one at the limits may be beyond."""
         at = [math.isclose(factor, limit) for limit in self._limits]
-        return f"{'≤' if at[0] else '≥' if at[1] else ''}{factor:.3g}", error_text(stderr, factor)
+        return f"{'≤' if at[0] else '≥' if at[1] else ''}x{factor:.3g}", error_text(stderr, factor)
 
     def apply(self) -> None:
         """Set the optimizer's learning rates to the suggested ones.
@@ -248,15 +251,17 @@ def suggest_lrs(
     rate is the best one for that step, given the curvature of the loss and the interactions between
     groups. The factors minimise the measured model inside the limits ``1 / max_change`` and
     ``max_change``, and the step is tried on the data: nothing is suggested that is predicted, or
-    turns out, to be worse than the present rates.
+    turns out, to be worse than the present rates, unless these fail in the rehearsal.
 
     The best next step is not the best rate for a training, so the factors say which rates to raise
     and which to lower, and a rehearsal says how far: a short training on a copy, with the present
     rates and with two others, judged on batches that it was not trained on. A rate c times as large
-    has to reach the same loss in at most 1/sqrt(c) of the steps. Batches of the size that you train
-    with, sixteen or more (the first 32 are used), make it realistic. Model and optimizer do not
-    change until ``apply()``. Takes one summary for each batch, up to twenty forward passes, and
-    seven gradients of each batch for the rehearsal.
+    has to reach the same loss in at most 1/sqrt(c) of the steps. Where the present rates would
+    stay, smaller ones are rehearsed too, in case that these do not train: with momentum the next
+    step says little about the later ones. Batches of the size that you train with, sixteen or more
+    (the first 32 are used), make it realistic. Model and optimizer do not change until ``apply()``.
+    Takes one summary for each batch, up to twenty forward passes, and seven gradients of each batch
+    for the rehearsal, or less; as much again if the rates stay.
 
     Args:
         model: Any module.
@@ -348,12 +353,14 @@ def suggest_lrs(
             tried = try_steps(model, loss_fn, data, summary, etas, part, direction=u, **same)
             return [math.inf if math.isnan(real) else real for _, real in tried]
 
-        def rehearse_factors(factors: Sequence[Array]) -> tuple[Rehearsal, int | None]:
+        def rehearse_factors(
+            factors: Sequence[Array], unasked: bool = False
+        ) -> tuple[Rehearsal, int | None]:
             """Return which of several factors a short training prefers to the present rates."""
             times = [math.sqrt(float((c**2 * sizes).sum() / sizes.sum())) for c in factors]
             with processes.joint():
                 probe = open_probe(model, loss_fn, data, part, microbatch, processes, num_samples)
-            return rehearse(probe, optimizer, factors, times)
+            return rehearse(probe, optimizer, factors, None if unasked else times)
 
         limits = (1 / max_change, max_change)
         factor_model = FactorModel(summary, live, 0.0, limits, diagonal)
@@ -365,15 +372,20 @@ def suggest_lrs(
         found = replace(found, changes=np.where(early, 1.0, found.changes))
         changes = found.changes
         longest = _longest(changes, factor_model) if fraction == 1 else changes
+        whole = fraction == 1 and max_change > ALIKE
         checked = _checked(
             changes,
             longest,
-            ALIKE if fraction == 1 and max_change > ALIKE else 1.0,
+            ALIKE if whole else 1.0,
             factor_model,
             summary,
             try_factors,
             rehearse_factors if rehearsal else None,
         )
+        verdicts = {own.verdict for own, judged in zip(found.own, live, strict=True) if judged}
+        is_noise = found.within_noise or verdicts <= {"noise"}
+        if rehearsal and whole and not is_noise and not early.any():
+            checked = _lowered(checked, changes, factor_model, try_factors, rehearse_factors)
     rates = learning_rates(summary, factor_model.strength, diagonal=diagonal)
     judged = []
     for s, name in enumerate(part.names):
@@ -381,8 +393,8 @@ def suggest_lrs(
         verdict: Verdict = "noise" if found.tied[s] else own.verdict
         if found.within_noise and verdict != "keep":
             verdict = "noise"
-        if checked.stays is not None:
-            verdict = checked.stays
+        if checked.verdict is not None:
+            verdict = checked.verdict
         if early[s]:
             verdict = "not yet"
         if not live[s]:
@@ -447,7 +459,7 @@ class _Checked:
     changes: Array
     now: Change
     then: Change
-    stays: Verdict | None = None  # why the present rates stay, if they do
+    verdict: Verdict | None = None  # of all groups, if it is not that of their factors
     rehearsal: Rehearsal | None = None
 
 
@@ -490,6 +502,29 @@ def _checked(
     if best is None:
         return _Checked(ones, now, now, "keep", rehearsal)
     return _Checked(several[compared[best]], now, tried[compared[best]], None, rehearsal)
+
+
+def _lowered(
+    checked: _Checked,
+    changes: Array,
+    model: FactorModel,
+    try_factors: Callable[..., list[float]],
+    rehearse_factors: Callable[..., tuple[Rehearsal, int | None]],
+) -> _Checked:
+    """Rehearse smaller rates where the present ones stay, whatever the next step says.
+
+    That step is not like the later ones: at the start of a training momentum has yet to build up.
+    """
+    was_rehearsed = checked.rehearsal is not None and (changes < 1).any()
+    if (checked.changes != 1).any() or was_rehearsed:
+        return checked
+    lowest = np.where(model.live, model.limits[0], 1.0)
+    smaller = [lowest, lowest**0.5]
+    rehearsal, best = rehearse_factors(smaller, unasked=True)
+    if best is None:
+        return replace(checked, rehearsal=checked.rehearsal or rehearsal)
+    then = Change(model.change(smaller[best]), *try_factors([smaller[best]]))
+    return _Checked(smaller[best], checked.now, then, "lower", rehearsal)
 
 
 def _longest(changes: Array, model: FactorModel) -> Array:

@@ -11,6 +11,9 @@ to be sqrt(c) times as fast. The present one has the benefit of the doubt: it is
 one if it is less than c^(1/4) times as fast; so is the larger one of two others. A rate that raises
 the loss is not fast at all: a smaller one has to raise it less in as many steps. Batches that
 nobody has trained on decide.
+
+A smaller rate that derivatives do not ask for has to be twice as fast as the present one, on the
+batches that were trained on, which favours large rates. It is if the present rate does not train.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ RAISE, LOWER = 1 / 2, 1 / 4  # the exponents of c
 class Rehearsal(NamedTuple):
     """The loss that a short training reaches with the present rates, and with others.
 
-    It is the loss of batches that it was not trained on: the last quarter of them.
+    It is the loss of batches that it was not trained on, the last quarter of them; with smaller
+    rates that derivatives did not ask for, that of the batches that it was trained on.
 
     >>> Rehearsal(steps=32, now=1.9, then=1.7, then_steps=10).then
     1.7
@@ -52,7 +56,10 @@ class Rehearsal(NamedTuple):
 
 
 def rehearse(
-    probe: Probe, optimizer: Optimizer, several: Sequence[Array], times: Sequence[float]
+    probe: Probe,
+    optimizer: Optimizer,
+    several: Sequence[Array],
+    times: Sequence[float] | None,
 ) -> tuple[Rehearsal, int | None]:
     """Train with the present rates, and with each of several factors on the steps of the groups.
 
@@ -63,7 +70,8 @@ def rehearse(
         probe: The loss and its data, at most the first 32 batches of it.
         optimizer: Whose steps are taken, on a copy of its state.
         several: Factors of all groups, each (S,).
-        times: How many times as long as with the present rates a step is with each of them.
+        times: How many times as long as with the present rates a step is with each of them. None
+            for smaller rates that derivatives do not ask for.
 
     Returns:
         The rehearsal, and which of the factors to prefer to the present rates; None if none is.
@@ -75,19 +83,22 @@ def rehearse(
         batches = batches[: min(probe.processes.gather(len(batches)))]
         if not batches:
             return Rehearsal(0, math.nan, math.nan, 0), None
-        steps = PASSES * len(batches)
-        pairs = [_lengths(steps, c) for c in times]
-        ends = [_lengths(steps, min(times) / c)[0] for c in times]  # to compare them, as if present
+        steps, seen = PASSES * len(batches), times is None
+        if times is None:
+            pairs, ends = [(steps, len(batches))] * len(several), [len(batches)] * len(several)
+        else:
+            pairs = [_lengths(steps, c) for c in times]
+            ends = [_lengths(steps, min(times) / c)[0] for c in times]  # compared as if present
         ones = np.ones_like(several[0])
-        present = _train(probe, optimizer, ones, batches, {0, *(n for n, _ in pairs)})
+        present = _train(probe, optimizer, ones, batches, {0, *(n for n, _ in pairs)}, seen)
         others = [
-            _train(probe, optimizer, factors, batches, {n, m, end})
+            _train(probe, optimizer, factors, batches, {m, end} if seen else {n, m, end}, seen)
             for factors, (n, m), end in zip(several, pairs, ends, strict=True)
         ]
     found, better = [], []
-    for i, (c, other, (n, m)) in enumerate(zip(times, others, pairs, strict=True)):
-        is_lost = c < 1 and present[n] > present[0]
-        if is_lost and other[m] >= present[n]:
+    for i, (other, (n, m)) in enumerate(zip(others, pairs, strict=True)):
+        is_lost = (times is None or times[i] < 1) and present[n] > present[0]
+        if is_lost and other[m] >= present[n] and n in other:
             m = n
         found.append(Rehearsal(n, present[n], other[m], m))
         if other[m] < present[n] or (is_lost and present[n] == math.inf):
@@ -104,17 +115,23 @@ def _lengths(steps: int, c: float) -> tuple[int, int]:
 
 
 def _train(
-    probe: Probe, optimizer: Optimizer, factors: Array, batches: Sequence[Any], lengths: set[int]
+    probe: Probe,
+    optimizer: Optimizer,
+    factors: Array,
+    batches: Sequence[Any],
+    lengths: set[int],
+    seen: bool,
 ) -> dict[int, float]:
     """Return the loss of the last quarter of the batches after so many steps on the others.
 
-    It is the mean after each of the last eighth of the steps; after 0 steps, that of the start.
+    Or that of the others, which were ``seen``. It is the mean after each of the last eighth of the
+    steps; after 0 steps, that of the start.
     """
     count = max(len(batches) // 4, 1)
-    unseen = [part for parts in batches[-count:] for part in parts]
     trained = batches[:-count] or batches
+    judged = [part for parts in (trained if seen else batches[-count:]) for part in parts]
     scored = {n: range(n - max(round(n / 8), 1), n) for n in lengths}
-    losses = {-1: float(probe.mean_loss(unseen))} if 0 in lengths else {}
+    losses = {-1: float(probe.mean_loss(judged))} if 0 in lengths else {}
     with unmoved(probe.params.values()), borrowed(optimizer, probe.params) as step:
         for k in range(max(lengths)):
             try:
@@ -127,6 +144,6 @@ def _train(
                     p.sub_(u[name])
             probe.moved()
             if any(k in some for some in scored.values()):
-                losses[k] = float(probe.mean_loss(unseen))
+                losses[k] = float(probe.mean_loss(judged))
     means = {n: fmean(losses.get(k, math.inf) for k in some) for n, some in scored.items()}
     return {n: mean if math.isfinite(mean) else math.inf for n, mean in means.items()}

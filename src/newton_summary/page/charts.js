@@ -86,7 +86,16 @@ function depthColours(run) {
 }
 
 /** What a rate is: along the step of an optimizer, a factor on its learning rate. */
-const rateWord = (run) => ("measured along" in run.facts ? "factor on the learning rate" : "learning rate");
+const isFactor = (run) => "measured along" in run.facts;
+const rateWord = (run) => (isFactor(run) ? "factor on the learning rate" : "learning rate");
+
+/** What to write after a rate: its error, or that a factor is at the limit of suggest_lrs. */
+function afterRate(run, value, error) {
+  const nears = (limit) => isFactor(run) && Math.abs(value / limit - 1) < 1e-5;
+  if (nears(10)) return " or more";
+  if (nears(0.1)) return " or less";
+  return error === null ? "" : ` ± ${show(error, 2)}`;
+}
 
 /** Learning rates of all groups at one moment. */
 function drawRates(div, run, measured, range) {
@@ -95,10 +104,9 @@ function drawRates(div, run, measured, range) {
   const short = labels(names, lettersFor(div.clientWidth));
   const chosen = ticks([0, names.length - 1], names.length, div.clientWidth - 70);
   const palette = depthColours(run);
-  const text = names.map((name, s) => {
-    const plus = error === null ? "" : ` ± ${show(error[s], 2)}`;
-    return `${plain(name)}<br>rate ${show(eta[s])}${plus}`;
-  });
+  const text = names.map(
+    (name, s) => `${plain(name)}<br>rate ${show(eta[s])}${afterRate(run, eta[s], error && error[s])}`,
+  );
   const trace = lineTrace([...names.keys()], eta.map(sizeOf), text, {
     mode: "markers",
     marker: {

@@ -72,9 +72,9 @@ function drawGroups(panel, run, measured, redraw) {
       const value = values[s];
       if (typeof value === "string") return value;
       if (title === "Entries") return value.toLocaleString("en");
-      const cell = [show(value, 4)];
-      if (errors) cell.push(element("span", { class: "error" }, ` ± ${show(errors[s], 2)}`));
-      return cell;
+      const error = errors && errors[s];
+      const plus = title === "Rate η" ? afterRate(run, value, error) : error === null ? "" : ` ± ${show(error, 2)}`;
+      return plus ? [show(value, 4), element("span", { class: "error" }, plus)] : [show(value, 4)];
     }),
   );
   const words = columns.flatMap(([, values], k) => (typeof values[0] === "string" ? [k] : []));
