@@ -99,7 +99,8 @@ class RateController(ShownAsTable):
     measured on the next batch, and the rate is changed so that their ratio stays at a set point.
     The first step is lengthened or shortened to the best one on its line, of at most 0.3 times the
     norm of the parameters. A measurement takes two gradients; in the first fifty steps they are
-    closer together.
+    closer together. From 2,000 steps on the rate stays below its highest value so far divided by
+    the root of the steps since then, unless a schedule makes it fall.
 
     The optimizer's learning rates are multiplied while it takes a step, and put back: schedulers
     and loggers see their own, and the shape of a schedule multiplies what is found here
@@ -277,7 +278,7 @@ class RateController(ShownAsTable):
             return
         shared = next(iter(self._held.values())).device if self._sharded else None
         # Where measurements are rare, each of them counts for more, up to twice as much; and for
-        # less and less in a long training, where a few batches tell little about all of them.
+        # less and less in a long training, where samples that are learnt by heart mislead.
         pace = min(max((self.steps - self.history[-1].step) / PERIOD, 1.0), 2.0)
         pace *= min(1.0, SETTLED / self.steps)
         memory = self.memory**pace
