@@ -94,7 +94,7 @@ function afterRate(run, value, error) {
   const nears = (limit) => isFactor(run) && Math.abs(value / limit - 1) < 1e-5;
   if (nears(10)) return " or more";
   if (nears(0.1)) return " or less";
-  return error === null ? "" : ` ± ${show(error, 2)}`;
+  return plusMinus(error);
 }
 
 /** Learning rates of all groups at one moment. */

@@ -111,7 +111,7 @@ function drawHeatmap(panel, run, measured, matrix, options) {
   const symbol = matrix === "Hbar" ? "H̄" : "H̄⁻¹";
   const text = rows.map((s) =>
     columns.map((t) => {
-      const plus = error === null ? "" : ` ± ${show(error(s, t), 2)}`;
+      const plus = plusMinus(error && error(s, t));
       const where = s === t ? name(s) : `${name(s)}<br>${name(t)}`;
       return `${where}<br>${symbol} = ${show(raw(s, t))}${plus}<br>normalised ${show(scaled(s, t), 4)}`;
     }),

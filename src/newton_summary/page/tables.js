@@ -73,7 +73,7 @@ function drawGroups(panel, run, measured, redraw) {
       if (typeof value === "string") return value;
       if (title === "Entries") return value.toLocaleString("en");
       const error = errors && errors[s];
-      const plus = title === "Rate η" ? afterRate(run, value, error) : error === null ? "" : ` ± ${show(error, 2)}`;
+      const plus = title === "Rate η" ? afterRate(run, value, error) : plusMinus(error);
       return plus ? [show(value, 4), element("span", { class: "error" }, plus)] : [show(value, 4)];
     }),
   );

@@ -60,6 +60,9 @@ function show(value, digits = 6) {
   return (isPlain ? value.toPrecision(digits) : value.toExponential(digits - 1)).replace("e+", "e");
 }
 
+/** What to write after a number that has a standard error. */
+const plusMinus = (error) => (error === null ? "" : ` ± ${show(error, 2)}`);
+
 /** Text that plotly shows as it is: its labels know some markup. */
 const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 
