@@ -10,6 +10,7 @@ from torch import nn
 from newton_summary import NewtonSummary, Summary, make_partition, summarize
 from newton_summary.derivatives import BACKENDS
 from newton_summary.derivatives.sweep.kernels import kernels
+from newton_summary.derivatives.sweep.rules import convolutions, products
 from newton_summary.derivatives.sweep.tape import gram
 from problems import PROBLEMS, cross_entropy, partition_of, partition_specs
 
@@ -423,6 +424,64 @@ def test_inner_products_of_rows(k, m, dtype):
         expected = left.double().flatten(1) @ right.double().flatten(1).T
         difference = (gram(left, right) - expected).abs().max()
         assert difference < 2e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("k", [37, 70, 148])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_half_of_symmetric_inner_products_is_all_of_them(k, dtype):
+    X = torch.randn(k, 6, 1000, device="cuda", dtype=dtype)
+    weight = 2.0 ** torch.randint(-2, 3, (6, 1000), device="cuda").to(dtype)  # rounds nothing
+    whole = gram(X * weight, X)
+    torch.testing.assert_close(gram(X * weight, X, symmetric=True), whole, rtol=1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize("shape", [(5, 9, 768, 300), (3, 40, 50, 129), (2, 300, 1030, 128)])
+@pytest.mark.parametrize("strided", [False, True])
+def test_rows_times_a_weight_have_the_precision_of_float32(shape, strided):
+    k, tokens, features, width = shape
+    rows = torch.randn(k, tokens + 3, features, device="cuda")[:, :tokens]
+    rows = rows if strided else rows.contiguous()
+    W = torch.randn(width, features, device="cuda")
+    expected = F.linear(rows.double(), W.double())
+    size = expected.abs().max()
+    found = kernels().multiply_rows(rows, W, None, False)
+    assert found.shape == (k, tokens, width)
+    assert (found - expected).abs().max() <= 2e-6 * size
+    out = torch.ones(k, tokens, width, device="cuda")
+    kernels().multiply_rows(rows, W, out, True)
+    assert (out - 1 - expected).abs().max() <= 2e-6 * size
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a GPU on which it pays",
+)
+def test_a_large_layer_is_multiplied_on_tensor_cores(monkeypatch):
+    monkeypatch.setattr(products, "LARGE", 1)
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(40, 70), nn.Tanh(), nn.Linear(70, 33), nn.Tanh(), nn.Linear(33, 5)
+    )
+    batch = torch.randn(50, 40), torch.randint(5, (50,))
+    expected = summarize(net.double(), cross_entropy, (batch[0].double(), batch[1]))
+    there = copy.deepcopy(net).float().cuda()
+    found = summarize(there, cross_entropy, tuple(x.cuda() for x in batch))
+    for name in ("gbar", "Hbar", "D3"):
+        a, e = getattr(found, name).cpu().double(), getattr(expected, name)
+        assert (a - e).abs().max() <= 2e-5 * e.abs().max(), name
+
+
+def test_convolutions_in_pieces_are_those_of_the_cpu(monkeypatch):
+    monkeypatch.setattr(convolutions, "AT_A_TIME_ELSEWHERE", 1)
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64, 5)
+    ).double()
+    batch = torch.randn(6, 2, 8, 8, dtype=torch.float64), torch.randint(5, (6,))
+    expected = summarize(net, cross_entropy, batch)
+    found = summarize(copy.deepcopy(net).cuda(), cross_entropy, tuple(x.cuda() for x in batch))
+    for name in ("gbar", "Hbar", "D3"):
+        torch.testing.assert_close(getattr(found, name).cpu(), getattr(expected, name))
 
 
 def test_a_bias_before_a_batch_norm_has_no_derivatives():

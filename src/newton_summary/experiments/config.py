@@ -135,7 +135,8 @@ class NewtonSummaryConfig(OptimizerConfig):
     summary_window: int | None = None
     """upsilon, number of summaries to average in the paper's variants."""
     curvature_batch_size: int | None = None
-    """B, samples per summary."""
+    """B, samples per summary. If not given, 100 as run, 1000 as published; the package's own
+    optimizer then measures on the batches of the training."""
     direction: Literal["gradient", "adam"] = "gradient"
     """Heavy ball, or Adam's step."""
     backend: Backend = "auto"
@@ -144,10 +145,11 @@ class NewtonSummaryConfig(OptimizerConfig):
     """On a GPU, replay the measurement as a CUDA graph: for small models."""
 
     @property
-    def curvature(self) -> tuple[int, bool]:
-        """B, and whether the batches are reshuffled at each pass."""
-        usual = 100 if self.variant == "as-run" else 1000
-        return self.curvature_batch_size or usual, self.variant != "as-run"
+    def curvature(self) -> tuple[int, bool] | None:
+        """B, and whether the batches are reshuffled; None if those of the training are measured."""
+        usual = {"as-run": 100, "as-published": 1000}.get(self.variant)
+        size = self.curvature_batch_size or usual
+        return None if size is None else (size, self.variant != "as-run")
 
 
 OPTIMIZERS: dict[str, type[OptimizerConfig]] = {

@@ -49,7 +49,11 @@ class Stepper:
         if isinstance(self.optimizer, KFAC) and self.optimizer.covariances_due:
             self.optimizer.observe(batch[0])  # the whole batch, on every process
         loss = self.gradient(batch)
-        self.optimizer.step()
+        if isinstance(self.optimizer, NewtonSummary):
+            part = self.ranks.part(len(batch[0]))
+            self.optimizer.step((batch[0][part], batch[1][part]))
+        else:
+            self.optimizer.step()
         return loss
 
     def _gradient(self, batch: Batch) -> Tensor:
@@ -108,7 +112,7 @@ def make_stepper(
 ) -> Stepper:
     """Make the optimizer of a configuration, for a model that is on its device.
 
-    NewtonSummary draws batches of its own from ``train``. Several ``ranks`` share each batch.
+    NewtonSummary may draw batches of its own from ``train``. Several ``ranks`` share each batch.
 
     Raises:
         UserError: For settings that the optimizer rejects.
@@ -146,19 +150,22 @@ def _kfac(config: KFACConfig, task: Task) -> KFAC:
 def _newton_summary(
     config: NewtonSummaryConfig, task: Task, train: Split, ranks: RankGroup
 ) -> NewtonSummary:
-    size, shuffle = config.curvature
-    batches = Batches(train, size, drop_last=True, part=ranks.part, shuffle=shuffle)
     own = ("lr", "lambda_int", "momentum", "summary_period", "summary_window")
     given: dict[str, Any] = {name: getattr(config, name) for name in own}
     options = {name: value for name, value in given.items() if value is not None}
     if config.direction == "adam":
         options["direction"] = Adam(task.model.parameters(), lr=1e-3)
+    if config.curvature is None:
+        options["loss_fn"] = task.loss
+    else:
+        size, shuffle = config.curvature
+        batches = Batches(train, size, drop_last=True, part=ranks.part, shuffle=shuffle)
+        options["curvature"] = (task.loss, batches)
     make: Callable[..., NewtonSummary] = NewtonSummary
     if config.variant != "default":
         make, options["variant"] = NewtonSummary.paper, config.variant
     return make(
         checked_partition(task, config.partition),
-        curvature=(task.loss, batches),
         diagonal=config.diagonal,
         backend=config.backend,
         cuda_graph=config.cuda_graph and next(task.model.parameters()).is_cuda,

@@ -205,8 +205,9 @@ class Session:
         fine = row["train_loss"] is None or math.isfinite(row["train_loss"])
         row["status"] = "ok" if fine else "diverged"
         start = time.perf_counter()
-        for name, split in (("validation", self.data.validation), ("test", self.data.test)):
-            row |= {f"{name}_{key}": value for key, value in self.evaluate(split).items()}
+        with self._evaluating():
+            for name, split in (("validation", self.data.validation), ("test", self.data.test)):
+                row |= {f"{name}_{key}": value for key, value in self.evaluate(split).items()}
         row["evaluation_seconds"] = max(time.perf_counter() - start, 0.0)
         row |= self._optimizer_facts(writer)
         every = self.config.measure.every
@@ -225,6 +226,19 @@ class Session:
     def lr(self) -> float:
         """The learning rate, the paper's lambda_t."""
         return float(self.stepper.optimizer.param_groups[0]["lr"])
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Give the model the mean of its last parameters, where the optimizer keeps one."""
+        optimizer = self.stepper.optimizer
+        if not isinstance(optimizer, NewtonSummary):
+            yield
+            return
+        optimizer.eval()
+        try:
+            yield
+        finally:
+            optimizer.train()
 
     @torch.no_grad()
     def evaluate(self, split: Split) -> dict[str, float | None]:

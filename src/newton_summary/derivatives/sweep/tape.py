@@ -493,15 +493,18 @@ class Contributions(Protocol):
         """Add entries to D3."""
 
 
-def gram(X: Tensor, Y: Tensor) -> Tensor:
-    """Return the inner products of all rows of X with all rows of Y; they are real."""
+def gram(X: Tensor, Y: Tensor, symmetric: bool = False) -> Tensor:
+    """Return the inner products of all rows of X with all rows of Y; they are real.
+
+    ``symmetric`` says that the result is so: then a kernel computes half of it.
+    """
     if X.is_complex():
         X, Y = as_real(X), as_real(cast(Y, X.dtype))
     k, m = len(X), len(Y)
     pieces = pieces_of(X.shape[1:]) if X.is_cuda else 1
     known = pieces > 1 and X.dtype == Y.dtype and X.dtype in (torch.bfloat16, torch.float32)
     if known and (found := kernels()) is not None:
-        products: Tensor = found.gram(X, Y, pieces)
+        products: Tensor = found.gram(X, Y, pieces, symmetric)
         return products
     if X.dtype in (torch.bfloat16, torch.float16):
         X, Y = X.float(), Y.float()

@@ -15,7 +15,9 @@ from newton_summary.derivatives.sweep.tape import Op, Value, cast
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
 
-AT_A_TIME = 2**24  # bytes of the result's derivatives, on a CPU
+# Bytes of the result's derivatives that are computed at a time: cuDNN takes memory to work with.
+AT_A_TIME = {"cpu": 2**24}
+AT_A_TIME_ELSEWHERE = 2**28
 
 
 def convolution(transposed: bool, n: int) -> Callable[..., Any]:
@@ -52,6 +54,11 @@ def convolution(transposed: bool, n: int) -> Callable[..., Any]:
         def back(delta: Tensor, x: Tensor, w: Tensor, mask: list[bool]) -> Any:
             return torch.ops.aten.convolution_backward(delta, x, w, None, *settings, mask)
 
+        most = AT_A_TIME.get(X.device.type, AT_A_TIME_ELSEWHERE)
+        t = sweep.tangent(input)
+        rows = len(t.first) + len(t.second) if t else 0
+        in_pieces = X.device.type == "cpu" or rows * op.out.tensor.nbytes > most
+
         def left(rows: Tensor) -> Tensor:
             x = rows.reshape(-1, *rows.shape[2:])
             y = conv_by_columns(x, W, settings) if columns_pay(x, settings, op) else conv(x, W)
@@ -59,14 +66,14 @@ def convolution(transposed: bool, n: int) -> Callable[..., Any]:
 
         def left_into(rows: Tensor, out: Tensor, add: bool) -> None:
             """Write a few rows at a time: a convolution makes a tensor of its own for them."""
-            few = max(1, AT_A_TIME // op.out.tensor.nbytes)
+            few = max(1, most // op.out.tensor.nbytes)
             for start in range(0, len(rows), few):
                 some, target = rows[start : start + few], out[start : start + few]
                 target.add_(left(some)) if add else target.copy_(left(some))
 
         h = Product(
             left=left,
-            left_into=None if X.is_cuda else left_into,
+            left_into=left_into if in_pieces else None,
             right=lambda rows: stacked(conv(X, row) for row in rows),
             pair=lambda a, b: stacked(conv(x, w) for x, w in zip(a, b, strict=True)),
             adjoint_left=lambda delta, rows: stacked(

@@ -30,10 +30,15 @@ class Passed(NamedTuple):
     third: Tensor | None  # the contribution to D3 by group, (k,)
 
 
-def contributed(sweep: Contributions, t: Tangent, passed: Passed) -> Tangent | None:
-    """Add what a pass found, and return the tangent of its result."""
+def contributed(
+    sweep: Contributions, t: Tangent, passed: Passed, symmetric: bool = True
+) -> Tangent | None:
+    """Add what a pass found, and return the tangent of its result.
+
+    ``symmetric`` says that ``work`` is x1 times a weight.
+    """
     if passed.work is not None:
-        sweep.add_Hbar(t.first, t.first, gram(passed.work, passed.x1))
+        sweep.add_Hbar(t.first, t.first, gram(passed.work, passed.x1, symmetric))
     if passed.third is not None:
         sweep.add_D3(t.first, passed.third)
     if passed.rows is None:

@@ -107,4 +107,4 @@ class FusedCentredRows:
         """Return the rows of the result, and the weighted products of c1 with itself."""
         given = (self.parts, self.c, self.means, [r, r1, r2, weight], self.sizes, wanted)
         result, pair = kernels().standardized(*given)  # type: ignore[union-attr]
-        return result, None if pair is None else gram(pair[1], pair[0])
+        return result, None if pair is None else gram(pair[1], pair[0], symmetric=True)

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from newton_summary.derivatives.sweep.kernels import kernels
 from newton_summary.derivatives.sweep.rules import fused
 from newton_summary.derivatives.sweep.tape import (
     Op,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
 
 
+LARGE = 2**32  # products of two numbers, in rows times a weight
 Into = Callable[[Tensor, Tensor, bool], object] | None  # writes rows to a tensor, or adds them
 
 
@@ -151,6 +153,18 @@ def each_row(multiply: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     return multiply(rows[0]) if len(rows) == 1 else multiply(rows)
 
 
+def on_tensor_cores(rows: Tensor, weight: Tensor) -> bool:
+    """Whether our own product of a layer is faster, which has the precision of float32 too.
+
+    43,512 rows of 768 features take 2.1 ms to 3,072 where the library takes 5.8, on an H200. GPUs
+    of other kinds have not been measured.
+    """
+    if not rows.is_cuda or rows.dtype != torch.float32 or rows.numel() * len(weight) < LARGE:
+        return False
+    known = torch.cuda.get_device_capability(rows.device)[0] == 9
+    return known and not torch.backends.cuda.matmul.allow_tf32 and kernels() is not None
+
+
 def linear(sweep: Sweep, op: Op, x: Value, weight: Value, bias: Any = None) -> Any:
     """``x W^T + b``, the batch of x flattened to one dimension."""
     if weight.tensor.dim() == 1:
@@ -164,6 +178,14 @@ def linear(sweep: Sweep, op: Op, x: Value, weight: Value, bias: Any = None) -> A
         d = delta.reshape(-1, delta.shape[-1])
         return torch.matmul(d.T, rows.reshape(rows.shape[0], -1, rows.shape[-1]))
 
+    def left_into(rows: Tensor, out: Tensor, add: bool) -> None:
+        if on_tensor_cores(rows, W):
+            kernels().multiply_rows(rows, W, out, add)  # type: ignore[union-attr]
+        else:
+            flat_out = out.view(-1, len(W))
+            flat_rows = rows.reshape(-1, X.shape[-1])
+            torch.addmm(flat_out, flat_rows, W.T, beta=int(add), out=flat_out)
+
     h = Product(
         left=lambda rows: F.linear(rows, W),
         right=lambda rows: each_row(lambda w: flat @ w.mT, rows).reshape(len(rows), *out_shape),
@@ -174,13 +196,7 @@ def linear(sweep: Sweep, op: Op, x: Value, weight: Value, bias: Any = None) -> A
             lambda w: delta.reshape(-1, delta.shape[-1]) @ w, rows
         ).reshape(len(rows), *X.shape),
         adjoint_right=adjoint_right,
-        left_into=lambda rows, out, add: torch.addmm(
-            flat_out := out.view(-1, len(W)),
-            rows.reshape(-1, X.shape[-1]),
-            W.T,
-            beta=int(add),
-            out=flat_out,
-        ),
+        left_into=left_into,
     )
     return plus_bias(sweep, op, product(sweep, op, h, x, weight), bias, -1)
 
@@ -297,7 +313,7 @@ def multiply(sweep: Sweep, op: Op, a: Any, b: Any) -> Any:
         how = (sweep.adjoint(op.out), sweep.order == 3, op.wanted)
         passed = fused.run_product(ta, tb, A, B, op.out.tensor, *how)
         if passed is not None:
-            return fused.contributed(sweep, ta, passed)
+            return fused.contributed(sweep, ta, passed, symmetric=False)
 
     def into(rows: Tensor, factor: Tensor, out: Tensor, add: bool) -> None:
         rows = lift(rows, ndim)

@@ -1,4 +1,4 @@
-"""The kernels behind ``fused``, ``fused_norms`` and ``fused_attention``.
+"""The kernels behind ``fused``, ``fused_norms``, ``fused_attention``, layers and inner products.
 
 Imported only where there is a GPU, and only if Triton is there.
 """
@@ -6,12 +6,14 @@ Imported only where there is a GPU, and only if Triton is there.
 from newton_summary.derivatives.sweep.rules.triton_kernels.attention import pass_attention
 from newton_summary.derivatives.sweep.rules.triton_kernels.elementwise import pass_elementwise
 from newton_summary.derivatives.sweep.rules.triton_kernels.gram import gram
+from newton_summary.derivatives.sweep.rules.triton_kernels.layer import multiply_rows
 from newton_summary.derivatives.sweep.rules.triton_kernels.norms import norm_sums, standardized
 from newton_summary.derivatives.sweep.rules.triton_kernels.product import pass_product
 from newton_summary.derivatives.sweep.rules.triton_kernels.softmax import pass_softmax
 
 __all__ = [
     "gram",
+    "multiply_rows",
     "norm_sums",
     "pass_attention",
     "pass_elementwise",

@@ -38,7 +38,7 @@ from torch import Tensor
 from newton_summary.derivatives.sweep.rules.triton_kernels.precision import precision_of
 
 # Queries and keys at a time, and warps of a program, chosen so that few registers are spilled.
-TILES = {torch.float32: (32, 32, 8), torch.bfloat16: (64, 32, 4)}
+TILES = {torch.float32: (32, 32, 4), torch.bfloat16: (64, 32, 4)}
 # What one kernel serves with all values.
 VARYING = ["S", "heads", "shared", "mask_b", "mask_h", "mask_l", "mask_t"]
 

@@ -15,7 +15,8 @@ from newton_summary.derivatives.sweep.rules.triton_kernels.precision import prec
 
 PROGRAMS = 512  # that a product is divided among
 PIECE = 512  # numbers that are added up before they are added to the rest
-ROWS, DEPTH = 64, 32  # of a tile, at most
+ROWS = 64  # of a tile, at most
+DEPTH = {True: 32, False: 64}  # of a tile, and whether one of them has all rows
 
 
 @triton.jit(do_not_specialize=["k", "m", "pieces", "each"])  # type: ignore[untyped-decorator]
@@ -33,6 +34,7 @@ def _gram(  # type: ignore[no-untyped-def]
     x_piece,
     y_row,
     y_piece,
+    SYMMETRIC: tl.constexpr,
     PRECISION: tl.constexpr,
     X_ROWS: tl.constexpr,
     Y_ROWS: tl.constexpr,
@@ -40,6 +42,8 @@ def _gram(  # type: ignore[no-untyped-def]
 ):
     """Add up some pieces of some rows of x times some rows of y, n numbers in all."""
     part = tl.program_id(0)
+    if SYMMETRIC and tl.program_id(1) < tl.program_id(2):
+        return
     i = tl.program_id(1) * X_ROWS + tl.arange(0, X_ROWS)
     j = tl.program_id(2) * Y_ROWS + tl.arange(0, Y_ROWS)
     x_in += i.to(tl.int64)[:, None] * x_row
@@ -58,12 +62,16 @@ def _gram(  # type: ignore[no-untyped-def]
         total += some
     where = (tl.cast(part, tl.int64) * k + i[:, None]) * m + j[None, :]
     tl.store(out + where, total, mask=(i[:, None] < k) & (j[None, :] < m))
+    if SYMMETRIC and tl.program_id(1) > tl.program_id(2):
+        mirrored = (tl.cast(part, tl.int64) * k + j[None, :]) * m + i[:, None]
+        tl.store(out + mirrored, total, mask=(i[:, None] < k) & (j[None, :] < m))
 
 
-def gram(X: Tensor, Y: Tensor, pieces: int) -> Tensor:
+def gram(X: Tensor, Y: Tensor, pieces: int, symmetric: bool) -> Tensor:
     """Return the products of all rows of X with all of Y in float32.
 
-    Rows that do not lie in memory as a whole are read in this number of pieces, which should.
+    Rows that do not lie in memory as a whole are read in this number of pieces, which should. Where
+    the result is ``symmetric``, half of it is computed.
     """
     k, m, n = len(X), len(Y), X[0].numel()
     if X[0].is_contiguous() and Y[0].is_contiguous():
@@ -81,9 +89,10 @@ def gram(X: Tensor, Y: Tensor, pieces: int) -> Tensor:
     with torch.cuda.device(X.device):
         _gram[parts, blocks[0], blocks[1]](
             *(X, Y, out, k, m, n, pieces, each, length, *steps),
+            SYMMETRIC=symmetric,
             PRECISION=precision_of(X.dtype),
             X_ROWS=rows[0],
             Y_ROWS=rows[1],
-            DEPTH=DEPTH,
+            DEPTH=DEPTH[blocks == (1, 1)],
         )
     return out.sum(0)
