@@ -344,7 +344,7 @@ def test_a_graph_goes_with_its_model():
         assert_same_summary(actual, expected, what=f"call {i} elsewhere")
     assert len(captured_in(graphs_of(model))) == 2
     gone, graphs = weakref.ref(model), weakref.ref(graphs_of(model))
-    del model, p
+    del model, p, expected, actual
     gc.collect()
     assert gone() is None, "the model is kept alive"
     assert graphs() is None, "the graphs are kept alive"

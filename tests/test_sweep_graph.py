@@ -330,6 +330,17 @@ def test_a_graph_of_the_gradient_waits_until_no_loss_is_kept(eager: None) -> Non
     assert kept.requires_grad
 
 
+def test_what_an_autocast_keeps_is_not_in_the_way(eager: None) -> None:
+    model, batches = small()
+    model.float()
+    batch = (batches[0][0].float(), batches[0][1])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(BEFORE_CAPTURE + 1):
+            cross_entropy(model, batch)
+            summarize(model, cross_entropy, batch, cuda_graph=True)
+    assert made
+
+
 def test_a_replay_raises_what_a_measurement_does(eager: None) -> None:
     model, batches = small()
     u = {name: torch.randn_like(p) for name, p in model.named_parameters()}

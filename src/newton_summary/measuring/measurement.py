@@ -185,7 +185,7 @@ def _replayed(probe: Probe, direction: Direction, order: int, **given: Any) -> S
         else:
             (batch,) = probe.batches
             if not (isinstance(direction, str) and direction == "gradient"):
-                u = graphs.hold(find_direction(direction, probe))
+                u = find_direction(direction, probe)
         wanted = Wanted(probe.model, probe.partition, probe.loss_fn, batch, u, order)
         summary = graphs.summarize(wanted, unfit)
     if summary is None or not _is_finite(summary):

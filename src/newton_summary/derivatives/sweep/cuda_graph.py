@@ -61,7 +61,7 @@ class Wanted(NamedTuple):
     partition: Partition
     loss_fn: LossFn
     batch: Any
-    u: Params | None  # in tensors that stay where they are; None for the gradient of the batch
+    u: Params | None  # the direction; None for the gradient of the batch
     order: int  # 2 or 3
 
 
@@ -75,7 +75,7 @@ class SweepGraphs:
     def __init__(self) -> None:
         # The graph; before it is captured how often it was asked for, None if it cannot be.
         self._graphs: dict[Any, SweepGraph | int | None] = {}
-        self._u: Params = {}
+        self._u: Params = {}  # the direction, where all graphs read it
         self._said: set[str] = set()
 
     def summarize(self, wanted: Wanted, unfit: str | None = None) -> Summary | None:
@@ -103,6 +103,7 @@ class SweepGraphs:
             NotFiniteError: If the loss is not finite.
         """
         self._check(wanted.partition)
+        wanted = wanted._replace(u=wanted.u and self._hold(wanted.u))
         key = self._key(wanted)
         if key not in self._graphs and len(self._graphs) >= MOST_GRAPHS:
             self._graphs.clear()
@@ -111,6 +112,7 @@ class SweepGraphs:
             if graph < BEFORE_CAPTURE:
                 self._graphs[key] = graph + 1
                 return None
+            torch.clear_autocast_cache()  # it keeps how parameters were cast
             if wanted.u is None and any(map(_is_held, wanted.partition.params.values())):
                 raise CannotCapture(
                     "something keeps the autograd graph of an earlier loss, so that the gradient "
@@ -120,7 +122,7 @@ class SweepGraphs:
             self._graphs[key] = graph = SweepGraph(wanted)
         return None if graph is None else graph.replay(wanted.batch, wanted.partition)
 
-    def hold(self, u: Params) -> Params:
+    def _hold(self, u: Params) -> Params:
         """Copy a direction to tensors that stay where they are, and return these."""
         if {n: _kind(x) for n, x in u.items()} != {n: _kind(x) for n, x in self._u.items()}:
             self._u = {name: torch.empty_like(x) for name, x in u.items()}
