@@ -197,10 +197,10 @@ def lenet(*between, dtype=torch.float64):
     return model.to("cuda", dtype), [tuple(x.cuda() for x in batch) for batch in batches]
 
 
-def move(model):
+def move(model, far=0.01):
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_(1 + 0.01 * torch.rand_like(p))
+            p.mul_(1 + far * torch.rand_like(p))
 
 
 def replay_often(model, loss_fn, batch, times):
@@ -240,12 +240,12 @@ def test_a_replayed_summary_is_the_usual_one(given, order, dtype):
     """Of other batches, along other directions and with other parameters than at the capture."""
     model, batches = lenet(dtype=dtype)
     for i in range(BEFORE_CAPTURE + 5):
-        move(model)
+        move(model, far=0.2)
         u = {name: torch.randn_like(p) for name, p in model.named_parameters()}
         how = {"direction": u if given else "gradient", "order": order}
         expected = summarize(model, cross_entropy, batches[i % 3], **how)
         actual = summarize(model, cross_entropy, batches[i % 3], cuda_graph=True, **how)
-        rtol = 1e-9 if dtype == torch.float64 else 1e-3  # TF32 in convolutions
+        rtol = 1e-9 if dtype == torch.float64 else 5e-3  # TF32 in convolutions
         assert_same_summary(actual, expected, rtol, f"call {i}")
     assert len(captured_in(graphs_of(model))) == 1, "nothing was captured"
     with pytest.raises(NotFiniteError, match="The loss is nan"):
@@ -321,7 +321,7 @@ def test_an_autocast_around_it_casts_the_parameters_anew(given):
     how = {"direction": u if given else "gradient"}
     with torch.autocast("cuda", dtype=torch.bfloat16):
         for i in range(BEFORE_CAPTURE + 3):
-            move(model)
+            move(model, far=0.5)
             torch.clear_autocast_cache()  # of torch: it does not see that they have moved
             expected = summarize(model, cross_entropy, batches[0], **how)
             actual = summarize(model, cross_entropy, batches[0], cuda_graph=True, **how)
