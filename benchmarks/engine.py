@@ -9,6 +9,11 @@ such libraries themselves where they are installed (``opponents.py``). Large tra
 
     python benchmarks/engine.py --models llama llama-lora gpt2-role gpt2 --seconds 0.5 \\
         --methods sweep-2 sweep-3 hvp-2 curvlinops-2 eigenthings-2 jet-3 --verify
+With the direction from the same pass (whole), and replayed as CUDA graphs (cuda_graph=True):
+
+    python benchmarks/engine.py --models mlp lenet \\
+        --methods sweep-2 sweep-3 whole-2 whole-3 replay-2 replay-3 replay_whole-2 replay_whole-3
+
 Writes a JSON file with the environment, prints a table, and draws the cost against S and the batch.
 """
 
@@ -259,11 +264,16 @@ def run_case(
                 return OPPONENTS[name](case.loss_fn, model, batch, u, part)
             if name == "hvp":
                 return hessian_vector_products(case, model, batch, u, part)
-            if name == "whole":  # the direction is the gradient, from the sweep's own pass
-                return ns.summarize(model, case.loss_fn, batch, partition=part, order=order)
-            return ns.summarize(
-                model, case.loss_fn, batch, partition=part, direction=u, order=order, backend=name
-            )
+            replayed = name in ("replay", "replay_whole")
+            how: dict[str, Any] = {"partition": part, "order": order, "cuda_graph": replayed}
+            if name not in (
+                "whole",
+                "replay_whole",
+            ):  # else the gradient, from the sweep's own pass
+                how["direction"] = u
+            if name not in ("whole", "replay", "replay_whole"):
+                how["backend"] = name
+            return ns.summarize(model, case.loss_fn, batch, **how)
 
         row: dict[str, Any] = {
             "model": case.name,
@@ -274,6 +284,8 @@ def run_case(
         }
         try:
             results: list[Any] = []
+            for _ in range(5 if name.startswith("replay") else 0):
+                run()  # until it is captured, which is no part of the time
 
             def keep(run: Callable[[], Any] = run, results: list[Any] = results) -> None:
                 results[:] = [run()]
@@ -282,6 +294,10 @@ def run_case(
             row["gradients"] = row["ms"] / base["ms"]
             if name == "sweep" and order == 3:
                 reference = results[0]
+            elif name.startswith("replay") and order == 3 and reference is not None:
+                for key in ("Hbar", "D3"):
+                    a, b = getattr(results[0], key), getattr(reference, key)
+                    row[f"{key}_difference"] = float((a - b).abs().max() / b.abs().max())
             elif order == 2 and isinstance(results[0], torch.Tensor) and reference is not None:
                 a, b = results[0], reference.Hbar
                 row["Hbar_difference"] = float((a - b).abs().max() / b.abs().max())
@@ -300,14 +316,14 @@ def run_case(
 
 
 HEADER = (
-    f"{'model':15s} {'S':>4s} {'batch':>6s} {'method':10s} {'order':>5s} {'ms':>10s} "
+    f"{'model':15s} {'S':>4s} {'batch':>6s} {'method':12s} {'order':>5s} {'ms':>10s} "
     f"{'gradients':>9s} {'GiB':>7s}"
 )
 
 
 def table_row(row: dict[str, Any]) -> str:
     start = (
-        f"{row['model']:15s} {row['S']:4d} {row['batch']:6d} {row['method']:10s} {row['order']:5d}"
+        f"{row['model']:15s} {row['S']:4d} {row['batch']:6d} {row['method']:12s} {row['order']:5d}"
     )
     if "error" in row:
         return f"{start} {row['error']}"

@@ -1,14 +1,17 @@
 """The same on a GPU as on a CPU: numbers, random state, files. Skipped where there is none."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from newton_summary import NewtonSummary, Summary, make_partition, summarize
+from newton_summary import NewtonSummary, NotFiniteError, Summary, make_partition, summarize
 from newton_summary.derivatives import BACKENDS
+from newton_summary.derivatives.sweep.cuda_graph import BEFORE_CAPTURE, SweepGraph, graphs_of
 from newton_summary.derivatives.sweep.kernels import kernels
 from newton_summary.derivatives.sweep.rules import convolutions, products
 from newton_summary.derivatives.sweep.tape import gram
@@ -149,10 +152,14 @@ def train(steps=40, **options):
     return model, optimizer
 
 
+def captured_in(graphs):
+    return [graph for graph in graphs._graphs.values() if isinstance(graph, SweepGraph)]
+
+
 def test_a_cuda_graph_gives_the_same_training():
     plain, expected = train()
     captured, actual = train(cuda_graph=True)
-    assert actual._curvature._graphs._graphs, "nothing was captured"
+    assert captured_in(actual._curvature._graphs), "nothing was captured"
     for a, e in zip(captured.parameters(), plain.parameters()):
         torch.testing.assert_close(a, e, rtol=1e-7, atol=1e-9)
     for field in ("gbar", "Hbar", "D3", "loss"):
@@ -181,6 +188,167 @@ def test_what_a_cuda_graph_cannot_replay_is_measured_without(layer, reason):
     with pytest.warns(UserWarning, match=reason):
         train()
     assert optimizer.refreshes > 4
+
+
+def lenet(*between, dtype=torch.float64):
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(1, 4, 3), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten())
+    model = nn.Sequential(*layers, nn.Linear(36, 12), *between, nn.ELU(), nn.Linear(12, 3))
+    batches = [(torch.randn(20, 1, 8, 8, dtype=dtype), torch.randint(3, (20,))) for _ in range(3)]
+    return model.to("cuda", dtype), [tuple(x.cuda() for x in batch) for batch in batches]
+
+
+def move(model, far=0.01):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1 + far * torch.rand_like(p))
+
+
+def replay_often(model, loss_fn, batch, times):
+    return [summarize(model, loss_fn, batch, cuda_graph=True) for _ in range(times)]
+
+
+def assert_same_summary(actual, expected, rtol=1e-8, what=""):
+    assert (actual.num_samples, actual.backend) == (expected.num_samples, expected.backend)
+    for field in ("gbar", "Hbar", "D3", "loss"):
+        a, e = getattr(actual, field), getattr(expected, field)
+        if e is None:
+            assert a is None, f"{what}: there is a {field}"
+            continue
+        assert (a.device, a.dtype, a.shape) == (e.device, e.dtype, e.shape), f"{what}: {field}"
+        atol = rtol * (float(e.abs().max()) + 1e-6)
+        error = float((a - e).abs().max())
+        assert error <= atol, f"{what}: {field} is off by {error:.2e}, allowed {atol:.2e}"
+
+
+def assert_cuda_is_in_order(what):
+    """A capture that fails can leave generator and allocator unusable."""
+    for name, use in {
+        "random numbers": lambda: torch.randn(3, device="cuda").sum().item(),
+        "empty_cache": torch.cuda.empty_cache,
+        "synchronize": torch.cuda.synchronize,
+    }.items():
+        try:
+            use()
+        except RuntimeError as error:
+            pytest.fail(f"after {what}, {name}: {str(error).splitlines()[0]}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize("given", [False, True], ids=["gradient", "given"])
+def test_a_replayed_summary_is_the_usual_one(given, order, dtype):
+    """Of other batches, along other directions and with other parameters than at the capture."""
+    model, batches = lenet(dtype=dtype)
+    for i in range(BEFORE_CAPTURE + 5):
+        move(model, far=0.2)
+        u = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+        how = {"direction": u if given else "gradient", "order": order}
+        expected = summarize(model, cross_entropy, batches[i % 3], **how)
+        actual = summarize(model, cross_entropy, batches[i % 3], cuda_graph=True, **how)
+        rtol = 1e-9 if dtype == torch.float64 else 5e-3  # TF32 in convolutions
+        assert_same_summary(actual, expected, rtol, f"call {i}")
+    assert len(captured_in(graphs_of(model))) == 1, "nothing was captured"
+    with pytest.raises(NotFiniteError, match="The loss is nan"):
+        summarize(
+            model, cross_entropy, (batches[0][0] * torch.nan, batches[0][1]), cuda_graph=True, **how
+        )
+    assert_cuda_is_in_order("a capture")
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_replayed_or_measured_as_usual(name):
+    """Whatever cannot be captured does no harm; the warnings of this test say why it cannot."""
+    problem = on_gpu(PROBLEMS[name]())
+    given = (problem.model, problem.loss_fn, problem.batch)
+    for i in range(BEFORE_CAPTURE + 3):
+        move(problem.model)
+        expected = summarize(*given)
+        assert_same_summary(summarize(*given, cuda_graph=True), expected, what=f"call {i}")
+    assert_cuda_is_in_order(f"{len(captured_in(graphs_of(problem.model)))} captures")
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [(nn.Dropout(0.5), "random numbers"), (nn.BatchNorm1d(12), "buffer '5.running_mean'")],
+)
+def test_what_cannot_be_replayed_is_summarized_without(layer, reason):
+    model, batches = lenet(copy.deepcopy(layer))
+    with pytest.warns(UserWarning, match=reason):
+        replay_often(model, cross_entropy, batches[0], BEFORE_CAPTURE + 2)
+    assert not captured_in(graphs_of(model))
+    assert_cuda_is_in_order("a capture that was not tried")
+
+
+def test_a_loss_that_waits_for_the_device_is_found_before_the_capture():
+    model, batches = lenet()
+
+    def waits(model, batch):
+        loss = cross_entropy(model, batch)
+        return loss if batch[0].sum().item() < 1e9 else 2 * loss
+
+    expected = summarize(model, waits, batches[0])
+    with pytest.warns(UserWarning, match="no effect, because .*synchroniz"):
+        found = replay_often(model, waits, batches[0], BEFORE_CAPTURE + 2)
+    for i, actual in enumerate(found):
+        assert_same_summary(actual, expected, what=f"call {i}")
+    assert_cuda_is_in_order("a loss that waits")
+    assert torch.cuda.get_sync_debug_mode() == 0
+
+
+def test_the_gradient_is_captured_once_no_loss_is_kept():
+    """The ends of its graph belong to the default stream, which cannot be captured."""
+    model, batches = lenet()
+    loss = cross_entropy(model, batches[0])
+    loss.backward()
+    with pytest.warns(UserWarning, match="keeps the autograd graph"):
+        replay_often(model, cross_entropy, batches[0], BEFORE_CAPTURE + 1)
+    assert_cuda_is_in_order("a loss that was kept")
+    del loss
+    summarize(model, cross_entropy, batches[0], cuda_graph=True)
+    assert len(captured_in(graphs_of(model))) == 1, "not captured after del loss"
+    kept = cross_entropy(model, batches[1])  # does not matter any more
+    expected = summarize(model, cross_entropy, batches[1])
+    actual = summarize(model, cross_entropy, batches[1], cuda_graph=True)
+    assert_same_summary(actual, expected, what="replayed")
+    kept.backward()
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["gradient", "given"])
+def test_an_autocast_around_it_casts_the_parameters_anew(given):
+    """Its cache would keep them as they were at the capture, and give them to others."""
+    model, batches = lenet(dtype=torch.float32)
+    u = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    how = {"direction": u if given else "gradient"}
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        for i in range(BEFORE_CAPTURE + 3):
+            move(model, far=0.5)
+            torch.clear_autocast_cache()  # of torch: it does not see that they have moved
+            expected = summarize(model, cross_entropy, batches[0], **how)
+            actual = summarize(model, cross_entropy, batches[0], cuda_graph=True, **how)
+            assert_same_summary(actual, expected, 0.02, f"call {i}")
+            loss = cross_entropy(model, batches[0]).detach()
+            torch.testing.assert_close(loss, actual.loss, rtol=1e-2, atol=1e-2)
+    assert len(captured_in(graphs_of(model))) == 1, "nothing was captured"
+
+
+def test_a_graph_goes_with_its_model():
+    model, batches = lenet()
+    replay_often(model, cross_entropy, batches[0], BEFORE_CAPTURE + 2)
+    assert captured_in(graphs_of(model))
+    for p in model.parameters():
+        p.data = p.data.clone()  # elsewhere
+    move(model)
+    for i in range(BEFORE_CAPTURE + 2):
+        expected = summarize(model, cross_entropy, batches[0])
+        actual = summarize(model, cross_entropy, batches[0], cuda_graph=True)
+        assert_same_summary(actual, expected, what=f"call {i} elsewhere")
+    assert len(captured_in(graphs_of(model))) == 2
+    gone, graphs = weakref.ref(model), weakref.ref(graphs_of(model))
+    del model, p, expected, actual
+    gc.collect()
+    assert gone() is None, "the model is kept alive"
+    assert graphs() is None, "the graphs are kept alive"
 
 
 @pytest.mark.parametrize("order", [2, 3])

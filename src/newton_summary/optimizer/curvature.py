@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from newton_summary.derivatives import Backend
-from newton_summary.derivatives.sweep.cuda_graph import SweepGraphs
+from newton_summary.derivatives.sweep.cuda_graph import SweepGraphs, Wanted
 from newton_summary.display.names import check_arguments
 from newton_summary.errors import NotFiniteError
 from newton_summary.measuring.measurement import (
@@ -71,7 +71,7 @@ class Curvature:
         self.count = 0
         self._graphs: SweepGraphs | None = None
         if how.get("cuda_graph", False):
-            self._graphs = SweepGraphs(self._unfit_to_capture(given))
+            self._graphs, self._unfit = SweepGraphs(), self._unfit_to_capture(given)
         if given is None:
             return
         if not (isinstance(given, tuple) and len(given) == 2 and callable(given[0])):
@@ -86,15 +86,16 @@ class Curvature:
     ) -> Summary:
         """Return this process's summary along ``u``, on what :meth:`next` gives."""
         processes = find_processes(self.distributed, partition.params)
+        model = partition.model
+        assert model is not None
         with processes.joint(), torch.enable_grad(), thawed(partition):
             loss_fn, data = get()
             if self._graphs is not None and isinstance(data, UserList) and len(data) == 1:
-                known = (partition, loss_fn, data[0], u, order)
-                summary = self._graphs.summarize(*known, ranks=processes.count)
+                several = "there are several ranks" if processes.count > 1 else None
+                wanted = Wanted(model, partition, loss_fn, data[0], u, order)
+                summary = self._graphs.summarize(wanted, self._unfit or several)
                 if summary is not None:
                     return summary
-            model = partition.model
-            assert model is not None
             backends = backends_for(self.backend, self.microbatch, processes.sharded)
             given = (model, loss_fn, as_batches(data), find_partition(model, partition))
             with open_probe(*given, self.microbatch, processes) as probe:

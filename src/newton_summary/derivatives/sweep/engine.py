@@ -88,7 +88,7 @@ class Leaves:
         is_needed = tape.cut is None or not self.u
         gradient, adjoints = backward(tape, self.params if is_needed else {})
         self.u = self.u or gradient
-        return self.partition.inner(gradient, self.u), adjoints
+        return self.partition.inner(gradient if tape.cut is None else {}, self.u), adjoints
 
     def tangents(self, slots: dict[int, str], groups: set[int]) -> dict[int, Tangent]:
         """Return the derivatives of the parameters in their slots: U^s, for these groups."""
