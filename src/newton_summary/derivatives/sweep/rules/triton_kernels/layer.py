@@ -14,7 +14,6 @@ from torch import Tensor
 
 ROWS, COLUMNS, DEPTH = 128, 128, 32  # of a tile
 STRIP = 8  # tiles of columns that are computed together, so that their weights stay in the cache
-PIECE = 512  # numbers that are added up before they are added to the rest
 BLOCK = 1024  # entries of a weight that one program divides
 
 
@@ -52,7 +51,6 @@ def _layer(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     STRIP: tl.constexpr,
-    PIECE: tl.constexpr,
 ):
     """One tile of the result."""
     tiles = tl.cdiv(M, ROWS)
@@ -66,19 +64,17 @@ def _layer(  # type: ignore[no-untyped-def]
     ] * x_token
     w_at = n.to(tl.int64)[:, None] * K
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(0, K, PIECE):
-        some = tl.zeros((ROWS, COLUMNS), tl.float32)  # long sums lose digits on tensor cores
-        for begin in range(first, tl.minimum(first + PIECE, K), DEPTH):
-            k = begin + tl.arange(0, DEPTH)[None, :]
-            x = tl.load(x_in + k, mask=(m[:, None] < M) & (k < K), other=0.0)
-            w_high = tl.load(high_in + w_at + k, mask=(n[:, None] < N) & (k < K), other=0.0)
-            w_low = tl.load(low_in + w_at + k, mask=(n[:, None] < N) & (k < K), other=0.0)
-            high = _rounded(x)
-            low = _rounded(x - high)
-            some = tl.dot(low, tl.trans(w_high), some, input_precision="tf32")
-            some = tl.dot(high, tl.trans(w_low), some, input_precision="tf32")
-            some = tl.dot(high, tl.trans(w_high), some, input_precision="tf32")
-        total += some
+    for begin in range(0, K, DEPTH):
+        k = begin + tl.arange(0, DEPTH)[None, :]
+        x = tl.load(x_in + k, mask=(m[:, None] < M) & (k < K), other=0.0)
+        w_high = tl.load(high_in + w_at + k, mask=(n[:, None] < N) & (k < K), other=0.0)
+        w_low = tl.load(low_in + w_at + k, mask=(n[:, None] < N) & (k < K), other=0.0)
+        high = _rounded(x)
+        low = _rounded(x - high)
+        some = tl.dot(low, tl.trans(w_high), input_precision="tf32")
+        some = tl.dot(high, tl.trans(w_low), some, input_precision="tf32")
+        some = tl.dot(high, tl.trans(w_high), some, input_precision="tf32")
+        total += some  # not on tensor cores, where long sums lose digits
     where = out + m.to(tl.int64)[:, None] * N + n[None, :]
     known = (m[:, None] < M) & (n[None, :] < N)
     if ADD:
@@ -106,7 +102,6 @@ def multiply_rows(rows: Tensor, weight: Tensor, out: Tensor | None, add: bool) -
             COLUMNS=COLUMNS,
             DEPTH=DEPTH,
             STRIP=STRIP,
-            PIECE=PIECE,
             num_warps=8,
             num_stages=3,
         )
