@@ -493,7 +493,7 @@ def _root(c: Array, omega: Array, beta: Array, b: float, log_kappa: float, start
         low, high = (tau, high) if value > 0 else (low, tau)
         exponent = -value / slope if slope else math.nan
         step = tau * math.exp(exponent) if abs(exponent) < 600 else math.nan
-        if not low < step < high:
+        if not (low < step < high or step == tau):  # which is the root itself, but for rounding
             step = math.sqrt(low) * math.sqrt(high)
         if abs(step - tau) <= 2 * _EPS * tau:
             return step
