@@ -48,7 +48,7 @@ class Bucket:
         self._labels = labels
         self._zero = self.u.new_zeros(())
         self._known_rates: Tensor | None = None  # of the groups
-        self._rates = self.u  # of each entry, once there are any
+        self._rates, self._parts = self.u, self.views  # of each entry, once there are any
 
     @cached_property
     def entries(self) -> Tensor:
@@ -108,10 +108,10 @@ class Bucket:
             return
         if rates is not self._known_rates:
             there = rates.to(self.u.device, self.dtype, non_blocking=True)
-            self._rates, self._known_rates = there.index_select(0, self.entries), rates
+            self._rates = there.index_select(0, self.entries)
+            self._parts, self._known_rates = self.split(self._rates), rates
         if self.u.dtype == self.dtype:  # one launch
-            parts = self.split(self._rates)
-            torch._foreach_addcmul_(self.params, self.views, parts, value=-1.0)
+            torch._foreach_addcmul_(self.params, self.views, self._parts, value=-1.0)
         else:
             steps = (self.u * self._rates).to(self.u.dtype)
             torch._foreach_sub_(self.params, self.split(steps))
