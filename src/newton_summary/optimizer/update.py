@@ -150,7 +150,6 @@ class Update:
         devices = [p.device for p in partition.params.values()]
         self.device = next((d for d in devices if d.type != "cpu"), devices[0])
         self.dtype = result_dtype(partition.params)
-        self.finite: Tensor | bool = True  # whether the last direction was
         self._eta: Tensor | None = None  # the rates that are held, (S,), on the CPU
         self._last: tuple[list[Any], Tensor] | None = None  # lr of each group, and rates
         self._made: Tensor | int = 0  # how many of the steps asked for were
@@ -166,16 +165,16 @@ class Update:
         """
         for bucket in self.buckets:
             bucket.advance(momenta)
-        self.finite = _is_finite(self._total(_extent))
+        finite = _is_finite(self._total(_extent))
         for bucket in self.buckets:
-            bucket.zero_unless(self.finite)
-        self._made = self._made + self.finite
+            bucket.zero_unless(finite)
+        self._made = self._made + finite
         self._asked += 1
 
     @property
     def usable(self) -> bool:
-        """Whether the direction is finite and not zero (waits)."""
-        return bool(self.finite) and bool(self._total(Tensor.count_nonzero))
+        """Whether the direction is not zero, as one that was not finite is (waits)."""
+        return bool(self._total(Tensor.any))
 
     @property
     def skipped(self) -> int:
