@@ -108,7 +108,7 @@ class Curvature:
         """
         summary = mean_over(find_processes(self.distributed, u), summary, u)
         parts = (x for x in (summary.gbar, summary.Hbar, summary.D3) if x is not None)
-        if not all(bool(x.isfinite().all()) for x in parts):
+        if not bool(torch.cat([x.reshape(-1) for x in parts]).isfinite().all()):
             raise NotFiniteError(STATUS["not-finite"])
         if self.count == 0 and not bool(summary.gbar.any() or summary.hessian().any()):
             raise ValueError(
