@@ -26,7 +26,6 @@ from newton_summary.derivatives.sweep.engine import (
     prepared,
     totals_at,
     where_in_totals,
-    with_totals,
     without_autocast,
 )
 from newton_summary.display.warn import warn_user
@@ -83,13 +82,14 @@ class SweepGraphs:
             CannotCapture: If that cannot be captured.
             NotFiniteError: If the loss is not finite.
         """
-        self._check(partition)
         key = self._key(partition, loss_fn, batch, u)
-        if key not in self._graphs:
+        graph = self._graphs.get(key)
+        if graph is None:
+            self._check(partition)
             if len(self._graphs) >= MOST_GRAPHS:
                 self._graphs.clear()
-            self._graphs[key] = SweepGraph(loss_fn, batch, u, partition, order)
-        return self._graphs[key].replay(batch)
+            graph = self._graphs[key] = SweepGraph(loss_fn, batch, u, partition, order)
+        return graph.replay(batch)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the graphs, which cannot be copied and are captured again."""
@@ -113,17 +113,18 @@ class SweepGraphs:
         """Return all that must be the same for a graph to be used again."""
         leaves, structure = pytree.tree_flatten(batch)
         # Also buffers and frozen parameters: a graph reads them where they were at its capture.
-        model = partition.model
-        assert model is not None
-        tensors = (*model.parameters(), *model.buffers(), *u.values())
+        assert partition.model is not None
+        modules = list(partition.model.modules())
+        tensors = [x for m in modules for own in (m._parameters, m._buffers) for x in own.values()]
         key = (
             partition,
             loss_fn,
             repr(structure),  # torch 2.6 cannot hash it
             tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves),
-            tuple((x.data_ptr(), x.dtype) for x in tensors),
+            tuple((x.data_ptr(), x.dtype) for x in (*tensors, *u.values()) if x is not None),
             tuple(p.requires_grad for p in partition.params.values()),
-            tuple(module.training for module in model.modules()),
+            tuple(module.training for module in modules),
+            torch.cuda.is_initialized() and torch.cuda.current_device(),
             torch.is_autocast_enabled("cuda"),
             torch.get_autocast_dtype("cuda"),
         )
@@ -145,6 +146,7 @@ class SweepGraph:
     def __init__(self, loss_fn: LossFn, batch: Any, u: Params, partition: Partition, order: int):
         self.partition, self.order = partition, order
         self.samples = count_samples(batch) or 0
+        self._dtype = result_dtype(partition.params)
         leaves, structure = pytree.tree_flatten(batch)
         if any(isinstance(x, Tensor) and not x.is_cuda for x in leaves):
             raise CannotCapture("a tensor of the curvature batch is not on the GPU")
@@ -183,15 +185,16 @@ class SweepGraph:
         loss = numbers[0]
         check_finite(loss)
         totals = totals_at(self._where, numbers[1:].numpy(), len(self.partition))
-        dtype = result_dtype(self.partition.params)
-        first = Summary(
-            torch.from_numpy(totals.gbar).to(dtype),
-            loss=loss.to(dtype),
+        gbar, Hbar, D3 = (torch.from_numpy(x).to(self._dtype) for x in totals)
+        return Summary(
+            gbar,
+            Hbar,
+            D3 if self.order == 3 else None,
+            loss=loss.to(self._dtype),
             num_samples=self.samples,
             partition=self.partition,
             backend="sweep",
         )
-        return with_totals(first, totals, self.order)
 
 
 def _run(closure: Closure, leaves: Leaves, order: int) -> tuple[list[Place], Tensor]:
