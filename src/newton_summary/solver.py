@@ -399,7 +399,7 @@ def _cubic(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, str]
         unsure = np.abs(c) <= rounding * (np.abs(V).T @ np.abs(g))
         side = 1.0 if float(D @ V[:, 0]) >= 0 else -1.0
         sigma, y, status = _secular(c, w, sigma0, lambda_int, unsure, side)
-        eta = _solve(L, Q @ y, transposed=True)
+        eta = V @ y
         # The decomposition is as exact as Cholesky's as long as sigma is not far from sigma0.
         if (sigma - sigma0) * w[0] ** 2 <= 1 and (attempt == 0 or sigma0 <= 4 * sigma):
             break
