@@ -168,7 +168,7 @@ def learning_rates(
                 escaping = _escaping(g, model_H, free=model_D == 0)
             no_effect = tuple(np.flatnonzero(_without_effect(g, model_H, model_D)).tolist())
         rates = torch.from_numpy(eta).to(dtype)
-        if status not in ("no-minimum", "not-finite") and not bool(torch.isfinite(rates).all()):
+        if status not in ("no-minimum", "not-finite") and not np.isfinite(rates.numpy()).all():
             eta, status = np.full_like(g, math.nan), "overflow"
             rates = torch.full_like(rates, math.nan)
         radius, change = math.hypot(*(D * eta)), float(eta @ (0.5 * (H @ eta) - g))
@@ -379,9 +379,9 @@ def _escaping(g: Array, H: Array, free: NDArray[np.bool_]) -> tuple[int, ...]:
 def _cubic(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, str]:
     """Return the minimum where the groups with d_s = 0 have a positive definite block (App. D)."""
     rounding = 8 * len(g) * _EPS
-    lifted = H + rounding * np.diag(np.abs(np.diag(H)))
     sigma0 = _SMALLEST
     if _cholesky(H) is None:
+        lifted = H + rounding * np.diag(np.abs(np.diag(H)))
         if _cholesky(lifted) is None:
             sigma0 = _definite_shift(H, D)
         else:
@@ -399,7 +399,7 @@ def _cubic(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, str]
         unsure = np.abs(c) <= rounding * (np.abs(V).T @ np.abs(g))
         side = 1.0 if float(D @ V[:, 0]) >= 0 else -1.0
         sigma, y, status = _secular(c, w, sigma0, lambda_int, unsure, side)
-        eta = _solve(L, Q @ y, transposed=True)
+        eta = V @ y
         # The decomposition is as exact as Cholesky's as long as sigma is not far from sigma0.
         if (sigma - sigma0) * w[0] ** 2 <= 1 and (attempt == 0 or sigma0 <= 4 * sigma):
             break
@@ -493,7 +493,7 @@ def _root(c: Array, omega: Array, beta: Array, b: float, log_kappa: float, start
         low, high = (tau, high) if value > 0 else (low, tau)
         exponent = -value / slope if slope else math.nan
         step = tau * math.exp(exponent) if abs(exponent) < 600 else math.nan
-        if not low < step < high:
+        if not (low < step < high or step == tau):  # which is the root itself, but for rounding
             step = math.sqrt(low) * math.sqrt(high)
         if abs(step - tau) <= 2 * _EPS * tau:
             return step

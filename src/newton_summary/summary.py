@@ -147,9 +147,10 @@ class Summary(ShownAsTable):
                     f"summaries of the same partition can be averaged."
                 )
         order = min(summary.order for summary in summaries)
+        factors = [w / total for w in weights]
 
         def average(name: str) -> Tensor:
-            terms = [w / total * getattr(s, name) for s, w in zip(summaries, weights, strict=True)]
+            terms = torch._foreach_mul([getattr(s, name) for s in summaries], factors)
             return torch.stack(terms).sum(0)
 
         return replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import UserList
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -12,6 +13,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 import torch
+from torch.linalg import vector_norm
 
 from newton_summary.derivatives import Backend
 from newton_summary.derivatives.sweep.cuda_graph import SweepGraphs, Wanted
@@ -109,7 +111,7 @@ class Curvature:
         """
         summary = mean_over(find_processes(self.distributed, u), summary, u)
         parts = (x for x in (summary.gbar, summary.Hbar, summary.D3) if x is not None)
-        if not all(bool(x.isfinite().all()) for x in parts):
+        if not math.isfinite(vector_norm(torch.cat([x.reshape(-1) for x in parts]), math.inf)):
             raise NotFiniteError(STATUS["not-finite"])
         if self.count == 0 and not bool(summary.gbar.any() or summary.hessian().any()):
             raise ValueError(

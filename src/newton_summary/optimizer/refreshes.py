@@ -96,7 +96,7 @@ class WindowAverage:
         """Add a summary."""
         growth = self.count % self.size if self.as_run else 0
         self.count += 1
-        self._held = [*self._held, summary.to("cpu").to(torch.float64)][-(self.size + growth) :]
+        self._held = [*self._held, summary.to("cpu", torch.float64)][-(self.size + growth) :]
 
     def mean(self) -> Summary:
         """Return the mean."""

@@ -48,7 +48,6 @@ class Bucket:
         self._labels = labels
         self._zero = self.u.new_zeros(())
         self._known_rates: Tensor | None = None  # of the groups
-        self._rates = self.u  # of each entry, once there are any
 
     @cached_property
     def entries(self) -> Tensor:
@@ -56,6 +55,16 @@ class Bucket:
         parts = (torch.as_tensor(x).expand(s) for x, s in zip(self._labels, self.shapes))
         flat = torch.cat([x.reshape(-1).to("cpu", torch.int32) for x in parts])
         return flat.to(self.u.device)
+
+    @cached_property
+    def rates(self) -> Tensor:
+        """The rate of each entry of the buffer; also made where there is no other way."""
+        return torch.empty_like(self.u, dtype=self.dtype)
+
+    @cached_property
+    def rate_views(self) -> list[Tensor]:
+        """The same, one tensor for each parameter."""
+        return self.split(self.rates)
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Return a buffer as one tensor for each parameter, of its shape."""
@@ -108,12 +117,12 @@ class Bucket:
             return
         if rates is not self._known_rates:
             there = rates.to(self.u.device, self.dtype, non_blocking=True)
-            self._rates, self._known_rates = there.index_select(0, self.entries), rates
+            torch.index_select(there, 0, self.entries, out=self.rates)
+            self._known_rates = rates
         if self.u.dtype == self.dtype:  # one launch
-            parts = self.split(self._rates)
-            torch._foreach_addcmul_(self.params, self.views, parts, value=-1.0)
+            torch._foreach_addcmul_(self.params, self.views, self.rate_views, value=-1.0)
         else:
-            steps = (self.u * self._rates).to(self.u.dtype)
+            steps = (self.u * self.rates).to(self.u.dtype)
             torch._foreach_sub_(self.params, self.split(steps))
 
 
@@ -150,7 +159,6 @@ class Update:
         devices = [p.device for p in partition.params.values()]
         self.device = next((d for d in devices if d.type != "cpu"), devices[0])
         self.dtype = result_dtype(partition.params)
-        self.finite: Tensor | bool = True  # whether the last direction was
         self._eta: Tensor | None = None  # the rates that are held, (S,), on the CPU
         self._last: tuple[list[Any], Tensor] | None = None  # lr of each group, and rates
         self._made: Tensor | int = 0  # how many of the steps asked for were
@@ -166,16 +174,16 @@ class Update:
         """
         for bucket in self.buckets:
             bucket.advance(momenta)
-        self.finite = _is_finite(self._total(_extent))
+        finite = _is_finite(self._total(_extent))
         for bucket in self.buckets:
-            bucket.zero_unless(self.finite)
-        self._made = self._made + self.finite
+            bucket.zero_unless(finite)
+        self._made = self._made + finite
         self._asked += 1
 
     @property
     def usable(self) -> bool:
-        """Whether the direction is finite and not zero (waits)."""
-        return bool(self.finite) and bool(self._total(Tensor.count_nonzero))
+        """Whether the direction is not zero, as one that was not finite is (waits)."""
+        return bool(self._total(Tensor.any))
 
     @property
     def skipped(self) -> int:

@@ -13,6 +13,7 @@ checkpoints, run as they are written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -409,7 +410,7 @@ class Evaluation:
 
 def check_finite(loss: Tensor) -> None:
     """Raise if the loss is not finite."""
-    if not bool(torch.isfinite(loss.detach())):
+    if not math.isfinite(loss.detach()):
         raise NotFiniteError(
             f"The loss is {float(loss.detach())}, so it has no derivatives. Look for a division by "
             f"zero, a logarithm of zero, or parameters that have diverged."

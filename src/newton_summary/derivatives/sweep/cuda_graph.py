@@ -32,7 +32,6 @@ from newton_summary.derivatives.sweep.engine import (
     prepared,
     totals_at,
     where_in_totals,
-    with_totals,
     without_autocast,
 )
 from newton_summary.derivatives.sweep.rules.linear import warn_of_hidden_rows
@@ -155,7 +154,9 @@ class SweepGraphs:
         if odd is not None:  # what is in it may change
             raise CannotCapture(f"the batch holds a {odd.__module__}.{odd.__qualname__}")
         # Also buffers and frozen parameters: a graph reads them where they were at its capture.
-        tensors = (*model.parameters(), *model.buffers(), *(u or {}).values())
+        modules = list(model.modules())
+        tensors = [x for m in modules for own in (m._parameters, m._buffers) for x in own.values()]
+        tensors += (u or {}).values()
         try:
             key = (
                 order,
@@ -164,9 +165,9 @@ class SweepGraphs:
                 _weakly(loss_fn),
                 repr(structure),  # torch 2.6 cannot hash it
                 tuple(_kind(x) if isinstance(x, Tensor) else (type(x), x) for x in leaves),
-                tuple((x.data_ptr(), x.dtype) for x in tensors),
+                tuple((x.data_ptr(), x.dtype) for x in tensors if x is not None),
                 tuple(p.requires_grad for p in partition.params.values()),
-                tuple(module.training for module in model.modules()),
+                tuple(module.training for module in modules),
                 torch.is_autocast_enabled("cuda"),
                 torch.get_autocast_dtype("cuda"),
             )
@@ -215,6 +216,7 @@ class SweepGraph:
         model, partition, loss_fn, batch, u, order = wanted
         self.order = order
         self.samples = count_samples(batch) or 0
+        self._dtype = result_dtype(partition.params)
         leaves, structure = pytree.tree_flatten(batch)
         if any(isinstance(x, Tensor) and not x.is_cuda for x in leaves):
             raise CannotCapture("a tensor of the batch is not on the GPU")
@@ -252,16 +254,17 @@ class SweepGraph:
         check_finite(loss)
         warn_of_hidden_rows([hidden])
         totals = totals_at(self._where, numbers[2:].numpy(), len(partition))
-        dtype = result_dtype(partition.params)
-        first = Summary(
-            torch.from_numpy(totals.gbar).to(dtype),
-            loss=loss.to(dtype),
+        gbar, Hbar, D3 = (torch.from_numpy(x).to(self._dtype) for x in totals)
+        return Summary(
+            gbar,
+            Hbar,
+            D3 if self.order == 3 else None,
+            loss=loss.to(self._dtype),
             num_samples=self.samples,
             partition=partition,
             backend="sweep",
             approximate=self._approximate or bool(hidden),
         )
-        return with_totals(first, totals, self.order)
 
     def _launch(self, batch: Any) -> Tensor:
         leaves = pytree.tree_leaves(batch)
