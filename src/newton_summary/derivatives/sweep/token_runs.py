@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # Bytes of the widest derivatives that are taken at a time.
 AT_A_TIME = {"cpu": 2**24}
-AT_A_TIME_ELSEWHERE = 2**29
+AT_A_TIME_ELSEWHERE = 2**30
 FEWEST_TOKENS = 8  # with fewer, reading the weights takes longer than the products
 ONE_VALUE = {*CURVED, *RELATIVE, *PIECEWISE_LINEAR, *SAME_ORDER, "neg", "negative"}
 TWO_VALUES = {*("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide")}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Bytes of the result's derivatives that are computed at a time: cuDNN takes memory to work with.
 AT_A_TIME = {"cpu": 2**24}
-AT_A_TIME_ELSEWHERE = 2**28
+AT_A_TIME_ELSEWHERE = 2**27
 
 
 def convolution(transposed: bool, n: int) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from newton_summary.derivatives.sweep.rules.triton_kernels.precision import prec
 PROGRAMS = 512  # that a product is divided among
 PIECE = 512  # numbers that are added up before they are added to the rest
 ROWS = 64  # of a tile, at most
-DEPTH = {True: 32, False: 64}  # of a tile, and whether one of them has all rows
+DEPTH = {False: 32, True: 64}  # of a tile; whether both matrices have several tiles of rows
 
 
 @triton.jit(do_not_specialize=["k", "m", "pieces", "each"])  # type: ignore[untyped-decorator]
@@ -83,7 +83,8 @@ def gram(X: Tensor, Y: Tensor, pieces: int, symmetric: bool) -> Tensor:
         length, steps = n // pieces, [*X.stride()[:2], *Y.stride()[:2]]
     rows = [max(16, min(ROWS, triton.next_power_of_2(count))) for count in (k, m)]
     blocks = triton.cdiv(k, rows[0]), triton.cdiv(m, rows[1])
-    each = triton.cdiv(pieces * blocks[0] * blocks[1], PROGRAMS)
+    tiles = blocks[0] * (blocks[0] + 1) // 2 if symmetric else blocks[0] * blocks[1]
+    each = triton.cdiv(pieces * tiles, PROGRAMS)
     parts = triton.cdiv(pieces, each)
     out = X.new_empty((parts, k, m), dtype=torch.float32)
     with torch.cuda.device(X.device):
@@ -93,6 +94,6 @@ def gram(X: Tensor, Y: Tensor, pieces: int, symmetric: bool) -> Tensor:
             PRECISION=precision_of(X.dtype),
             X_ROWS=rows[0],
             Y_ROWS=rows[1],
-            DEPTH=DEPTH[blocks == (1, 1)],
+            DEPTH=DEPTH[min(blocks) > 1],
         )
     return out.sum(0)
