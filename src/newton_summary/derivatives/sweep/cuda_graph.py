@@ -124,7 +124,7 @@ class SweepGraphs:
             tuple((x.data_ptr(), x.dtype) for x in (*tensors, *u.values()) if x is not None),
             tuple(p.requires_grad for p in partition.params.values()),
             tuple(module.training for module in modules),
-            torch.cuda.is_initialized() and torch.cuda.current_device(),
+            torch.cuda.is_initialized() and torch.cuda.current_device(),  # type: ignore[no-untyped-call]
             torch.is_autocast_enabled("cuda"),
             torch.get_autocast_dtype("cuda"),
         )
