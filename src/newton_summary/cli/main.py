@@ -229,7 +229,7 @@ def run(args: list[str]) -> int:
     config, options = parse_fields(recipe, RunOptions(), args, f"run {recipe.recipe}")
     path = options.run_dir or Path("runs") / file_name(config.recipe) / run_name(config)
     from newton_summary.experiments.progress import watching
-    from newton_summary.experiments.results import as_dict, outcome
+    from newton_summary.experiments.results import outcome
     from newton_summary.experiments.rundir import Run
     from newton_summary.experiments.training import speed, train
     from newton_summary.run_directory import CONFIG
@@ -242,7 +242,7 @@ def run(args: list[str]) -> int:
     seconds, adam = speed(done) or (None, None)
     ratio = seconds / adam if seconds and adam else None
     if options.json and torchrun.rank() == 0:
-        print(json.dumps({"run_dir": str(path), **as_dict(result), "time_over_adam": ratio}))
+        print(json.dumps({"run_dir": str(path), **result.as_dict(), "time_over_adam": ratio}))
     if finished:
         console.print("already finished; results:")
     console.print(_in_words(result))
@@ -369,7 +369,7 @@ def _as_json(result: Result) -> dict[str, Any]:
     return {
         "run_dir": str(result.path),
         "config": flatten(result.config),
-        "outcome": result.outcome,
+        "outcome": None if result.outcome is None else result.outcome.as_dict(),
         "error": result.error,
         "skipped": result.skipped,
     }
