@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from newton_summary.experiments.config import NewtonSummaryConfig, flatten
 from newton_summary.experiments.results import (
@@ -20,7 +19,7 @@ from newton_summary.experiments.results import (
 )
 from newton_summary.experiments.rundir import Run
 from newton_summary.figures.charts import block_of, rates
-from newton_summary.figures.drawing import COLOURS, PANEL, draw_matrix, figure_text
+from newton_summary.figures.drawing import COLOURS, PANEL, draw_matrix, figure_text, over_epochs
 from newton_summary.history import History, Measured
 
 FIXED = dict(zip(("NewtonSummary", "Adam", "K-FAC", "SGD"), COLOURS))
@@ -96,13 +95,10 @@ def _curves(runs: Sequence[Run], metrics: Sequence[tuple[str, str, bool]]) -> Fi
         for label, same in methods.items():
             _curve(axis, same, metric, label, looks[label], positive=logarithmic)
         axis.set_title(figure_text(setup), loc="left")
-        axis.set_xlabel("epoch")
-        axis.set_ylabel(title)
+        over_epochs(axis, title)
         axis.set_xlim(0, max(1, *(run.epoch for run in group)))
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         if logarithmic and axis.lines:
             axis.set_yscale("log")
-        axis.grid(alpha=0.3)
         if metric == metrics[-1][0] and axis.lines:
             place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
             axis.legend(fontsize="small", frameon=False, **place)
