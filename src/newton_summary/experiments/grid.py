@@ -10,7 +10,6 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -143,7 +142,7 @@ def in_processes(tasks: Sequence[Task], jobs: int) -> Iterator[Result]:
                 busy[pipe] = process, waiting.popleft()
                 pipe.send(busy[pipe][1])
             for pipe in connection.wait(list(busy)):
-                process, (config, path) = busy.pop(pipe)
+                process, task = busy.pop(pipe)
                 try:
                     result = pipe.recv()
                     idle.append((pipe, process))
@@ -152,7 +151,7 @@ def in_processes(tasks: Sequence[Task], jobs: int) -> Iterator[Result]:
                     code = process.exitcode
                     why = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
                     why += ", perhaps for lack of memory; run the same command to resume"
-                    result = Result(config, path, None, f"its process {why}")
+                    result = Result(*task, None, f"its process {why}")
                 yield result
     finally:
         for process in (*(p for _, p in idle), *(p for p, _ in busy.values())):
@@ -184,20 +183,6 @@ def _end_with_parent() -> None:
 
 def on_cluster(tasks: Sequence[Task], scheduler: str) -> Iterator[Result]:
     """Train on the workers of a dask cluster, which replaces those that die."""
-    with connected(scheduler) as (client, as_completed):
-        futures = {client.submit(run_one, *task, 0, pure=False): task for task in tasks}
-        for future in as_completed(list(futures)):
-            config, path = futures[future]
-            try:
-                yield future.result()
-            except Exception as error:  # a worker that died again and again
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                yield Result(config, path, None, reason)
-
-
-@contextmanager
-def connected(scheduler: str) -> Iterator[tuple[Any, Any]]:
-    """Connect to a dask cluster; yield the client, and what waits for its results."""
     try:
         distributed: Any = importlib.import_module("distributed")
     except ImportError:
@@ -219,7 +204,13 @@ def connected(scheduler: str) -> Iterator[tuple[Any, Any]]:
                 f"Workers of {scheduler} have several threads, so that runs would share torch's "
                 f"random numbers. Start them with dask worker --nthreads 1."
             )
-        yield client, distributed.as_completed
+        futures = {client.submit(run_one, *task, 0, pure=False): task for task in tasks}
+        for future in distributed.as_completed(list(futures)):
+            try:
+                yield future.result()
+            except Exception as error:  # a worker that died again and again
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                yield Result(*futures[future], None, reason)
 
 
 # --- the table at the end ------------------------------------------------------------------------

@@ -90,19 +90,15 @@ class KFAC(Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
-        layers = list(seen)
-        ends = [seen[layer][1] for layer in layers]
-        G = [outputs.new_zeros(()) for _ in layers]
+        ends = [end for _, end in seen.values()]
+        G = [outputs.new_zeros(()) for _ in seen]
         for cotangent in self._cotangents(outputs.detach()):
             grads = torch.autograd.grad(outputs, ends, cotangent, retain_graph=True)
             G = [old + gradient_covariance(g) for old, g in zip(G, grads)]
-        for layer, new_G in zip(layers, G, strict=True):
-            new = {"A": input_covariance(layer, seen[layer][0].detach()), "G": new_G}
+        for (layer, (a, _)), new_G in zip(seen.items(), G, strict=True):
             state = self.state[layer.weight]
-            for name, value in new.items():
-                known = state.get(name)
-                known = identity(value) if known is None else known
-                state[name] = torch.lerp(value, known, self.decay)
+            for name, value in (("A", input_covariance(layer, a.detach())), ("G", new_G)):
+                state[name] = torch.lerp(value, state.get(name, identity(value)), self.decay)
 
     def _cotangents(self, outputs: Tensor) -> Iterator[Tensor]:
         """Give derivatives c_i of samples' losses by the outputs: E[sum_i c_i c_i^T] = Fisher."""
