@@ -205,25 +205,22 @@ def _dispatch(args: list[str]) -> int:
         raise UserError(
             f"{name} needs tyro and rich: run pip install -e '.[{extra}]' in your clone."
         )
-    return COMMANDS[name](rest)
+    return COMMANDS[name](rest) or 0
 
 
 # --- commands ------------------------------------------------------------------------------------
 
 
-def list_recipes(args: list[str]) -> int:
+def list_recipes(args: list[str]) -> None:
     """Print the recipes."""
     options = parse(ListOptions(), args, "list")
     if options.json:
         print(json.dumps({name: flatten(recipe()) for name, recipe in RECIPES.items()}, indent=2))
-        return 0
-    width = max(map(len, RECIPES))
-    for name, recipe in RECIPES.items():
-        print(f"{name:<{width}}  {recipe.about}")
-    return 0
+    else:
+        print(text_table([(name, recipe.about) for name, recipe in RECIPES.items()]))
 
 
-def run(args: list[str]) -> int:
+def run(args: list[str]) -> None:
     """Train a recipe."""
     recipe, args = named_recipe(args, RunOptions(), "run")
     config, options = parse_fields(recipe, RunOptions(), args, f"run {recipe.recipe}")
@@ -250,7 +247,6 @@ def run(args: list[str]) -> int:
         text = f"an epoch of training took {seconds:.2f} s"
         text += "" if ratio is None else f", {ratio:.2f} times Adam's {adam:.2f} s"
         console.print(text)
-    return 0
 
 
 def train_grid(args: list[str]) -> int:
@@ -283,7 +279,7 @@ def train_grid(args: list[str]) -> int:
     return 1 if any(result.error for result in results) else 0
 
 
-def report(args: list[str]) -> int:
+def report(args: list[str]) -> None:
     """Make tables and figures."""
     folders = leading(args)
     options = parse(ReportOptions(), args[len(folders) :], "report DIR...")
@@ -294,10 +290,9 @@ def report(args: list[str]) -> int:
 
     runs = find_runs([Path(folder) for folder in folders])
     _tell_files(make_report(runs, options.out, options.epoch, options.window), options)
-    return 0
 
 
-def inspect(args: list[str]) -> int:
+def inspect(args: list[str]) -> None:
     """Measure a user's model and write the page."""
     targets = leading(args)
     options = parse(InspectOptions(), args[len(targets) :], "inspect FILE.py:build")
@@ -321,10 +316,9 @@ def inspect(args: list[str]) -> int:
     if options.json:
         print(json.dumps({"page": str(page), **found.as_dict()}))
     console.print(f"{found}\n\nThe report is in {page}")
-    return 0
 
 
-def demo(args: list[str]) -> int:
+def demo(args: list[str]) -> None:
     """Train, measure and draw on the images inside the package."""
     options = parse(DemoOptions(), args, "demo")
     from newton_summary.experiments.demo import NEXT, demonstrate
@@ -333,10 +327,9 @@ def demo(args: list[str]) -> int:
     files = demonstrate(options.out, options.epochs, console)
     _tell_files(files, options)
     console.print(NEXT.format(page=files[0]))
-    return 0
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
+COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "list": list_recipes,
     "run": run,
     "sweep": train_grid,
@@ -405,7 +398,3 @@ def _short_warnings() -> Iterator[None]:
             yield
     finally:
         warnings.formatwarning = before
-
-
-if __name__ == "__main__":
-    sys.exit(main())
