@@ -31,8 +31,6 @@ from newton_summary.inspection.settings import Settings
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from newton_summary.experiments.results import Outcome
-
 USAGE = """\
 Usage: newton-summary COMMAND [ARGUMENTS]
 
@@ -242,7 +240,7 @@ def run(args: list[str]) -> None:
         print(json.dumps({"run_dir": str(path), **result.as_dict(), "time_over_adam": ratio}))
     if finished:
         console.print("already finished; results:")
-    console.print(_in_words(result))
+    console.print(str(result))
     if seconds is not None:
         text = f"an epoch of training took {seconds:.2f} s"
         text += "" if ratio is None else f", {ratio:.2f} times Adam's {adam:.2f} s"
@@ -348,14 +346,6 @@ def _console(options: Output) -> Console:
 
     silent = options.quiet or options.json or torchrun.rank() > 0
     return Console(quiet=silent, soft_wrap=True, highlight=False, markup=False)
-
-
-def _in_words(result: Outcome) -> str:
-    share = "" if result.test_accuracy != result.test_accuracy else f" ({result.test_accuracy:.2%})"
-    return (
-        f"{result.status} after {result.epochs} epochs: train {result.train_loss:.4g}, test "
-        f"{result.test_loss:.4g}{share} at the best validation loss, epoch {result.best_epoch}"
-    )
 
 
 def _as_json(result: Result) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from newton_summary.experiments.results import (
     setup_label,
 )
 from newton_summary.experiments.rundir import Run
-from newton_summary.figures.charts import block_of, rates
+from newton_summary.figures.charts import MATRICES, block_of, rates
 from newton_summary.figures.drawing import COLOURS, PANEL, draw_matrix, figure_text, over_epochs
 from newton_summary.history import History, Measured
 
@@ -177,21 +177,16 @@ def hessian_figure(run: Run, epoch: int | None = None) -> Figure | None:
     figure = Figure(figsize=(size * len(columns) + 1, 2 * size + 1), layout="constrained")
     axes = figure.subplots(2, len(columns), squeeze=False)
     for column, (title, measured, name) in enumerate(columns):
-        summary = measured.summary
-        try:
-            inverse = summary.inverse(without_dead=True)
-        except ValueError:
-            inverse = None
-        for row, matrix in enumerate((summary.hessian(), inverse)):
-            axis = axes[row][column]
-            what = "Hbar" if row == 0 else "inverse"
+        for axis, what in zip(axes[:, column], ("Hbar", "inverse")):
             which = name or "all groups"
             axis.set_title(f"{what}, {which}\n{title}", fontsize="small", loc="left")
-            if matrix is None:
+            try:
+                matrix = MATRICES[what][1](measured.summary)
+            except ValueError:
                 axis.text(0.5, 0.5, "no inverse", ha="center", transform=axis.transAxes)
                 axis.set_axis_off()
                 continue
-            block = block_of(summary, matrix, name)
+            block = block_of(measured.summary, matrix, name)
             few = max(block.values.shape) <= 24
             draw_matrix(axis, block, "symlog", font_size=5 if few else 0, numbers=False)
     title = figure_text(f"{setup_label(run.config)}, {optimizer_label(run.config)}")

@@ -54,6 +54,14 @@ class Outcome:
     seconds_per_epoch: float
     memory_gib: float
 
+    def __str__(self) -> str:
+        """Return the numbers at the best validation loss, in a line."""
+        share = "" if math.isnan(self.test_accuracy) else f" ({self.test_accuracy:.2%})"
+        return (
+            f"{self.status} after {self.epochs} epochs: train {self.train_loss:.4g}, test "
+            f"{self.test_loss:.4g}{share} at the best validation loss, epoch {self.best_epoch}"
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Return values that JSON can represent."""
         return finite(asdict(self))  # type: ignore[no-any-return]
