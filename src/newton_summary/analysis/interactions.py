@@ -360,20 +360,18 @@ def smooth(
         raise ValueError(f"There are {len(values)} rows of values but {len(times)} epochs.")
     if not window > 0:
         raise ValueError(f"window={window}: write a number of epochs above 0.")
-    number = ((times - times[0]) / window).floor().long()
-    middles, means = [], []
-    for i in sorted(set(number.tolist())):
-        middle = float(times[0]) + (i + 0.5) * window
-        if middle <= float(times.max()):
-            inside = values[number == i]
-            middles.append(middle)
-            means.append(torch.where(torch.isfinite(inside), inside, math.nan).nanmean(0))
-    if not means:
+    values = torch.where(torch.isfinite(values), values, math.nan)
+    number = ((times - times[0]) / window).floor()
+    windows = number.unique()  # type: ignore[no-untyped-call]
+    middles = times[0] + (windows + 0.5) * window
+    reached = middles <= times.max()
+    if not reached.any():
         raise ValueError(
             f"Epochs {float(times[0]):g} to {float(times.max()):g} do not reach the middle of a "
             f"window of {window} epochs. Use a shorter window."
         )
-    return Smoothed(torch.tensor(middles, dtype=torch.float64), torch.stack(means))
+    means = [values[number == i].nanmean(0) for i in windows[reached]]
+    return Smoothed(middles[reached], torch.stack(means))
 
 
 # --- helpers --------------------------------------------------------------------------------------
