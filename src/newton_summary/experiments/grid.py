@@ -10,6 +10,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -163,12 +164,10 @@ def _work(pipe: Any, jobs: int) -> None:
     """Train what comes through a pipe, for as long as the other process lives."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    while True:
-        try:
-            config, path = pipe.recv()
-        except EOFError:
-            return
-        pipe.send(run_one(config, path, jobs))
+    with suppress(EOFError):
+        while True:
+            task: Task = pipe.recv()
+            pipe.send(run_one(*task, jobs))
 
 
 def _end_with_parent() -> None:

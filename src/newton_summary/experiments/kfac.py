@@ -98,7 +98,8 @@ class KFAC(Optimizer):
         for (layer, (a, _)), new_G in zip(seen.items(), G, strict=True):
             state = self.state[layer.weight]
             for name, value in (("A", input_covariance(layer, a.detach())), ("G", new_G)):
-                state[name] = torch.lerp(value, state.get(name, identity(value)), self.decay)
+                known = state.get(name, torch.eye(len(value)).to(value))
+                state[name] = torch.lerp(value, known, self.decay)
 
     def _cotangents(self, outputs: Tensor) -> Iterator[Tensor]:
         """Give derivatives c_i of samples' losses by the outputs: E[sum_i c_i c_i^T] = Fisher."""
@@ -174,18 +175,13 @@ class KFAC(Optimizer):
         return {weight: result[:, :-1].reshape(weight.shape), bias: result[:, -1]}
 
 
-def identity(M: Tensor) -> Tensor:
-    """Return the identity of the size of a square matrix."""
-    return torch.eye(len(M), dtype=M.dtype, device=M.device)
-
-
 def damped(A: Tensor, G: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """Return A + pi sqrt(lambda) I and G + sqrt(lambda)/pi I; pi^2 is the ratio of their scales."""
     tiny = torch.finfo(A.dtype).tiny
     scale_A, scale_G = (M.diagonal().mean().clamp_min(tiny) for M in (A, G))
     pi = (scale_A / scale_G).sqrt()
     root = math.sqrt(damping)
-    return A + pi * root * identity(A), G + root / pi * identity(G)
+    return A + pi * root * torch.eye(len(A)).to(A), G + root / pi * torch.eye(len(G)).to(G)
 
 
 def input_covariance(layer: Layer, x: Tensor) -> Tensor:

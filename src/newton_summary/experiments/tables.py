@@ -209,8 +209,7 @@ def times_table(runs: Sequence[Run]) -> Iterator[Row]:
 def runs_table(runs: Sequence[Run]) -> Iterator[Row]:
     """Return where each number comes from: directory, command, date and machine."""
     for run in runs:
-        sessions = run.environment().get("sessions") or [{}]
-        last = sessions[-1]
+        last = (run.environment()["sessions"] or [{}])[-1]
         yield [
             ("run", str(run.path)),
             ("seed", str(run.config.seed)),
