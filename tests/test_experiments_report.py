@@ -275,7 +275,7 @@ def test_demo_trains_measures_and_draws(tmp_path, capsys, monkeypatch):
         demonstration,
         "RECIPES",
         {
-            name: replace(RECIPES[name], make=lambda name=name: shrink(RECIPES[name]()))
+            name: replace(RECIPES[name], config=shrink(RECIPES[name]()))
             for name in demonstration.RECIPES_SHOWN
         },
     )
