@@ -22,7 +22,7 @@ from newton_summary.experiments.config import (
 )
 from newton_summary.experiments.paper_report import make_report
 from newton_summary.experiments.recipes import RECIPES
-from newton_summary.experiments.results import Spread, as_dict, method_labels, outcome
+from newton_summary.experiments.results import Spread, method_labels, outcome
 from newton_summary.experiments.rundir import Run, find_runs
 from newton_summary.experiments.training import train
 from newton_summary.run_directory import read_history
@@ -67,7 +67,7 @@ def test_outcome_is_read_off_the_metrics(runs):
     assert (result.best_epoch, result.test_loss) == (best["epoch"], best["test_loss"])
     assert result.seconds == sum(row["seconds"] for row in run.rows)
     assert outcome(runs[-1]).status == "diverged"
-    assert json.dumps(as_dict(outcome(runs[-1])))  # nan is None
+    assert json.dumps(outcome(runs[-1]).as_dict())  # nan is None
 
 
 def test_spread_leaves_out_what_is_not_finite():
@@ -275,7 +275,7 @@ def test_demo_trains_measures_and_draws(tmp_path, capsys, monkeypatch):
         demonstration,
         "RECIPES",
         {
-            name: replace(RECIPES[name], make=lambda name=name: shrink(RECIPES[name]()))
+            name: replace(RECIPES[name], config=shrink(RECIPES[name]()))
             for name in demonstration.RECIPES_SHOWN
         },
     )

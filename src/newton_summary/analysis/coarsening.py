@@ -108,12 +108,10 @@ def _merged_partition(
         return None
     labels: dict[str, int | Tensor] = {}
     for name, label in partition.labels.items():
-        if isinstance(label, int):
-            labels[name] = new[label]
-            continue
-        moved = torch.tensor(new, device=label.device)[label]
-        one = bool((moved == moved.flatten()[0]).all())
-        labels[name] = int(moved.flatten()[0]) if one else moved
+        old = torch.as_tensor(label)
+        moved = torch.tensor(new, device=old.device)[old]
+        first = moved.flatten()[0]
+        labels[name] = int(first) if bool((moved == first).all()) else moved
     return partition.regrouped(names, labels)
 
 
@@ -222,7 +220,7 @@ def suggest_merges(summary: Summary, spread: float = 3.0) -> Merges:
     g = summary.gbar.detach().double().cpu()
     h = summary.hessian().detach().double().cpu().diagonal()
     alone = torch.where((g > 0) & (h > 0), g / h, math.nan)
-    alone = alone.where(torch.isfinite(alone) & (alone > 0), torch.tensor(math.nan).to(alone))
+    alone = torch.where(torch.isfinite(alone) & (alone > 0), alone, math.nan)
     rates = dict(zip(summary.names, alone.tolist(), strict=True))
     partition = summary.partition
     roles = ("",) * len(summary) if partition is None else partition.roles

@@ -212,13 +212,12 @@ def joint_gain(summary: Summary, lambda_int: float = 1.0) -> JointGain:
     """
     need_summary(summary, "joint_gain")
     summary = _double(summary)
-    both = [learning_rates(summary, lambda_int, diagonal=diagonal) for diagonal in (False, True)]
+    joint, diagonal = (learning_rates(summary, lambda_int, diagonal=d) for d in (False, True))
 
     def model(rates: LearningRates) -> float:
         cube = rates.radius**3 if lambda_int > 0 else 0.0  # without D3 the radius is nan
         return rates.model_change + lambda_int / 6 * cube
 
-    joint, diagonal = both
     return JointGain(
         joint.model_change,
         diagonal.model_change,
@@ -306,19 +305,16 @@ def strongest_pairs(summary: Summary | Tensor, count: int = 10) -> StrongestPair
     summary = _double(summary)
     values, scaled = summary.hessian(), normalized(summary)
     layers, names = layer_numbers(summary), summary.names
-    first, second = torch.triu_indices(len(summary), len(summary), offset=1)
-    strength = scaled[first, second].abs()
+    every = torch.triu_indices(len(summary), len(summary), offset=1).T  # (pairs, 2)
+    strength = scaled[every[:, 0], every[:, 1]].abs()
     defined = torch.isfinite(strength)
-    ranked = strength.where(defined, torch.tensor(-1.0).to(strength)).argsort(
-        descending=True, stable=True
+    ranked = strength[defined].argsort(descending=True, stable=True)[:count]
+    pairs = (
+        Pair(
+            names[s], names[t], float(scaled[s, t]), float(values[s, t]), abs(layers[s] - layers[t])
+        )
+        for s, t in every[defined][ranked].tolist()
     )
-    pairs: list[Pair] = []
-    for s, t in zip(first[ranked].tolist(), second[ranked].tolist(), strict=True):
-        interaction = float(scaled[s, t])
-        if len(pairs) == count or not math.isfinite(interaction):
-            break
-        distance = abs(layers[s] - layers[t])
-        pairs.append(Pair(names[s], names[t], interaction, float(values[s, t]), distance))
     return StrongestPairs(tuple(pairs), int((~defined).sum()))
 
 
@@ -364,21 +360,18 @@ def smooth(
         raise ValueError(f"There are {len(values)} rows of values but {len(times)} epochs.")
     if not window > 0:
         raise ValueError(f"window={window}: write a number of epochs above 0.")
-    number = ((times - times[0]) / window).floor().long()
-    middles, means = [], []
-    for i in sorted(set(number.tolist())):
-        middle = float(times[0]) + (i + 0.5) * window
-        if middle <= float(times.max()):
-            inside = values[number == i]
-            inside = inside.where(torch.isfinite(inside), torch.tensor(math.nan).to(inside))
-            middles.append(middle)
-            means.append(inside.nanmean(0))
-    if not means:
+    values = torch.where(torch.isfinite(values), values, math.nan)
+    number = ((times - times[0]) / window).floor()
+    windows = number.unique()  # type: ignore[no-untyped-call]
+    middles = times[0] + (windows + 0.5) * window
+    reached = middles <= times.max()
+    if not reached.any():
         raise ValueError(
             f"Epochs {float(times[0]):g} to {float(times.max()):g} do not reach the middle of a "
             f"window of {window} epochs. Use a shorter window."
         )
-    return Smoothed(torch.tensor(middles, dtype=torch.float64), torch.stack(means))
+    means = [values[number == i].nanmean(0) for i in windows[reached]]
+    return Smoothed(middles[reached], torch.stack(means))
 
 
 # --- helpers --------------------------------------------------------------------------------------
@@ -404,7 +397,7 @@ def _double(summary: Summary | Tensor) -> Summary:
 
 def _unit_diagonal(matrix: Tensor) -> Tensor:
     scale = matrix.detach().diagonal().abs().sqrt()
-    scale = scale.where((scale > 0) & torch.isfinite(scale), torch.tensor(math.nan).to(scale))
+    scale = torch.where((scale > 0) & torch.isfinite(scale), scale, math.nan)
     return matrix.detach() / scale[:, None] / scale[None, :]
 
 

@@ -31,8 +31,6 @@ from newton_summary.inspection.settings import Settings
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from newton_summary.experiments.results import Outcome
-
 USAGE = """\
 Usage: newton-summary COMMAND [ARGUMENTS]
 
@@ -205,31 +203,28 @@ def _dispatch(args: list[str]) -> int:
         raise UserError(
             f"{name} needs tyro and rich: run pip install -e '.[{extra}]' in your clone."
         )
-    return COMMANDS[name](rest)
+    return COMMANDS[name](rest) or 0
 
 
 # --- commands ------------------------------------------------------------------------------------
 
 
-def list_recipes(args: list[str]) -> int:
+def list_recipes(args: list[str]) -> None:
     """Print the recipes."""
     options = parse(ListOptions(), args, "list")
     if options.json:
         print(json.dumps({name: flatten(recipe()) for name, recipe in RECIPES.items()}, indent=2))
-        return 0
-    width = max(map(len, RECIPES))
-    for name, recipe in RECIPES.items():
-        print(f"{name:<{width}}  {recipe.about}")
-    return 0
+    else:
+        print(text_table([(name, recipe.about) for name, recipe in RECIPES.items()]))
 
 
-def run(args: list[str]) -> int:
+def run(args: list[str]) -> None:
     """Train a recipe."""
     recipe, args = named_recipe(args, RunOptions(), "run")
     config, options = parse_fields(recipe, RunOptions(), args, f"run {recipe.recipe}")
     path = options.run_dir or Path("runs") / file_name(config.recipe) / run_name(config)
     from newton_summary.experiments.progress import watching
-    from newton_summary.experiments.results import as_dict, outcome
+    from newton_summary.experiments.results import outcome
     from newton_summary.experiments.rundir import Run
     from newton_summary.experiments.training import speed, train
     from newton_summary.run_directory import CONFIG
@@ -242,15 +237,14 @@ def run(args: list[str]) -> int:
     seconds, adam = speed(done) or (None, None)
     ratio = seconds / adam if seconds and adam else None
     if options.json and torchrun.rank() == 0:
-        print(json.dumps({"run_dir": str(path), **as_dict(result), "time_over_adam": ratio}))
+        print(json.dumps({"run_dir": str(path), **result.as_dict(), "time_over_adam": ratio}))
     if finished:
         console.print("already finished; results:")
-    console.print(_in_words(result))
+    console.print(str(result))
     if seconds is not None:
         text = f"an epoch of training took {seconds:.2f} s"
         text += "" if ratio is None else f", {ratio:.2f} times Adam's {adam:.2f} s"
         console.print(text)
-    return 0
 
 
 def train_grid(args: list[str]) -> int:
@@ -283,7 +277,7 @@ def train_grid(args: list[str]) -> int:
     return 1 if any(result.error for result in results) else 0
 
 
-def report(args: list[str]) -> int:
+def report(args: list[str]) -> None:
     """Make tables and figures."""
     folders = leading(args)
     options = parse(ReportOptions(), args[len(folders) :], "report DIR...")
@@ -294,10 +288,9 @@ def report(args: list[str]) -> int:
 
     runs = find_runs([Path(folder) for folder in folders])
     _tell_files(make_report(runs, options.out, options.epoch, options.window), options)
-    return 0
 
 
-def inspect(args: list[str]) -> int:
+def inspect(args: list[str]) -> None:
     """Measure a user's model and write the page."""
     targets = leading(args)
     options = parse(InspectOptions(), args[len(targets) :], "inspect FILE.py:build")
@@ -321,10 +314,9 @@ def inspect(args: list[str]) -> int:
     if options.json:
         print(json.dumps({"page": str(page), **found.as_dict()}))
     console.print(f"{found}\n\nThe report is in {page}")
-    return 0
 
 
-def demo(args: list[str]) -> int:
+def demo(args: list[str]) -> None:
     """Train, measure and draw on the images inside the package."""
     options = parse(DemoOptions(), args, "demo")
     from newton_summary.experiments.demo import NEXT, demonstrate
@@ -333,10 +325,9 @@ def demo(args: list[str]) -> int:
     files = demonstrate(options.out, options.epochs, console)
     _tell_files(files, options)
     console.print(NEXT.format(page=files[0]))
-    return 0
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
+COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "list": list_recipes,
     "run": run,
     "sweep": train_grid,
@@ -357,19 +348,11 @@ def _console(options: Output) -> Console:
     return Console(quiet=silent, soft_wrap=True, highlight=False, markup=False)
 
 
-def _in_words(result: Outcome) -> str:
-    share = "" if result.test_accuracy != result.test_accuracy else f" ({result.test_accuracy:.2%})"
-    return (
-        f"{result.status} after {result.epochs} epochs: train {result.train_loss:.4g}, test "
-        f"{result.test_loss:.4g}{share} at the best validation loss, epoch {result.best_epoch}"
-    )
-
-
 def _as_json(result: Result) -> dict[str, Any]:
     return {
         "run_dir": str(result.path),
         "config": flatten(result.config),
-        "outcome": result.outcome,
+        "outcome": None if result.outcome is None else result.outcome.as_dict(),
         "error": result.error,
         "skipped": result.skipped,
     }
@@ -405,7 +388,3 @@ def _short_warnings() -> Iterator[None]:
             yield
     finally:
         warnings.formatwarning = before
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,7 +7,7 @@ A recipe returns an :class:`ExperimentConfig`; the command line shows every fiel
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -226,10 +226,10 @@ def to_dict(config: ExperimentConfig) -> dict[str, Any]:
 
 def from_dict(values: Mapping[str, Any]) -> ExperimentConfig:
     """Return what :func:`to_dict` wrote; fields of a newer version are ignored."""
-    kinds: dict[str, Any] = {"model": ModelConfig, "data": DataConfig, "schedule": ScheduleConfig}
-    kinds |= {"measure": MeasureConfig, "optimizer": OptimizerConfig}
     parts: dict[str, Any] = {}
-    for name, kind in kinds.items():
+    for name, kind in get_type_hints(ExperimentConfig).items():
+        if not is_dataclass(kind):
+            continue
         section = values.get(name)
         if not isinstance(section, Mapping):
             raise UserError(f"The configuration has no section {name!r}.")
@@ -271,7 +271,8 @@ LEAST = dict.fromkeys(_ZERO.split(), 0) | dict.fromkeys(_ONE.split(), 1)
 
 def check(config: ExperimentConfig) -> None:
     """Raise a UserError for values of the wrong type or out of range."""
-    for owner, prefix in _parts(config):
+    parts = {f"{name}.": part for name, part in vars(config).items() if is_dataclass(part)}
+    for prefix, owner in [("", config), *parts.items()]:
         hints = get_type_hints(type(owner))
         for f in fields(owner):
             name, value = f"{prefix}{f.name}", getattr(owner, f.name)
@@ -284,21 +285,11 @@ def check(config: ExperimentConfig) -> None:
         raise UserError(f"schedule.factor = {config.schedule.factor}: write 1 or less, above 0.")
 
 
-def _parts(config: ExperimentConfig) -> Iterator[tuple[Any, str]]:
-    yield config, ""
-    for f in fields(config):
-        value = getattr(config, f.name)
-        if is_dataclass(value):
-            yield value, f"{f.name}."
-
-
 def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if get_origin(kind) in (Union, types.UnionType):
         return any(_fits(value, k) for k in get_args(kind))
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, int | float if kind is float else kind)

@@ -22,8 +22,6 @@ from newton_summary.experiments.files import Bytes, read_cifar10, read_mnist
 
 Batch = tuple[Tensor, Tensor]
 
-CIFAR10_MEAN = (0.4914, 0.4822, 0.4465)
-CIFAR10_STD = (0.2470, 0.2435, 0.2616)
 SPLIT_SEED = 0  # of the validation set, the same for all runs
 
 
@@ -141,43 +139,33 @@ def load_dataset(
     return Dataset(name, known[train], known[chosen], test[slice(n)])
 
 
-def _mnist(config: DataConfig, dtype: torch.dtype, device: torch.device) -> tuple[Split, Split]:
-    """60,000 and 10,000 digits of 28 x 28."""
-    files = read_mnist(config.root, config.download)
-    return _both(files, (MNIST_MEAN,), (MNIST_STD,), dtype, device, config.pad)
+# The official files: how to read them, mean and standard deviation of each channel.
+OFFICIAL = {
+    "mnist": (read_mnist, (MNIST_MEAN,), (MNIST_STD,)),
+    "cifar10": (read_cifar10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+}
 
 
-def _cifar10(config: DataConfig, dtype: torch.dtype, device: torch.device) -> tuple[Split, Split]:
-    """50,000 and 10,000 colour images of 32 x 32."""
-    files = read_cifar10(config.root, config.download)
-    return _both(files, CIFAR10_MEAN, CIFAR10_STD, dtype, device)
+def _images(config: DataConfig, dtype: torch.dtype, device: torch.device) -> tuple[Split, Split]:
+    """60,000 and 10,000 digits of 28 x 28, or 50,000 and 10,000 colour images of 32 x 32."""
+    read, *statistics = OFFICIAL[config.name]
+    mean, std = (torch.tensor(x, dtype=dtype, device=device)[:, None, None] for x in statistics)
+
+    def split(pixels: Bytes, labels: Bytes) -> Split:
+        images = torch.tensor(pixels, device=device).to(dtype).div_(255)
+        if config.pad and config.name == "mnist":
+            images = F.pad(images, (2,) * 4)  # black
+        images.sub_(mean).div_(std)
+        return Split(images, torch.tensor(labels, dtype=torch.int64, device=device))
+
+    files = read(config.root, config.download)
+    return split(*files["train"]), split(*files["test"])
 
 
 def _embedded(config: DataConfig, dtype: torch.dtype, device: torch.device) -> tuple[Split, Split]:
     """5,000 and 1,000 digits of MNIST inside the package."""
     load = partial(load_mnist_subset, pad=config.pad, dtype=dtype, device=device)
     return Split(*load("train")), Split(*load("test"))
-
-
-def _both(
-    files: dict[str, tuple[Bytes, Bytes]],
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    pad: bool = False,
-) -> tuple[Split, Split]:
-    """Normalise each channel of both parts; the frame has the value of black."""
-    center, spread = (torch.tensor(x, dtype=dtype, device=device) for x in (mean, std))
-
-    def split(pixels: Bytes, labels: Bytes) -> Split:
-        images = torch.tensor(pixels, device=device).to(dtype).div_(255)
-        if pad:
-            images = F.pad(images, (2,) * 4)
-        images.sub_(center[:, None, None]).div_(spread[:, None, None])
-        return Split(images, torch.tensor(labels, dtype=torch.int64, device=device))
-
-    return split(*files["train"]), split(*files["test"])
 
 
 ADDITION_SYMBOLS = "0123456789+="
@@ -206,8 +194,8 @@ def _nothing(config: DataConfig, dtype: torch.dtype, device: torch.device) -> tu
 
 
 DATASETS = {
-    "mnist": Source(_mnist, 6000),
-    "cifar10": Source(_cifar10, 5000),
+    "mnist": Source(_images, 6000),
+    "cifar10": Source(_images, 5000),
     "embedded": Source(_embedded, 500),
     "addition": Source(_addition, 1000),
     "nothing": Source(_nothing, 1),

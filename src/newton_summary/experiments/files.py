@@ -83,10 +83,7 @@ def read_cifar10(root: Path | None, download: bool) -> dict[str, tuple[Bytes, By
 
 def _idx(path: Path) -> Bytes:
     """Read an idx file: two zero bytes, type 8, the number of axes, their sizes, the values."""
-    try:
-        raw = gzip.decompress(checked(path))
-    except (OSError, EOFError) as error:
-        raise DataError(f"{path} cannot be read: {error}.") from None
+    raw = gzip.decompress(checked(path))
     axes = raw[3]
     shape = np.frombuffer(raw, ">u4", axes, offset=4)
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * axes).reshape(shape)

@@ -10,16 +10,19 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from newton_summary.display.names import file_name
 from newton_summary.errors import UserError
 from newton_summary.experiments.config import ExperimentConfig, flatten
 from newton_summary.experiments.recipes import RECIPES
+
+if TYPE_CHECKING:
+    from newton_summary.experiments.results import Outcome
 
 Task = tuple[ExperimentConfig, Path]
 
@@ -53,7 +56,7 @@ class Result:
 
     config: ExperimentConfig
     path: Path
-    outcome: dict[str, Any] | None  # None if it failed
+    outcome: Outcome | None  # None if it failed
     error: str | None = None
     skipped: bool = False  # it was finished already
 
@@ -62,7 +65,7 @@ def run_one(config: ExperimentConfig, path: Path, side_by_side: int = 1) -> Resu
     """Train one point; errors are returned, so that the other points continue."""
     import torch
 
-    from newton_summary.experiments.results import as_dict, outcome
+    from newton_summary.experiments.results import outcome
     from newton_summary.experiments.rundir import Run
     from newton_summary.experiments.training import train
     from newton_summary.run_directory import CONFIG
@@ -72,9 +75,8 @@ def run_one(config: ExperimentConfig, path: Path, side_by_side: int = 1) -> Resu
     try:
         known = Run.load(path) if (path / CONFIG).is_file() else None
         if known is not None and known.epoch >= config.epochs:
-            return Result(config, path, as_dict(outcome(known.until(config))), skipped=True)
-        run = train(config, path, side_by_side=side_by_side)
-        return Result(config, path, as_dict(outcome(run)))
+            return Result(config, path, outcome(known.until(config)), skipped=True)
+        return Result(config, path, outcome(train(config, path, side_by_side=side_by_side)))
     except Exception as error:  # whatever it is, the other runs do not depend on it
         text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         return Result(config, path, None, text.splitlines()[0] if text else "unknown")
@@ -141,7 +143,7 @@ def in_processes(tasks: Sequence[Task], jobs: int) -> Iterator[Result]:
                 busy[pipe] = process, waiting.popleft()
                 pipe.send(busy[pipe][1])
             for pipe in connection.wait(list(busy)):
-                process, (config, path) = busy.pop(pipe)
+                process, task = busy.pop(pipe)
                 try:
                     result = pipe.recv()
                     idle.append((pipe, process))
@@ -150,7 +152,7 @@ def in_processes(tasks: Sequence[Task], jobs: int) -> Iterator[Result]:
                     code = process.exitcode
                     why = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
                     why += ", perhaps for lack of memory; run the same command to resume"
-                    result = Result(config, path, None, f"its process {why}")
+                    result = Result(*task, None, f"its process {why}")
                 yield result
     finally:
         for process in (*(p for _, p in idle), *(p for p, _ in busy.values())):
@@ -162,12 +164,10 @@ def _work(pipe: Any, jobs: int) -> None:
     """Train what comes through a pipe, for as long as the other process lives."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    while True:
-        try:
-            config, path = pipe.recv()
-        except EOFError:
-            return
-        pipe.send(run_one(config, path, jobs))
+    with suppress(EOFError):
+        while True:
+            task: Task = pipe.recv()
+            pipe.send(run_one(*task, jobs))
 
 
 def _end_with_parent() -> None:
@@ -182,20 +182,6 @@ def _end_with_parent() -> None:
 
 def on_cluster(tasks: Sequence[Task], scheduler: str) -> Iterator[Result]:
     """Train on the workers of a dask cluster, which replaces those that die."""
-    with connected(scheduler) as (client, as_completed):
-        futures = {client.submit(run_one, *task, 0, pure=False): task for task in tasks}
-        for future in as_completed(list(futures)):
-            config, path = futures[future]
-            try:
-                yield future.result()
-            except Exception as error:  # a worker that died again and again
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                yield Result(config, path, None, reason)
-
-
-@contextmanager
-def connected(scheduler: str) -> Iterator[tuple[Any, Any]]:
-    """Connect to a dask cluster; yield the client, and what waits for its results."""
     try:
         distributed: Any = importlib.import_module("distributed")
     except ImportError:
@@ -217,7 +203,13 @@ def connected(scheduler: str) -> Iterator[tuple[Any, Any]]:
                 f"Workers of {scheduler} have several threads, so that runs would share torch's "
                 f"random numbers. Start them with dask worker --nthreads 1."
             )
-        yield client, distributed.as_completed
+        futures = {client.submit(run_one, *task, 0, pure=False): task for task in tasks}
+        for future in distributed.as_completed(list(futures)):
+            try:
+                yield future.result()
+            except Exception as error:  # a worker that died again and again
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                yield Result(*futures[future], None, reason)
 
 
 # --- the table at the end ------------------------------------------------------------------------
@@ -225,43 +217,26 @@ def connected(scheduler: str) -> Iterator[tuple[Any, Any]]:
 
 def table(results: Sequence[Result], varied: Sequence[str]) -> list[list[str]]:
     """Return rows of text, header first: each point with its numbers over seeds, best first."""
-    from newton_summary.experiments.results import Spread
+    from newton_summary.experiments.results import group_by, spread, troubles
 
     columns = [name for name in varied if name != "seed"]
-    points: dict[tuple[Any, ...], list[Result]] = {}
-    for result in results:
-        values = flatten(result.config)
-        points.setdefault(tuple(values[name] for name in columns), []).append(result)
+    points = group_by(results, lambda result: tuple(map(flatten(result.config).get, columns)))
     rows = []
     for point, runs in points.items():
-        numbers = {
-            name: Spread(tuple(_value(run, name) for run in runs))
+        ended = [run.outcome for run in runs if run.outcome is not None]
+        train, validation, test, accuracy = (
+            spread(ended, name)
             for name in ("train_loss", "validation_loss", "test_loss", "test_accuracy")
-        }
-        lowest = min(numbers["train_loss"].finite, default=None)
-        troubles = [
-            f"{count} {what}"
-            for what in ("diverged", "failed")
-            if (count := sum(_status(run) == what for run in runs))
-        ]
-        mean = numbers["validation_loss"].mean
+        )
+        problems = troubles(run.outcome.status if run.outcome else "failed" for run in runs)
         cells = [
-            *(str(value) for value in point),
-            str(len(runs)),
-            "-" if lowest is None else f"{lowest:.4g}",
-            *(str(number) for number in numbers.values()),
-            ", ".join(troubles),
+            *map(str, (*point, len(runs))),
+            f"{min(train.finite):.4g}" if train.finite else "-",
+            *map(str, (train, validation, test, accuracy)),
+            problems,
         ]
-        rows.append((bool(troubles), mean if mean == mean else float("inf"), cells))
+        mean = validation.mean
+        rows.append((bool(problems), mean if mean == mean else float("inf"), cells))
     rows.sort(key=lambda row: row[:2])
     header = [*columns, "runs", "best train", "train", "validation", "test", "accuracy", "trouble"]
     return [header, *(cells for *_, cells in rows)]
-
-
-def _value(result: Result, name: str) -> float:
-    value = None if result.outcome is None else result.outcome[name]
-    return float("nan") if value is None else float(value)
-
-
-def _status(result: Result) -> str:
-    return "failed" if result.outcome is None else str(result.outcome["status"])

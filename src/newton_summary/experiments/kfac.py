@@ -90,18 +90,15 @@ class KFAC(Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
-        layers = list(seen)
-        ends = [seen[layer][1] for layer in layers]
-        G = [outputs.new_zeros(()) for _ in layers]
+        ends = [end for _, end in seen.values()]
+        G = [outputs.new_zeros(()) for _ in seen]
         for cotangent in self._cotangents(outputs.detach()):
             grads = torch.autograd.grad(outputs, ends, cotangent, retain_graph=True)
             G = [old + gradient_covariance(g) for old, g in zip(G, grads)]
-        for layer, new_G in zip(layers, G, strict=True):
-            new = {"A": input_covariance(layer, seen[layer][0].detach()), "G": new_G}
+        for (layer, (a, _)), new_G in zip(seen.items(), G, strict=True):
             state = self.state[layer.weight]
-            for name, value in new.items():
-                known = state.get(name)
-                known = identity(value) if known is None else known
+            for name, value in (("A", input_covariance(layer, a.detach())), ("G", new_G)):
+                known = state.get(name, torch.eye(len(value)).to(value))
                 state[name] = torch.lerp(value, known, self.decay)
 
     def _cotangents(self, outputs: Tensor) -> Iterator[Tensor]:
@@ -178,18 +175,13 @@ class KFAC(Optimizer):
         return {weight: result[:, :-1].reshape(weight.shape), bias: result[:, -1]}
 
 
-def identity(M: Tensor) -> Tensor:
-    """Return the identity of the size of a square matrix."""
-    return torch.eye(len(M), dtype=M.dtype, device=M.device)
-
-
 def damped(A: Tensor, G: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """Return A + pi sqrt(lambda) I and G + sqrt(lambda)/pi I; pi^2 is the ratio of their scales."""
     tiny = torch.finfo(A.dtype).tiny
     scale_A, scale_G = (M.diagonal().mean().clamp_min(tiny) for M in (A, G))
     pi = (scale_A / scale_G).sqrt()
     root = math.sqrt(damping)
-    return A + pi * root * identity(A), G + root / pi * identity(G)
+    return A + pi * root * torch.eye(len(A)).to(A), G + root / pi * torch.eye(len(G)).to(G)
 
 
 def input_covariance(layer: Layer, x: Tensor) -> Tensor:

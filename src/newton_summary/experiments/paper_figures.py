@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from newton_summary.experiments.config import NewtonSummaryConfig, flatten
 from newton_summary.experiments.results import (
@@ -19,8 +18,8 @@ from newton_summary.experiments.results import (
     setup_label,
 )
 from newton_summary.experiments.rundir import Run
-from newton_summary.figures.charts import block_of, rates
-from newton_summary.figures.drawing import COLOURS, PANEL, draw_matrix, figure_text
+from newton_summary.figures.charts import MATRICES, block_of, rates
+from newton_summary.figures.drawing import COLOURS, PANEL, draw_matrix, figure_text, over_epochs
 from newton_summary.history import History, Measured
 
 FIXED = dict(zip(("NewtonSummary", "Adam", "K-FAC", "SGD"), COLOURS))
@@ -96,13 +95,10 @@ def _curves(runs: Sequence[Run], metrics: Sequence[tuple[str, str, bool]]) -> Fi
         for label, same in methods.items():
             _curve(axis, same, metric, label, looks[label], positive=logarithmic)
         axis.set_title(figure_text(setup), loc="left")
-        axis.set_xlabel("epoch")
-        axis.set_ylabel(title)
+        over_epochs(axis, title)
         axis.set_xlim(0, max(1, *(run.epoch for run in group)))
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         if logarithmic and axis.lines:
             axis.set_yscale("log")
-        axis.grid(alpha=0.3)
         if metric == metrics[-1][0] and axis.lines:
             place = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
             axis.legend(fontsize="small", frameon=False, **place)
@@ -181,21 +177,16 @@ def hessian_figure(run: Run, epoch: int | None = None) -> Figure | None:
     figure = Figure(figsize=(size * len(columns) + 1, 2 * size + 1), layout="constrained")
     axes = figure.subplots(2, len(columns), squeeze=False)
     for column, (title, measured, name) in enumerate(columns):
-        summary = measured.summary
-        try:
-            inverse = summary.inverse(without_dead=True)
-        except ValueError:
-            inverse = None
-        for row, matrix in enumerate((summary.hessian(), inverse)):
-            axis = axes[row][column]
-            what = "Hbar" if row == 0 else "inverse"
+        for axis, what in zip(axes[:, column], ("Hbar", "inverse")):
             which = name or "all groups"
             axis.set_title(f"{what}, {which}\n{title}", fontsize="small", loc="left")
-            if matrix is None:
+            try:
+                matrix = MATRICES[what][1](measured.summary)
+            except ValueError:
                 axis.text(0.5, 0.5, "no inverse", ha="center", transform=axis.transAxes)
                 axis.set_axis_off()
                 continue
-            block = block_of(summary, matrix, name)
+            block = block_of(measured.summary, matrix, name)
             few = max(block.values.shape) <= 24
             draw_matrix(axis, block, "symlog", font_size=5 if few else 0, numbers=False)
     title = figure_text(f"{setup_label(run.config)}, {optimizer_label(run.config)}")

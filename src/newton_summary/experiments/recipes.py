@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 from newton_summary.display.names import nearest
 from newton_summary.errors import UserError
@@ -52,13 +51,12 @@ PLATEAU = ScheduleConfig(factor=0.5)
 class Recipe:
     """A named configuration."""
 
-    name: str
-    make: Callable[[], ExperimentConfig]
+    config: ExperimentConfig
     about: str
 
     def __call__(self) -> ExperimentConfig:
-        """Return the configuration, with the name of its recipe."""
-        return replace(self.make(), recipe=self.name)
+        """Return the configuration."""
+        return self.config
 
 
 RECIPES: dict[str, Recipe] = {}
@@ -66,13 +64,13 @@ RECIPES: dict[str, Recipe] = {}
 
 def recipe(make: Callable[[], ExperimentConfig]) -> Callable[[], ExperimentConfig]:
     """Register a function as the recipe of its name."""
-    add_recipe(make.__name__, make, make.__doc__)
+    add_recipe(make.__name__, make(), make.__doc__)
     return make
 
 
-def add_recipe(name: str, make: Callable[[], ExperimentConfig], about: str | None) -> None:
+def add_recipe(name: str, config: ExperimentConfig, about: str | None) -> None:
     """Register a recipe; of ``about`` the first line is shown."""
-    RECIPES[name] = Recipe(name, make, (about or "").split("\n")[0])
+    RECIPES[name] = Recipe(replace(config, recipe=name), (about or "").split("\n")[0])
 
 
 def get_recipe(name: str) -> Recipe:
@@ -173,29 +171,24 @@ def with_sgd(name: str) -> ExperimentConfig:
 
 WAYS = (with_newton_summary, with_as_published, with_default, with_adam, with_kfac, with_sgd)
 for name, way in product(SETUPS, WAYS):
-    add_recipe(f"{name}_{way.__name__.removeprefix('with_')}", partial(way, name), way.__doc__)
+    add_recipe(f"{name}_{way.__name__.removeprefix('with_')}", way(name), way.__doc__)
 
 
 # --- the studies of the appendices ---------------------------------------------------------------
 
 
-def vgg_partition(partition: str) -> ExperimentConfig:
-    """App. J: VGG-11' with another partition."""
-    optimizer = replace(paper_optimizer("vgg_cifar10"), partition=partition)
-    return replace(with_newton_summary("vgg_cifar10"), optimizer=optimizer)
-
-
-def diagonal(name: str) -> ExperimentConfig:
-    """App. K: the off-diagonal of Hbar set to zero."""
-    optimizer = replace(paper_optimizer(name), diagonal=True)
-    return replace(with_newton_summary(name), optimizer=optimizer)
+def variant(name: str, **changes: Any) -> ExperimentConfig:
+    """A setup with the paper's optimizer, some of whose options are others."""
+    return replace(with_newton_summary(name), optimizer=replace(paper_optimizer(name), **changes))
 
 
 for name in PARTITIONS[:-1]:  # the last is that of vgg_cifar10_newton_summary
     about = f"App. J: VGG-11' with the partition {name}."
-    add_recipe(f"vgg_cifar10_{name.replace('-', '_')}", partial(vgg_partition, name), about)
+    config = variant("vgg_cifar10", partition=name)
+    add_recipe(f"vgg_cifar10_{name.replace('-', '_')}", config, about)
 for name in ("lenet_cifar10", "vgg_cifar10"):
-    add_recipe(f"{name}_diagonal", partial(diagonal, name), diagonal.__doc__)
+    about = "App. K: the off-diagonal of Hbar set to zero."
+    add_recipe(f"{name}_diagonal", variant(name, diagonal=True), about)
 
 
 @recipe
@@ -217,46 +210,23 @@ def vbigmlp_cifar10_adam() -> ExperimentConfig:
 # --- small ones on the embedded images -----------------------------------------------------------
 
 
-def embedded(model: str, optimizer: OptimizerConfig) -> ExperimentConfig:
+def embedded(model: str, optimizer: OptimizerConfig, measure_every: int = 0) -> ExperimentConfig:
     """A small run on the images inside the package: seconds an epoch on a laptop."""
-    data = DataConfig("embedded", pad=model == "lenet")
-    return replace(experiment(model, "embedded", 10, optimizer), data=data)
+    data, measure = DataConfig("embedded", pad=model == "lenet"), MeasureConfig(measure_every)
+    return replace(experiment(model, "embedded", 10, optimizer), data=data, measure=measure)
 
 
-@recipe
-def lenet_embedded() -> ExperimentConfig:
-    """LeNet on 4,500 digits with NewtonSummary."""
-    return embedded("lenet", NewtonSummaryConfig(curvature_batch_size=500))
-
-
-@recipe
-def lenet_embedded_adam() -> ExperimentConfig:
-    """LeNet on 4,500 digits with Adam."""
-    return embedded("lenet", AdamConfig(lr=1e-3))
-
-
-@recipe
-def lenet_embedded_sgd() -> ExperimentConfig:
-    """LeNet on 4,500 digits with SGD, measured before each epoch."""
-    return replace(embedded("lenet", SGDConfig()), measure=MeasureConfig(every=1))
-
-
-@recipe
-def mlp_embedded() -> ExperimentConfig:
-    """MLP on 4,500 digits with NewtonSummary."""
-    return embedded("mlp", NewtonSummaryConfig(curvature_batch_size=500))
-
-
-@recipe
-def mlp_embedded_adam() -> ExperimentConfig:
-    """MLP on 4,500 digits with Adam."""
-    return embedded("mlp", AdamConfig(lr=1e-3))
-
-
-@recipe
-def mlp_embedded_kfac() -> ExperimentConfig:
-    """MLP on 4,500 digits with K-FAC."""
-    return embedded("mlp", KFACConfig(lr=1e-3, damping=1e-2))
+FEW_SAMPLES = NewtonSummaryConfig(curvature_batch_size=500)
+for label, end, optimizer, every, what in (
+    ("LeNet", "", FEW_SAMPLES, 0, "NewtonSummary"),
+    ("LeNet", "_adam", AdamConfig(), 0, "Adam"),
+    ("LeNet", "_sgd", SGDConfig(), 1, "SGD, measured before each epoch"),
+    ("MLP", "", FEW_SAMPLES, 0, "NewtonSummary"),
+    ("MLP", "_adam", AdamConfig(), 0, "Adam"),
+    ("MLP", "_kfac", KFACConfig(lr=1e-3), 0, "K-FAC"),
+):
+    config = embedded(label.lower(), optimizer, every)
+    add_recipe(f"{label.lower()}_embedded{end}", config, f"{label} on 4,500 digits with {what}.")
 
 
 # --- our own -------------------------------------------------------------------------------------

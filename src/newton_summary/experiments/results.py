@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from newton_summary.experiments.config import ExperimentConfig, NewtonSummaryConfig, flatten
 from newton_summary.experiments.rundir import Run, finite
+
+T = TypeVar("T")
 
 LABELS = {
     "newton_summary": "NewtonSummary",
@@ -51,6 +54,18 @@ class Outcome:
     seconds_per_epoch: float
     memory_gib: float
 
+    def __str__(self) -> str:
+        """Return the numbers at the best validation loss, in a line."""
+        share = "" if math.isnan(self.test_accuracy) else f" ({self.test_accuracy:.2%})"
+        return (
+            f"{self.status} after {self.epochs} epochs: train {self.train_loss:.4g}, test "
+            f"{self.test_loss:.4g}{share} at the best validation loss, epoch {self.best_epoch}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return values that JSON can represent."""
+        return finite(asdict(self))  # type: ignore[no-any-return]
+
 
 def outcome(run: Run) -> Outcome:
     """Summarize a run."""
@@ -86,12 +101,6 @@ def best_row(run: Run) -> dict[str, Any]:
     """Return the row of the epoch with the lowest validation loss."""
     rows = [row for row in run.rows if row.get("validation_loss") is not None]
     return min(rows, key=lambda row: float(row["validation_loss"]), default={})
-
-
-def as_dict(result: Outcome) -> dict[str, Any]:
-    """Return values that JSON can represent."""
-    values: dict[str, Any] = finite(asdict(result))
-    return values
 
 
 def _number(value: Any) -> float:
@@ -168,11 +177,18 @@ def is_paper_mode(config: ExperimentConfig) -> bool:
     )
 
 
-def group_by(runs: Sequence[Run], key: Callable[[Run], Any]) -> dict[Any, list[Run]]:
-    """Return runs by a key, in order of first appearance."""
-    groups: dict[Any, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(key(run), []).append(run)
+def troubles(statuses: Iterable[str]) -> str:
+    """Return how many runs did not end as they should."""
+    counts = Counter(statuses)
+    bad = [name for name in ("diverged", "failed", "unfinished") if counts[name]]
+    return ", ".join(f"{counts[name]} {name}" for name in bad)
+
+
+def group_by(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
+    """Return runs, or results of them, by a key, in order of first appearance."""
+    groups: dict[Any, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
     return groups
 
 

@@ -11,7 +11,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ from newton_summary.storage.writing import (
     Digested,
     cannot_write,
     is_part,
-    json_bytes,
     make_folder,
     replacing,
     sync_folder,
@@ -189,7 +188,16 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-Contents = dict[str, Callable[[Digested], object]]  # what writes each file
+def write_content(stream: Digested, name: str, content: Any) -> None:
+    """Write a file as its name demands: tensors, a line of JSON for each row, or JSON."""
+    if name == SUMMARIES:
+        write_tensors(stream, [measured.state_dict() for measured in content])
+    elif name == CHECKPOINT:
+        write_tensors(stream, content)
+    elif name == METRICS:
+        stream.write("".join(json.dumps(finite(row)) + "\n" for row in content).encode())
+    else:
+        stream.write((json.dumps(content, indent=2) + "\n").encode())
 
 
 class RunWriter:
@@ -258,11 +266,10 @@ class RunWriter:
         self.rows = rows[: last + 1]
         self.summaries = [m for m in summaries if m.epoch <= last]
         self.environment["sessions"].append({**session, "from_epoch": max(last, 0)})
-        config = json_bytes(to_dict(self.config))
-        contents: Contents = {CONFIG: lambda stream: stream.write(config)}
+        contents: dict[str, Any] = {CONFIG: to_dict(self.config)}
         if self.rows != rows or len(self.summaries) < len(summaries):
-            contents |= {SUMMARIES: self._write_summaries, METRICS: self._write_rows}
-        self._replace({**contents, ENVIRONMENT: self._write_environment})
+            contents |= {SUMMARIES: self.summaries, METRICS: self.rows}
+        self._replace({**contents, ENVIRONMENT: self.environment})
         return checkpoint
 
     def _acquire(self) -> None:
@@ -289,29 +296,19 @@ class RunWriter:
     def add_row(self, row: Row, checkpoint: Mapping[str, Any] | None) -> None:
         """Write an epoch: the summaries, its metrics, and the state to resume from."""
         self.rows.append(row)
-        contents: Contents = {METRICS: self._write_rows}
+        contents: dict[str, Any] = {METRICS: self.rows}
         if self.summaries and self.summaries[-1].epoch == row["epoch"]:
-            contents[SUMMARIES] = self._write_summaries
+            contents[SUMMARIES] = self.summaries
         if checkpoint is not None:
-            contents[CHECKPOINT] = lambda stream: write_tensors(stream, checkpoint)
+            contents[CHECKPOINT] = checkpoint
         self._replace(contents)
 
     def add_environment(self, **values: Any) -> None:
         """Add facts on the whole run."""
         self.environment |= values
-        self._replace({ENVIRONMENT: self._write_environment})
+        self._replace({ENVIRONMENT: self.environment})
 
-    def _write_rows(self, stream: Digested) -> None:
-        for row in self.rows:
-            stream.write((json.dumps(finite(row)) + "\n").encode())
-
-    def _write_summaries(self, stream: Digested) -> None:
-        write_tensors(stream, [m.state_dict() for m in self.summaries])
-
-    def _write_environment(self, stream: Digested) -> None:
-        stream.write(json_bytes(self.environment))
-
-    def _replace(self, contents: Contents) -> None:
+    def _replace(self, contents: Mapping[str, Any]) -> None:
         """Replace files, and then the manifest, with which they count.
 
         The manifest before it is kept if it was that of other epochs: what is lost with a damaged
@@ -319,13 +316,13 @@ class RunWriter:
         """
         if not self.writes:
             return
-        for name, write in contents.items():
+        for name, content in contents.items():
             with replacing(self.path / name, keep=True) as stream:
-                write(stream)
+                write_content(stream, name, content)
             self._manifest[name] = [stream.size, stream.digest]
         sync_folder(self.path)
         with replacing(self.path / MANIFEST, keep=METRICS in contents) as stream:
-            stream.write(json_bytes(make_manifest(self._manifest)))
+            write_content(stream, MANIFEST, make_manifest(self._manifest))
         sync_folder(self.path)
 
     def close(self) -> Run:

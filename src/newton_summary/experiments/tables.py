@@ -22,6 +22,7 @@ from newton_summary.experiments.results import (
     outcome,
     setup_label,
     spread,
+    troubles,
 )
 from newton_summary.experiments.rundir import Run
 
@@ -113,7 +114,7 @@ def results_table(runs: Sequence[Run]) -> Iterator[Row]:
             ("best train loss", str(spread(results, "best_train_loss"))),
             ("test loss", str(spread(results, "test_loss"))),
             ("test accuracy", _percent(spread(results, "test_accuracy"))),
-            ("", _troubles([result.status for result in results])),
+            ("", troubles(result.status for result in results)),
         ]
 
 
@@ -168,7 +169,7 @@ def diagonal_table(runs: Sequence[Run]) -> Iterator[Row]:
                 ("epochs", _range([result.epochs for result in results])),
                 ("best train loss", str(spread(results, "best_train_loss"))),
                 ("train loss", str(spread(results, "train_loss"))),
-                ("", _troubles([result.status for result in results])),
+                ("", troubles(result.status for result in results)),
             ]
 
 
@@ -208,8 +209,7 @@ def times_table(runs: Sequence[Run]) -> Iterator[Row]:
 def runs_table(runs: Sequence[Run]) -> Iterator[Row]:
     """Return where each number comes from: directory, command, date and machine."""
     for run in runs:
-        sessions = run.environment().get("sessions") or [{}]
-        last = sessions[-1]
+        last = (run.environment()["sessions"] or [{}])[-1]
         yield [
             ("run", str(run.path)),
             ("seed", str(run.config.seed)),
@@ -258,11 +258,6 @@ def _ratio(value: float | None, unit: float | None) -> str:
     if value is None or unit is None or not unit > 0 or math.isnan(value):
         return "-"
     return f"{value / unit:.2f}"
-
-
-def _troubles(statuses: Sequence[str]) -> str:
-    counts = {s: statuses.count(s) for s in ("diverged", "unfinished") if s in statuses}
-    return ", ".join(f"{count} {status}" for status, count in counts.items())
 
 
 def _devices(runs: Sequence[Run]) -> str:

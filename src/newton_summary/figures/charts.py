@@ -23,7 +23,6 @@ from newton_summary.figures.drawing import (
     Array,
     Figure,
     Line2D,
-    MaxNLocator,
     Patch,
     Picture,
     Scale,
@@ -31,6 +30,7 @@ from newton_summary.figures.drawing import (
     draw_rates,
     figure_text,
     message_figure,
+    over_epochs,
     short_name,
     titled_figure,
 )
@@ -270,10 +270,7 @@ def curves(histories: History | Sequence[History], metrics: Sequence[str] | None
             drawn += y[np.isfinite(y)].tolist()
         if "loss" in metric and drawn and min(drawn) > 0:
             axis.set_yscale("log")
-        axis.set_xlabel("epoch")
-        axis.set_ylabel(metric.replace("_", " "))
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.grid(alpha=0.3)
+        over_epochs(axis, metric.replace("_", " "))
     handles, labels = max(
         (axis.get_legend_handles_labels() for axis in axes), key=lambda x: len(x[0])
     )

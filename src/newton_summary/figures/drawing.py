@@ -25,7 +25,7 @@ from matplotlib.colors import Normalize, SymLogNorm
 from matplotlib.figure import Figure as Figure
 from matplotlib.lines import Line2D as Line2D
 from matplotlib.patches import Patch as Patch
-from matplotlib.ticker import MaxNLocator as MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from newton_summary.analysis.interactions import layer_numbers, smooth
 from newton_summary.display.names import printable
@@ -141,6 +141,14 @@ def message_figure(title: str, text: str) -> Figure:
     return figure
 
 
+def over_epochs(axis: Axes, what: str) -> None:
+    """Make axes those of a training: epochs, whole ones, against something."""
+    axis.set_xlabel("epoch")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_ylabel(what)
+    axis.grid(alpha=0.3)
+
+
 def draw_rates(axis: Axes, history: History, window: int | None = None) -> None:
     """Draw the learning rates over a training into axes, with the arguments of ``rates``."""
     full = [m for m in history.measured if m.kind == "full"] or history.measured
@@ -171,11 +179,8 @@ def draw_rates(axis: Axes, history: History, window: int | None = None) -> None:
     axis.scatter(lost, np.full_like(lost, 0.02), marker="x", color=UNKNOWN, transform=bottom)
     if len(epochs) == 1:
         axis.set_xlim(epochs[0] - 1, epochs[0] + 1)
-    axis.set_xlabel("epoch")
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     factors = "measured along" in history.facts  # the step of an optimizer
-    axis.set_ylabel("factor on the learning rate" if factors else "learning rate")
-    axis.grid(alpha=0.3)
+    over_epochs(axis, "factor on the learning rate" if factors else "learning rate")
     _rates_legend(axis, roles, bool((values < 0).any()), bool(len(lost)), colours)
 
 

@@ -16,6 +16,7 @@ from newton_summary.history import History
 from newton_summary.optimizer import NewtonSummary
 from newton_summary.optimizer.controller import RateController
 from newton_summary.run_directory import read_history
+from newton_summary.storage.writing import make_folder, write_text
 from newton_summary.summary import Summary
 
 Source = Summary | History | RateController | NewtonSummary | str | Path
@@ -52,7 +53,7 @@ def report(what: Source | Sequence[Source], path: str | Path, *, title: str | No
             f"The path is of type {type(path).__name__}: write report(what, path), where path "
             f"is the file to write, such as 'report.html'."
         )
-    from newton_summary.page.document import write_page
+    from newton_summary.page.document import page
 
     if isinstance(what, Summary | History | str | os.PathLike) or not isinstance(what, Iterable):
         sources = [what]
@@ -69,7 +70,9 @@ def report(what: Source | Sequence[Source], path: str | Path, *, title: str | No
             )
     path = Path(path)
     is_folder = os.path.isdir(path) or path.suffix == ""  # of a name that cannot be: False
-    return write_page(histories, path / "report.html" if is_folder else path, title)
+    path = path / "report.html" if is_folder else path
+    make_folder(path.parent)
+    return write_text(path, page(histories, title))
 
 
 def _leave_out_common_folders(histories: list[History]) -> None:

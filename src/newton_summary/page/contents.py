@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from newton_summary.analysis import (
@@ -71,15 +70,15 @@ def _measurement(measured: Measured) -> dict[str, Any]:
         "status": measured.status,
         "status_text": _status(measured),
         "doubt": doubt_about(measured),
-        "gbar": _array(summary.gbar),
-        "gbar_stderr": _array(summary.gbar_stderr),
-        "Hbar": _matrix(summary.Hbar),
-        "Hbar_stderr": _matrix(summary.Hbar_stderr),
-        "inverse": _matrix(inverse),
+        "gbar": _packed(summary.gbar),
+        "gbar_stderr": _packed(summary.gbar_stderr),
+        "Hbar": _packed(summary.Hbar),
+        "Hbar_stderr": _packed(summary.Hbar_stderr),
+        "inverse": _packed(inverse),
         "no_inverse": no_inverse,
-        "D3": _array(summary.D3),
-        "eta": _array(measured.eta),
-        "eta_stderr": _array(measured.eta_stderr),
+        "D3": _packed(summary.D3),
+        "eta": _packed(measured.eta),
+        "eta_stderr": _packed(measured.eta_stderr),
         "trials": [[_number(value) for value in trial] for trial in measured.trials],
         "analysis": _analysis(summary),
     }
@@ -175,22 +174,16 @@ def _number(value: float) -> float | str:
     return float(value) if math.isfinite(value) else str(float(value))
 
 
-def _matrix(matrix: Tensor | None) -> dict[str, str] | None:
-    """Return a matrix by rows; of a symmetric one only the upper triangle."""
-    if matrix is None:
+def _packed(tensor: Tensor | None) -> dict[str, str] | None:
+    """Return numbers as base64, in 32 bits if these give seven digits, else in 64.
+
+    A matrix is written by rows; of a symmetric one only the upper triangle.
+    """
+    if tensor is None:
         return None
-    values = matrix.detach().double().cpu().numpy()
-    if np.array_equal(values, values.T, equal_nan=True):
+    values = tensor.detach().double().cpu().numpy()
+    if values.ndim == 2 and np.array_equal(values, values.T, equal_nan=True):
         values = values[np.triu_indices(len(values))]
-    return _encoded(values.ravel())
-
-
-def _array(vector: Tensor | None) -> dict[str, str] | None:
-    return None if vector is None else _encoded(vector.detach().double().cpu().numpy())
-
-
-def _encoded(values: NDArray[np.float64]) -> dict[str, str]:
-    """Return numbers as base64, in 32 bits if these give seven digits, else in 64."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         short = values.astype("<f4")
     shown = np.isfinite(values) & (values != 0)

@@ -16,16 +16,9 @@ from typing import Any
 
 from newton_summary.history import History
 from newton_summary.page.contents import contents, doubt_about
-from newton_summary.storage.writing import make_folder, write_text
 
 SCRIPTS = ("values.js", "heatmap.js", "charts.js", "tables.js", "sections.js", "page.js")
 """The parts of the page's script, in order; together they are one module."""
-
-
-def write_page(histories: Sequence[History], path: Path, title: str | None = None) -> Path:
-    """Write the page as a whole or not at all; create its folder."""
-    make_folder(path.parent)
-    return write_text(path, page(histories, title))
 
 
 def page(histories: Sequence[History], title: str | None = None) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import secrets
 from collections.abc import Iterator
@@ -153,11 +152,6 @@ def write_text(path: Path, text: str) -> Path:
     with replacing(path) as stream:
         stream.write(text.encode(errors="backslashreplace"))
     return path
-
-
-def json_bytes(value: Any) -> bytes:
-    """Return the content of a JSON file."""
-    return (json.dumps(value, indent=2) + "\n").encode()
 
 
 def write_tensors(stream: Digested, value: Any) -> None:
