@@ -212,6 +212,8 @@ def test_curves_of_several_histories():
         figures.curves(a, ["los"])
     with pytest.raises(ValueError, match="no curves"):
         figures.curves(History())
+    a.curves["test accuracy"] = []  # as of a run whose task has none
+    assert len(figures.curves([a, b]).axes) == len(figure.axes)
 
 
 def test_predicted_against_real_change():

@@ -244,7 +244,8 @@ def curves(histories: History | Sequence[History], metrics: Sequence[str] | None
     """
     histories = list(histories) if isinstance(histories, Iterable) else [histories]
     _need_histories(histories, "curves")
-    known = list(dict.fromkeys(metric for history in histories for metric in history.curves))
+    with_points = (m for history in histories for m, points in history.curves.items() if points)
+    known = list(dict.fromkeys(with_points))
     metrics = known if metrics is None else list(metrics)
     for metric in metrics:
         if metric not in known:
@@ -257,7 +258,7 @@ def curves(histories: History | Sequence[History], metrics: Sequence[str] | None
     for axis, metric in zip(axes, metrics, strict=True):
         drawn: list[float] = []
         for number, history in enumerate(histories):
-            if metric not in history.curves:
+            if not history.curves.get(metric):
                 continue
             x, y = np.array(history.curves[metric], dtype=np.float64).T
             lost = x[~np.isfinite(y)]
