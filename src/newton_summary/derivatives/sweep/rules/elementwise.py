@@ -27,10 +27,10 @@ from newton_summary.derivatives.sweep.tape import (
     cast,
     gram,
     lift,
-    matching,
     parts_of,
     pick,
     plain,
+    stretches,
     sums,
 )
 from newton_summary.derivatives.sweep.torch_functions import names
@@ -80,7 +80,7 @@ def _pass_curved(
 ) -> Tangent | None:
     """Pass a curved function by torch operations, on a CPU for as many entries as it caches."""
     k, third = len(t.first), sweep.order == 3
-    same_groups = matching(t.first, t.second)
+    same_groups = stretches(t.second, t.first)
     x = t.rows.reshape(len(t.rows), -1)
     y = x.new_empty((2 * k if third else k, x.shape[1])) if wanted else None
     arrays = *derivatives, None if delta is None else delta.conj()

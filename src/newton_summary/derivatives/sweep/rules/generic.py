@@ -74,10 +74,7 @@ class Local:
         tangents = [sweep.tangents[slot] for slot in self.slots if slot is not None]
         self.first = union(*(t.first for t in tangents))
         self.x1 = [spread(t.first, t.y1, self.first) for t in tangents]
-        self.x2 = [
-            spread(t.second, t.y2, self.first) if t.second else torch.zeros_like(x1)
-            for t, x1 in zip(tangents, self.x1, strict=True)
-        ]
+        self.x2 = [spread(t.second, t.y2, self.first) for t in tangents]
 
     def call(self, x: list[Tensor]) -> list[Tensor]:
         """Evaluate the operation, with the same random numbers as when it was recorded."""
