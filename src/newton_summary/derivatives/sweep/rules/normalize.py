@@ -29,6 +29,7 @@ from newton_summary.derivatives.sweep.tape import (
     stretches,
     sums,
 )
+from newton_summary.derivatives.sweep.torch_functions import dimensions
 
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
@@ -160,8 +161,7 @@ def logsumexp(sweep: Sweep, op: Op, x: Value, dim: Any, keepdim: bool = False) -
     X, ndim = x.now, x.tensor.dim()
     if ndim == 0:
         return t
-    dims = [dim] if isinstance(dim, int) else list(dim) or range(ndim)
-    d = [i % ndim - ndim for i in dims]
+    d = [i % ndim - ndim for i in dimensions(X, dim)]
     y = torch.logsumexp(X, d, keepdim=True)
     p = _known(torch.exp(X - y))
     means = (t.rows * p).sum(d, keepdim=True)

@@ -19,25 +19,10 @@ if TYPE_CHECKING:
 def per_row(sweep: Sweep, op: Op, *args: Any, **kwargs: Any) -> Any:
     """Apply the operation to every row, jointly in all arguments that depend on the parameters.
 
-    Other floating-point tensors among the arguments are additive, and so have zero derivatives.
+    Other floating-point tensors among the arguments are additive, and so have zero derivatives;
+    but in some operations they are factors. Through vmap, or row by row where vmap cannot.
     """
-    return apply_per_row(sweep, op, linear_part(op), args, kwargs)
-
-
-def first_argument_per_row(sweep: Sweep, op: Op, *args: Any, **kwargs: Any) -> Any:
-    """The same where the operation is linear in its first argument and others are constants."""
-    return apply_per_row(sweep, op, linear_part(op), args, kwargs, keep_constants=True)
-
-
-def apply_per_row(
-    sweep: Sweep,
-    op: Op,
-    func: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    keep_constants: bool = False,
-) -> Any:
-    """Run ``func`` on every row through vmap, or one row after the other where vmap cannot."""
+    func, keep_constants = linear_part(op), op.name in WITH_FACTORS
     moving = {v.slot: v for v in find_values((args, kwargs)) if sweep.tangent(v) is not None}
     if not moving:
         return None
@@ -149,9 +134,6 @@ PER_ROW = names("""
     fft_irfft2 fft_irfftn fft_hfft fft_ihfft fft_fftshift fft_ifftshift
 """)
 
-FIRST_ARGUMENT_PER_ROW = ["nll_loss_nd"]
+WITH_FACTORS = ["nll_loss_nd"]
 
-ROW_BY_ROW: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(PER_ROW, per_row),
-    **dict.fromkeys(FIRST_ARGUMENT_PER_ROW, first_argument_per_row),
-}
+ROW_BY_ROW: dict[str, Callable[..., Any]] = dict.fromkeys([*PER_ROW, *WITH_FACTORS], per_row)

@@ -6,7 +6,7 @@ The choice is made while recording, and kept for the sweep.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from newton_summary.derivatives.sweep.tape import Op, Value, positions_in
-from newton_summary.derivatives.sweep.torch_functions import names
+from newton_summary.derivatives.sweep.torch_functions import dimensions, names
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.probe.eager import mark_approximate
 
@@ -97,17 +97,11 @@ def extremum(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Any:
 
 def share(rows: Tensor, x: Tensor, y: Tensor, dims: Any) -> Tensor:
     """Return the rows at the extreme entries; where several are equal, their mean."""
-    chosen_dims: Sequence[int]
-    if dims is None or (isinstance(dims, Sequence) and not dims):
-        chosen_dims = range(x.dim())
-    else:
-        chosen_dims = [dims] if isinstance(dims, int) else list(dims)
-    chosen_dims = [d % x.dim() for d in chosen_dims]
-    kept = [1 if d in chosen_dims else n for d, n in enumerate(x.shape)]
+    chosen = [d % x.dim() for d in dimensions(x, dims)]
+    kept = [1 if d in chosen else n for d, n in enumerate(x.shape)]
     mask = (x == y.detach().reshape(kept)).to(rows.dtype)
-    mask = mask / mask.sum(list(chosen_dims), keepdim=True)
-    shape = (rows.shape[0], *y.shape)
-    return (rows * mask).sum([d + 1 for d in chosen_dims]).reshape(shape)
+    mask = mask / mask.sum(chosen, keepdim=True)
+    return (rows * mask).sum([d + 1 for d in chosen]).reshape(len(rows), *y.shape)
 
 
 def strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
