@@ -50,6 +50,7 @@ from newton_summary.derivatives.sweep.tape import (
     Tangent,
     Tape,
     Value,
+    find_values,
     gram,
     groups_in,
 )
@@ -124,6 +125,11 @@ class Sweep:
             return None
         return self.tangents.get(value.slot)
 
+    def moving(self, tree: Any) -> dict[int, Tangent]:
+        """Return the derivatives of all values in a tree that have some, by their slots."""
+        found = {v.slot: self.tangent(v) for v in find_values(tree)}
+        return {slot: t for slot, t in found.items() if slot is not None and t is not None}
+
     def adjoint(self, value: Value) -> Tensor | None:
         """Return delta_y of an operation's output; None if the loss does not depend on it."""
         assert value.slot is not None
@@ -186,8 +192,9 @@ class Sweep:
             ) from error
         if result is None:
             return
-        results = result if isinstance(result, list) else [result]
-        for value, tangent in zip(op.outputs, results, strict=True):
+        several = isinstance(result, list)
+        outputs, results = (op.outputs, result) if several else ([op.out], [result])
+        for value, tangent in zip(outputs, results, strict=True):
             if value is not None and tangent is not None and value.slot in self.tape.needed:
                 self.tangents[value.slot] = tangent.to(value.tensor.dtype)
 
@@ -198,11 +205,6 @@ class Totals(NamedTuple):
     gbar: np.ndarray  # (S,), zero where there is no cut
     Hbar: np.ndarray  # (S, S)
     D3: np.ndarray  # (S,)
-
-
-def totals_of(places: Sequence[Place], numbers: np.ndarray, S: int) -> Totals:
-    """Return the totals from all contributions end to end."""
-    return totals_at(where_in_totals(places, S), numbers, S)
 
 
 def where_in_totals(places: Sequence[Place], S: int) -> np.ndarray:
@@ -462,7 +464,7 @@ def swept(tape: Tape, adjoints: Adjoints, leaves: Leaves, order: int, parts: int
     for i, (groups, highest) in enumerate(plan):
         last = i == len(plan) - 1
         places, numbers = contributions(tape, adjoints, leaves, highest, groups, consume=last)
-        totals = totals_of(places, numbers.double().cpu().numpy(), S)
+        totals = totals_at(where_in_totals(places, S), numbers.double().cpu().numpy(), S)
         whole.gbar[list(groups)] = totals.gbar[list(groups)]
         whole.Hbar[np.ix_(groups, groups)] = totals.Hbar[np.ix_(groups, groups)]
         whole.D3[list(groups)] = totals.D3[list(groups)]

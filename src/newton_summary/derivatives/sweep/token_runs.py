@@ -68,9 +68,9 @@ class Tokens:
         """Whether a value has the same tokens as a result."""
         return x.dim() == y.dim() and x.shape[:-1] == y.shape[:-1]
 
-    def part(self, x: Tensor, some: slice | Tensor, behind: int = 0) -> Tensor:
-        """Return some of them, of a value, or of its derivatives behind their first dimension."""
-        return x.flatten(behind, -2)[(*[slice(None)] * behind, some)]
+    def part(self, x: Tensor, some: slice | Tensor, stacked: bool = False) -> Tensor:
+        """Return some of them, of a value or of a stack of its derivatives."""
+        return x.flatten(1, -2)[:, some] if stacked else x.flatten(0, -2)[some]
 
 
 class _Channels(Tokens):
@@ -97,8 +97,8 @@ class _Channels(Tokens):
     def has(self, x: Tensor, y: Tensor) -> bool:
         return x.dim() == y.dim() and x.shape[1] == y.shape[1]
 
-    def part(self, x: Tensor, some: slice | Tensor, behind: int = 0) -> Tensor:
-        return x[(*[slice(None)] * (1 + behind), some)]
+    def part(self, x: Tensor, some: slice | Tensor, stacked: bool = False) -> Tensor:
+        return x[:, :, some] if stacked else x[:, some]
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def pass_tokens(sweep: Sweep, run: TokenRun) -> None:
         piece = copy(sweep)
         piece.found = []
         piece.tangents = {
-            slot: Tangent(t.first, t.second, axis.part(t.rows, part, 1)) if slot in tokens else t
+            slot: Tangent(t.first, t.second, axis.part(t.rows, part, True)) if slot in tokens else t
             for slot, t in inputs.items()
         }
         piece.adjoints = {
@@ -216,7 +216,7 @@ def pass_tokens(sweep: Sweep, run: TokenRun) -> None:
                 if slot not in results:
                     rows = t.rows.new_empty((len(t.rows), *value.tensor.shape))
                     results[slot] = Tangent(t.first, t.second, rows)
-                axis.part(results[slot].rows, part, 1).copy_(t.rows)
+                axis.part(results[slot].rows, part, True).copy_(t.rows)
         for place, entries in piece.found:
             if place in found:
                 found[place] += entries

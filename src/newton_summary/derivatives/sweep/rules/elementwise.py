@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from newton_summary.derivatives.sweep.rules import fused
+from newton_summary.derivatives.sweep.rules.linear import Rows, on_rows
 from newton_summary.derivatives.sweep.tape import (
     Op,
     Tangent,
@@ -139,12 +140,10 @@ def broadcast(t: Tangent | None, op: Op) -> Tangent | None:
 def piecewise_linear(slope: Callable[..., Tensor]) -> Callable[..., Any]:
     """Return the rule for a function made of straight pieces, given its slope."""
 
-    def rule(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Tangent | None:
-        t = broadcast(sweep.tangent(x), op)
-        if t is None:
-            return None
+    @on_rows
+    def rule(op: Op, x: Value, *args: Any, **kwargs: Any) -> Rows:
         f1 = slope(given(x), given(op.out), *plain(args), **plain(kwargs))
-        return t.map(lambda rows: rows * f1)
+        return lambda rows: lift(rows, op.out.tensor.dim()) * f1
 
     return rule
 

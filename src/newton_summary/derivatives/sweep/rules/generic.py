@@ -68,10 +68,10 @@ class Local:
     def __init__(self, sweep: Sweep, op: Op, args: Any, kwargs: Any):
         """Find the inputs that move, and their tangents."""
         self.sweep, self.op, self.args, self.kwargs = sweep, op, args, kwargs
-        moving = {v.slot: v for v in find_values((args, kwargs)) if sweep.tangent(v) is not None}
-        self.slots = list(moving)
-        self.x = [value.now.detach() for value in moving.values()]
-        tangents = [sweep.tangents[slot] for slot in self.slots if slot is not None]
+        moving = sweep.moving((args, kwargs))
+        self.slots, tangents = list(moving), list(moving.values())
+        values = {value.slot: value for value in find_values((args, kwargs))}
+        self.x = [values[slot].now.detach() for slot in moving]
         self.first = union(*(t.first for t in tangents))
         self.x1 = [spread(t.first, t.y1, self.first) for t in tangents]
         self.x2 = [spread(t.second, t.y2, self.first) for t in tangents]

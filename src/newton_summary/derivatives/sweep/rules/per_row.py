@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from newton_summary.derivatives.sweep.tape import Op, Tangent, Value, align, find_values, map_tree
+from newton_summary.derivatives.sweep.tape import Op, Tangent, Value, align, map_tree
 from newton_summary.derivatives.sweep.torch_functions import names
 
 if TYPE_CHECKING:
@@ -23,15 +23,13 @@ def per_row(sweep: Sweep, op: Op, *args: Any, **kwargs: Any) -> Any:
     but in some operations they are factors. Through vmap, or row by row where vmap cannot.
     """
     func, keep_constants = linear_part(op), op.name in WITH_FACTORS
-    moving = {v.slot: v for v in find_values((args, kwargs)) if sweep.tangent(v) is not None}
+    moving = sweep.moving((args, kwargs))
     if not moving:
         return None
-    tangents = [sweep.tangent(v) for v in moving.values()]
-    first, second, rows = align([t for t in tangents if t is not None])
-    slots = list(moving)
+    first, second, rows = align(list(moving.values()))
 
     def call(*one_row: Tensor) -> Any:
-        given = dict(zip(slots, one_row, strict=True))
+        given = dict(zip(moving, one_row, strict=True))
         return func(*fill(args, given, keep_constants), **fill(kwargs, given, keep_constants))
 
     try:
@@ -46,8 +44,7 @@ def per_row(sweep: Sweep, op: Op, *args: Any, **kwargs: Any) -> Any:
         else:
             result = torch.stack(results)
     if isinstance(result, tuple | list):
-        outputs = zip(op.outputs, result, strict=True)
-        return [None if v is None else Tangent(first, second, r) for v, r in outputs]
+        return [Tangent(first, second, r) for r in result]
     return Tangent(first, second, result)
 
 
@@ -63,7 +60,7 @@ def without_vmap_fallback() -> Iterator[None]:
         functorch._set_vmap_fallback_enabled(before)  # type: ignore[attr-defined]
 
 
-def fill(tree: Any, given: dict[int | None, Tensor], keep_constants: bool) -> Any:
+def fill(tree: Any, given: dict[int, Tensor], keep_constants: bool) -> Any:
     """Put rows in the place of values."""
 
     def row(value: Any) -> Any:

@@ -83,7 +83,7 @@ def pass_recurrence(
     b: Any,
     reverse: bool,
     *start: Value,
-) -> list[Tangent | None]:
+) -> list[Tangent]:
     """Pass all steps of a layer."""
     run: Run = op.saved
     third = sweep.order == 3
@@ -117,8 +117,7 @@ def pass_recurrence(
             contribute(sweep, Tangent(first, second, before), W, run.adjoint @ W.rows[:, None])
         if W_x is not None and X is not None:
             contribute(sweep, X, W_x, run.gates_adjoint @ W_x.rows[:, None])
-    results = [y, *rows[1:]]
-    return [None if v is None else Tangent(first, second, r) for v, r in zip(op.outputs, results)]
+    return [Tangent(first, second, rows) for rows in (y, *rows[1:])]
 
 
 RECURRENCES = {"recurrence": pass_recurrence}
