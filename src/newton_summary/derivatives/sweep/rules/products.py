@@ -213,11 +213,11 @@ def matmul(sweep: Sweep, op: Op, a: Value, b: Value) -> Any:
         right=lambda rows: finish(torch.matmul(A1, as_right(rows))),
         pair=lambda x, y: finish(torch.matmul(as_left(x), as_right(y))),
         adjoint_left=lambda delta, rows: unbroadcast(
-            torch.matmul(as_result(delta), as_right(rows).mT), A.shape
-        ),
+            torch.matmul(as_result(delta), as_right(rows).mT), A1.shape[1:]
+        ).reshape(len(rows), *A.shape),
         adjoint_right=lambda delta, rows: unbroadcast(
-            torch.matmul(as_left(rows).mT, as_result(delta)), B.shape
-        ),
+            torch.matmul(as_left(rows).mT, as_result(delta)), B1.shape[1:]
+        ).reshape(len(rows), *B.shape),
     )
     return add_up(*product(sweep, op, h, a, b), op.out.tensor)
 
@@ -275,13 +275,8 @@ def grouped_mm(
 
 def unbroadcast(rows: Tensor, shape: Sequence[int]) -> Tensor:
     """Sum rows over the dimensions along which a value of ``shape`` was broadcast."""
-    k = rows.shape[0]
-    if rows.shape[1:].numel() == torch.Size(shape).numel():
-        return rows.reshape(k, *shape)
-    extra = rows.dim() - 1 - len(shape)
-    dims = list(range(1, 1 + extra))
-    dims += [1 + extra + i for i, n in enumerate(shape) if n == 1 and rows.shape[1 + extra + i] > 1]
-    return rows.sum(dims, keepdim=True).reshape(k, *shape)
+    missing = (1,) * (rows.dim() - 1 - len(shape))
+    return rows.sum_to_size(len(rows), *missing, *shape).reshape(len(rows), *shape)
 
 
 def multiply(sweep: Sweep, op: Op, a: Any, b: Any) -> Any:
