@@ -97,24 +97,16 @@ class Local:
             for v in self.op.made
         ]
         self._add_Hbar(delta)
-        y1: list[list[Tensor]] = []
-        y2: list[list[Tensor]] = []
-        for i, s in enumerate(self.first):
-            first, second, third = self._line(i, delta)
-            y1.append(first)
-            if third is not None:
-                y2.append(second)
-                self.sweep.add_D3((s,), third.reshape(1))
+        lines = [self._line(i, delta) for i in range(len(self.first))]
         if not self.op.wanted:
             return None
-        groups = self.first, self.first if y2 else ()
-        rows = iter(torch.stack(rows).detach() for rows in zip(*y1, *y2, strict=True))
+        groups = self.first, self.first if self.sweep.order == 3 else ()
+        by_row = (line[n] for n in range(self.sweep.order - 1) for line in lines)
+        rows = iter(torch.stack(rows) for rows in zip(*by_row, strict=True))
         return [None if v is None else Tangent(*groups, next(rows)) for v in self.op.outputs]
 
-    def _line(
-        self, i: int, delta: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
-        """Differentiate along the line of the i-th group."""
+    def _line(self, i: int, delta: list[Tensor]) -> list[list[Tensor]]:
+        """Differentiate along the line of the i-th group: y1 of all outputs, and y2; adds to D3."""
         dtype, device = self.x[0].real.dtype, self.x[0].device
         t = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
         moved = [
@@ -125,12 +117,13 @@ class Local:
         v = [d.detach().clone().requires_grad_() for d in delta]
         term = inner(v, y)
         results: list[list[Tensor]] = []
-        orders = 2 if self.sweep.order == 3 else 1
-        for _ in range(orders):
-            term = _derivative(term, [t], create_graph=True)[0]
+        for _ in range(self.sweep.order - 1):
+            (term,) = _derivative(term, [t], create_graph=True)
             results.append([g.detach() for g in _derivative(term, v, create_graph=True)])
-        third = _derivative(term, [t], create_graph=False)[0] if self.sweep.order == 3 else None
-        return results[0], results[-1], None if third is None else third.detach()
+        if self.sweep.order == 3:
+            (third,) = _derivative(term, [t], create_graph=False)
+            self.sweep.add_D3(self.first[i : i + 1], third.detach().reshape(1))
+        return results
 
     def _add_Hbar(self, delta: list[Tensor]) -> None:
         x = [value.detach().clone().requires_grad_() for value in self.x]

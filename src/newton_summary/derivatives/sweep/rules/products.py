@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from newton_summary.derivatives.sweep.rules import fused
+from newton_summary.derivatives.sweep.rules.linear import combine
 from newton_summary.derivatives.sweep.tape import (
     Op,
     Tangent,
@@ -33,6 +34,7 @@ from newton_summary.derivatives.sweep.tape import (
     gram,
     lift,
     pick,
+    plain,
 )
 from newton_summary.errors import CannotDifferentiate
 
@@ -283,8 +285,7 @@ def multiply(sweep: Sweep, op: Op, a: Any, b: Any) -> Any:
     """``a * b`` entry by entry, with broadcasting."""
     if not isinstance(a, Value) or not isinstance(b, Value):
         value, factor = (a, b) if isinstance(a, Value) else (b, a)
-        t = sweep.tangent(value)
-        return None if t is None else t.map(lambda rows: rows * factor)
+        return combine(sweep, op, [(value, lambda rows: rows * factor)])
     dtype, ndim = op.out.tensor.dtype, op.out.tensor.dim()
     A, B = cast(a.now, dtype), cast(b.now, dtype)
     ta, tb = sweep.tangent(a), sweep.tangent(b)
@@ -313,12 +314,9 @@ def multiply(sweep: Sweep, op: Op, a: Any, b: Any) -> Any:
 
 def divide(sweep: Sweep, op: Op, a: Value, b: Any, **kwargs: Any) -> Any:
     """``a / b`` where b does not depend on the parameters."""
-    t = sweep.tangent(a)
-    if t is None or kwargs.get("rounding_mode") is not None:
+    if kwargs.get("rounding_mode") is not None:
         return None
-    ndim = op.out.tensor.dim()
-    divisor = b.now if isinstance(b, Value) else b
-    return t.map(lambda rows: lift(rows, ndim) / divisor)
+    return combine(sweep, op, [(a, lambda rows: rows / plain(b))])
 
 
 def einsum(sweep: Sweep, op: Op, equation: str, operands: Sequence[Value], *path: Any) -> Any:
