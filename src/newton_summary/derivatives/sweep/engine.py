@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -152,18 +153,17 @@ class Sweep:
             consume: Whether to let go of the tape on the way; it cannot be swept again then.
         """
         cut = self.tape.cut
-        chunked = {i: logits for logits in self.tape.chunked for i in logits.ops}
-        runs = {i: run for run in self.tape.runs for i in run.ops}
+        # Several at once when the first is met: what they need is there; a later one may forget it.
+        passes = {some.ops[0]: partial(pass_in_pieces, self, some) for some in self.tape.chunked}
+        passes |= {some.ops[0]: partial(pass_tokens, self, some) for some in self.tape.runs}
+        inside = {i for some in self.tape.chunked for i in some.ops}
+        inside |= {i for some in self.tape.runs for i in some.ops}
         for i, op in enumerate(self.tape.ops):
             if cut is not None and i == cut.index:
                 self.read_gbar(cut)
-            if i in chunked:
-                if i == chunked[i].ops[0]:  # what it needs is there; a later one may forget it
-                    pass_in_pieces(self, chunked[i])
-            elif i in runs:
-                if i == runs[i].ops[0]:
-                    pass_tokens(self, runs[i])
-            elif op.passed and any(slot in self.tangents for slot in op.inputs):
+            if i in passes:
+                passes[i]()
+            elif i not in inside and op.passed and any(s in self.tangents for s in op.inputs):
                 self.pass_op(op)
             for slot in op.finishes:
                 self.tangents.pop(slot, None)

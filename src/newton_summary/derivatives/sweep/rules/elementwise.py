@@ -152,12 +152,8 @@ def piecewise_linear(slope: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def _clamp_slope(x: Tensor, y: Tensor, min: Any = None, max: Any = None) -> Tensor:
-    inside = torch.ones_like(x, dtype=torch.bool)
-    if min is not None:
-        inside = inside & (x >= min)
-    if max is not None:
-        inside = inside & (x <= max)
-    return inside.to(x.dtype)
+    low, high = -math.inf if min is None else min, math.inf if max is None else max
+    return ((x >= low) & (x <= high)).to(x.dtype)
 
 
 def _leaky_slope(x: Tensor, y: Tensor, negative_slope: float = 0.01, inplace: Any = None) -> Tensor:

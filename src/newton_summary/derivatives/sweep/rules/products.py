@@ -135,13 +135,10 @@ def plus_bias(
     first, second = terms
     t = sweep.tangent(bias)
     if t is not None and op.wanted:
-        shape = op.out.tensor.shape
-        trailing = len(shape) - 1 - channel_dim % len(shape)
-        rows = cast(t.rows, op.out.tensor.dtype)
-        rows = rows.reshape(len(rows), *(1,) * (channel_dim % len(shape)), -1, *(1,) * trailing)
-        rows = rows.expand(len(rows), *shape)
-        k = len(t.first)
-        first, second = [*first, (t.first, rows[:k])], [*second, (t.second, rows[k:])]
+        y = op.out.tensor
+        along = [-1 if d == channel_dim % y.dim() else 1 for d in range(y.dim())]
+        t = t.to(y.dtype).map(lambda rows: rows.reshape(len(rows), *along).expand(-1, *y.shape))
+        first, second = [*first, (t.first, t.y1)], [*second, (t.second, t.y2)]
     return add_up(first, second, op.out.tensor)
 
 

@@ -76,10 +76,9 @@ def pass_solution(
     A, B = sweep.tangent(a), sweep.tangent(b)
     first, second = [], []
     if B is not None:
-        rows = lift(B.rows, X.dim()).expand(len(B.rows), *X.shape)
-        k = len(B.first)
-        first.append((B.first, rows[:k]))
-        second.append((B.second, rows[k:]))
+        B = B.map(lambda rows: lift(rows, X.dim()).expand(len(rows), *X.shape))
+        first.append((B.first, B.y1))
+        second.append((B.second, B.y2))
     if A is not None:
         A = A.map(lambda rows: part(lift(rows, X.dim())))
         first.append((A.first, -times(A.y1, X)))
