@@ -194,17 +194,10 @@ def find_values(tree: Any) -> list[Value]:
 
 
 def _collect(tree: Any, kind: type, found: list[Any]) -> list[Any]:
-    # Called for every operation that is recorded: most arguments are numbers, seen here and left.
     if isinstance(tree, kind):
         found.append(tree)
-    elif isinstance(tree, tuple | list):
-        for x in tree:
-            if isinstance(x, kind):
-                found.append(x)
-            elif isinstance(x, tuple | list | dict):
-                _collect(x, kind, found)
-    elif isinstance(tree, dict):
-        for x in tree.values():
+    elif isinstance(tree, (tuple, list, dict)):
+        for x in tree.values() if isinstance(tree, dict) else tree:
             _collect(x, kind, found)
     return found
 
