@@ -24,7 +24,7 @@ from newton_summary.derivatives.sweep.cuda_graph import (
     Wanted,
     graphs_of,
 )
-from newton_summary.derivatives.sweep.engine import Leaves, totals_of, where_in_totals
+from newton_summary.derivatives.sweep.engine import Leaves, totals_at, where_in_totals
 
 
 class Net(nn.Module):
@@ -161,7 +161,8 @@ def test_what_is_captured_is_the_sweep() -> None:
     model, batch = Net().double(), (torch.randn(4, 3, dtype=torch.float64),)
     leaves = leaves_of(model)
     places, numbers = cuda_graph._run(lambda: loss_fn(model, batch), leaves, 3)
-    totals = totals_of(places, numbers[2:].numpy(), len(leaves.partition))
+    S = len(leaves.partition)
+    totals = totals_at(where_in_totals(places, S), numbers[2:].numpy(), S)
     expected = summarize(model, loss_fn, batch, direction=leaves.u, backend="nested")
     for name in ("gbar", "Hbar", "D3"):
         torch.testing.assert_close(torch.from_numpy(getattr(totals, name)), getattr(expected, name))

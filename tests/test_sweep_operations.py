@@ -238,7 +238,7 @@ CONVERSIONS = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "
 # What we write on the tape ourselves, and functions that torch does not list.
 INTERNAL = {
     *("read_view", "write_view", "standardize", "centered"),
-    *("lstm_recurrence", "gru_recurrence", "ctc_lattice"),
+    *("recurrence", "ctc_lattice"),
 }
 UNLISTED = {
     *("_pack_padded_sequence", "_pad_packed_sequence", "_safe_softmax", "_sparse_mm"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import newton_summary as ns
 from newton_summary.derivatives.sweep import engine, token_runs
 from newton_summary.derivatives.sweep.rules import elementwise
-from newton_summary.derivatives.sweep.tape import TokenRun
+from newton_summary.derivatives.sweep.token_runs import TokenRun
 from newton_summary.experiments import models
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -100,7 +100,7 @@ def test_some_tokens_at_a_time_change_nothing(make, loss, tokens, monkeypatch) -
     expected = measure()
     assert not runs
     monkeypatch.setattr(token_runs, "AT_A_TIME", {"cpu": 1})
-    monkeypatch.setattr(token_runs, "FEWEST_TOKENS", tokens)
+    monkeypatch.setattr(token_runs.Tokens, "fewest", tokens)
     actual = measure()
     assert max(len(run.ops) for run in runs) > 5
     for name in ("gbar", "Hbar", "D3"):

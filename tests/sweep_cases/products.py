@@ -37,6 +37,7 @@ MATMUL = {
 for what, shapes in MATMUL.items():
     case(f"matmul of {what}", torch.matmul, *shapes)
 case("matmul with a constant", lambda a: a @ numbers(3, 2), (2, 3))
+case("matmul of more groups", lambda a, b, c: a @ (b * c), (2, 3, 4), (4,), (4,))
 case("matmul of a constant", lambda a: numbers(4, 2) @ a, (2, 3))
 case("@", lambda a, b: a @ b, (2, 3), (3, 4))
 case("matmul of a matrix with itself", lambda a: a @ a, (3, 3))

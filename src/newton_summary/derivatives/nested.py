@@ -9,7 +9,7 @@ Exact at every order, at the price of one backward pass for every entry of the t
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import permutations
 from math import comb
 from typing import Any
@@ -33,16 +33,15 @@ from newton_summary.probe.probe import Closure, check_depends, check_finite, gra
 from newton_summary.summary import Summary
 
 
+@dataclass
 class Contraction:
     """The map from a scalar f of the parameters to <df/dT^s, U^s> for every group s."""
 
-    def __init__(self, params: Params, u: Params, partition: Partition):
-        """Remember the direction; ``backward_passes`` counts the calls of autograd."""
-        self.params = params
-        self.u = u
-        self.partition = partition
-        self.backward_passes = 0
-        self.opaque: set[str] = set()  # functions whose derivatives are to be doubted
+    params: Params
+    u: Params
+    partition: Partition
+    backward_passes: int = 0  # calls of autograd so far
+    opaque: set[str] = field(default_factory=set)  # functions whose derivatives are to be doubted
 
     def __call__(self, entry: Tensor, groups: slice = slice(None), last: bool = False) -> Tensor:
         """Contract the gradient of a scalar with U, shape (S,).

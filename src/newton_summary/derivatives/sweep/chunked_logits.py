@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,10 +25,10 @@ from newton_summary.derivatives.sweep.tape import (
     Op,
     Tangent,
     Tape,
-    Value,
     find_values,
     parts_of,
 )
+from newton_summary.derivatives.sweep.token_runs import LOG_SOFTMAX, Tokens, some_tokens
 
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 AT_A_TIME = {"cpu": 2**23}  # which stay in its cache
 AT_A_TIME_ELSEWHERE = 2**29
 FEWEST_ROWS = 8  # with fewer, reading the weights takes longer than the products
-LOG_SOFTMAX = ("log_softmax", "special_log_softmax")
+TOKENS = Tokens()
 ENTRY_BY_ENTRY = frozenset(CURVED) | {"mul", "multiply", "div", "divide", "true_divide", "neg"}
 
 
@@ -157,23 +157,18 @@ def pass_in_pieces(sweep: Sweep, logits: ChunkedLogits) -> None:
         for op, mine in zip(ops, parts, strict=True):
             delta = sweep.adjoint(op.out)
             if delta is not None and op.out.slot is not None:
-                piece.adjoints[op.out.slot] = of_rows(delta, mine)
+                piece.adjoints[op.out.slot] = TOKENS.part(delta, mine)
             if op.name in SAME_ORDER or op.name == "__getitem__":
                 _carry_over(piece, op)
             else:
-                piece.pass_op(cut_op(op, mine))
+                piece.pass_op(some_tokens(op, TOKENS, mine))
             if cut is not None and op.out.slot == cut.slot and cut.adjoint is not None:
-                piece.read_gbar(replace(cut, adjoint=of_rows(cut.adjoint, mine)))
+                piece.read_gbar(replace(cut, adjoint=TOKENS.part(cut.adjoint, mine)))
         delta = piece.adjoint(ops[-1].out)
         if logits.reads_gbar and delta is not None:
-            p = of_rows(ops[-1].out.now, part).exp()
+            p = TOKENS.part(ops[-1].out.now, part).exp()
             before = delta - p * delta.sum(-1, keepdim=True)  # the adjoint of what goes in
             piece.read_gbar(Cut(logits.ops[-1], ops[-1].args[0], before))
-
-
-def of_rows(tensor: Any, part: slice | Tensor) -> Any:
-    """Return some rows of a tensor that has them along all its dimensions but the last."""
-    return tensor.flatten(0, -2)[part]
 
 
 def _carry_over(piece: Sweep, op: Op) -> None:
@@ -181,16 +176,3 @@ def _carry_over(piece: Sweep, op: Op) -> None:
     t, out = piece.tangents.get(op.inputs[0]), op.out
     if t is not None and out.slot is not None:
         piece.tangents[out.slot] = t.to(out.tensor.dtype)
-
-
-def cut_op(op: Op, part: slice | Tensor) -> Op:
-    """Return an operation as it would have been for some of the rows."""
-
-    def cut(value: Value) -> Value:
-        return value.cut(lambda tensor: of_rows(tensor, part))
-
-    x, *others = op.args
-    kwargs = op.kwargs
-    if op.name in LOG_SOFTMAX:
-        others, kwargs = [-1], {}  # the last of two dimensions now
-    return replace(op, args=(cut(x), *others), kwargs=kwargs, outputs=[cut(op.out)])

@@ -34,9 +34,7 @@ class JoiningNorms(Joining):
                 dims, eps, between = found
                 self.gone.update(between, [op])
                 before, after = self._converted(x, op.out)
-                assert before.slot is not None
-                args = (before, dims, eps, False)
-                return [Op("standardize", standardize, args, {}, [after], None, [before.slot])]
+                return [Op("standardize", standardize, (before, dims, eps, False), {}, [after])]
         return None
 
     def _mean_square(self, x: Value, root: Value) -> tuple[list[int], float, list[Op]] | None:

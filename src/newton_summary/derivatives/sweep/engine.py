@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +51,7 @@ from newton_summary.derivatives.sweep.tape import (
     Tangent,
     Tape,
     Value,
+    find_values,
     gram,
     groups_in,
 )
@@ -124,6 +126,11 @@ class Sweep:
             return None
         return self.tangents.get(value.slot)
 
+    def moving(self, tree: Any) -> dict[int, Tangent]:
+        """Return the derivatives of all values in a tree that have some, by their slots."""
+        found = {v.slot: self.tangent(v) for v in find_values(tree)}
+        return {slot: t for slot, t in found.items() if slot is not None and t is not None}
+
     def adjoint(self, value: Value) -> Tensor | None:
         """Return delta_y of an operation's output; None if the loss does not depend on it."""
         assert value.slot is not None
@@ -146,18 +153,17 @@ class Sweep:
             consume: Whether to let go of the tape on the way; it cannot be swept again then.
         """
         cut = self.tape.cut
-        chunked = {i: logits for logits in self.tape.chunked for i in logits.ops}
-        runs = {i: run for run in self.tape.runs for i in run.ops}
+        # Several at once when the first is met: what they need is there; a later one may forget it.
+        passes = {some.ops[0]: partial(pass_in_pieces, self, some) for some in self.tape.chunked}
+        passes |= {some.ops[0]: partial(pass_tokens, self, some) for some in self.tape.runs}
+        inside = {i for some in self.tape.chunked for i in some.ops}
+        inside |= {i for some in self.tape.runs for i in some.ops}
         for i, op in enumerate(self.tape.ops):
             if cut is not None and i == cut.index:
                 self.read_gbar(cut)
-            if i in chunked:
-                if i == chunked[i].ops[0]:  # what it needs is there; a later one may forget it
-                    pass_in_pieces(self, chunked[i])
-            elif i in runs:
-                if i == runs[i].ops[0]:
-                    pass_tokens(self, runs[i])
-            elif op.passed and any(slot in self.tangents for slot in op.inputs):
+            if i in passes:
+                passes[i]()
+            elif i not in inside and op.passed and any(s in self.tangents for s in op.inputs):
                 self.pass_op(op)
             for slot in op.finishes:
                 self.tangents.pop(slot, None)
@@ -186,8 +192,9 @@ class Sweep:
             ) from error
         if result is None:
             return
-        results = result if isinstance(result, list) else [result]
-        for value, tangent in zip(op.outputs, results, strict=True):
+        several = isinstance(result, list)
+        outputs, results = (op.outputs, result) if several else ([op.out], [result])
+        for value, tangent in zip(outputs, results, strict=True):
             if value is not None and tangent is not None and value.slot in self.tape.needed:
                 self.tangents[value.slot] = tangent.to(value.tensor.dtype)
 
@@ -198,11 +205,6 @@ class Totals(NamedTuple):
     gbar: np.ndarray  # (S,), zero where there is no cut
     Hbar: np.ndarray  # (S, S)
     D3: np.ndarray  # (S,)
-
-
-def totals_of(places: Sequence[Place], numbers: np.ndarray, S: int) -> Totals:
-    """Return the totals from all contributions end to end."""
-    return totals_at(where_in_totals(places, S), numbers, S)
 
 
 def where_in_totals(places: Sequence[Place], S: int) -> np.ndarray:
@@ -462,7 +464,7 @@ def swept(tape: Tape, adjoints: Adjoints, leaves: Leaves, order: int, parts: int
     for i, (groups, highest) in enumerate(plan):
         last = i == len(plan) - 1
         places, numbers = contributions(tape, adjoints, leaves, highest, groups, consume=last)
-        totals = totals_of(places, numbers.double().cpu().numpy(), S)
+        totals = totals_at(where_in_totals(places, S), numbers.double().cpu().numpy(), S)
         whole.gbar[list(groups)] = totals.gbar[list(groups)]
         whole.Hbar[np.ix_(groups, groups)] = totals.Hbar[np.ix_(groups, groups)]
         whole.D3[list(groups)] = totals.D3[list(groups)]

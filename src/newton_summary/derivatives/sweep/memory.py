@@ -11,7 +11,7 @@ from functools import cache
 import torch
 
 from newton_summary.derivatives.sweep.rules.elementwise import CURVED, RELATIVE
-from newton_summary.derivatives.sweep.tape import Tape
+from newton_summary.derivatives.sweep.tape import Tape, groups_in
 from newton_summary.partition import Partition
 
 SMALL = 2**30  # bytes; assumed to be free
@@ -58,30 +58,22 @@ def stack_bytes(tape: Tape, partition: Partition, order: int) -> int:
 
     Goes over the tape as the sweep does, with sets of groups in the place of tensors.
     """
-    met: dict[int, frozenset[int]] = {}
-    for slot, name in tape.leaves.items():
-        label = partition.labels[name]
-        mine = [label] if isinstance(label, int) else torch.unique(label).tolist()
-        met[slot] = frozenset(mine)
+    met = {slot: frozenset(groups_in(partition.labels[n])) for slot, n in tape.leaves.items()}
     second_order: set[int] = set()  # slots with second derivatives
     sizes: dict[int, int] = {}
     alive = peak = 0
     # The part of a value that is passed at a time; of what a run of tokens gives out, all is kept.
     share = {i: x.at_a_time / x.rows for x in tape.chunked for i in x.ops}
     share |= {i: x.at_a_time / x.tokens for x in tape.runs for i in x.ops}
-    inside = {s for x in tape.runs for i in x.ops for s in tape.ops[i].finishes}
-    inside |= {
-        v.slot for x in tape.chunked for i in x.ops for v in tape.ops[i].outputs if v and v.slot
-    }
+    inside: set[int | None] = {s for x in tape.runs for i in x.ops for s in tape.ops[i].finishes}
+    inside |= {v.slot for x in tape.chunked for i in x.ops for v in tape.ops[i].made}
     for i, op in enumerate(tape.ops):
         if op.passed:
             union = frozenset().union(*[met[slot] for slot in op.inputs if slot in met])
             second = order == 3 and (op.curved or not second_order.isdisjoint(op.inputs))
             in_parts = tape.loss.device.type == "cpu" and op.name in CURVED | RELATIVE
             work = 0
-            for value in op.outputs:
-                if value is None or value.slot is None:
-                    continue
+            for value in op.made:
                 entry = value.tensor.element_size()  # sparse tensors have no nbytes
                 size = len(union) * (2 if second else 1) * value.tensor.numel() * entry
                 passed = math.ceil(size * share.get(i, 1))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -28,6 +29,7 @@ from newton_summary.derivatives.sweep.tape import (
     changed_in_place,
     find_tensors,
     find_values,
+    map_tree,
     positions_in,
     version_of,
 )
@@ -175,9 +177,7 @@ class Recorder(TorchFunctionMode):
                 f"itself, or .detach() to say that this is meant.",
                 stacklevel=3,
             )
-        inputs: list[int] = []
-        op = Op(name, func, self._wrap(args, inputs), self._wrap(kwargs, inputs), [])
-        op.inputs = inputs
+        op = Op(name, func, map_tree(self._wrap, args), map_tree(self._wrap, kwargs), [])
         self.read.update(value.slot for value in values_read(op))
         owner = self._before_writing(args[0]) if in_place else None
         if name in PREPARE:
@@ -225,8 +225,7 @@ class Recorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         for owner, value in zip(old.values(), values, strict=True):
             if value.slot is not None:
-                new = self._new_value(owner, None)
-                self.ops.append(Op("clone", torch.clone, (value,), {}, [new], None, [value.slot]))
+                self._append("clone", torch.clone, (value,), owner, None)
         return result
 
     def _access(self, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -270,7 +269,7 @@ class Recorder(TorchFunctionMode):
         if not op.inputs:
             self.values[id(tensor)] = self._constant(tensor)  # of other leaves than the parameters
             return None
-        return self._new_value(tensor, torch.autograd.graph.get_gradient_edge(tensor))
+        return self._new_value(tensor, get_gradient_edge(tensor))
 
     def _value_of(self, tensor: Tensor) -> Value:
         """Return the present value of a tensor."""
@@ -292,22 +291,19 @@ class Recorder(TorchFunctionMode):
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # which means nothing outside
             raise not_recorded(made_by)
         self.unseen[self.slots] = made_by
-        return self._new_value(tensor, torch.autograd.graph.get_gradient_edge(tensor))
+        return self._new_value(tensor, get_gradient_edge(tensor))
 
-    def _wrap(self, tree: Any, inputs: list[int]) -> Any:
-        """Replace every tensor by its value, and list the slots."""
-        if isinstance(tree, Tensor):
-            value = self._value_of(tree)
-            if value.slot is not None:
-                inputs.append(value.slot)
-            return value
-        if type(tree) is tuple:
-            return tuple([self._wrap(x, inputs) for x in tree])
-        if isinstance(tree, list):
-            return [self._wrap(x, inputs) for x in tree]
-        if isinstance(tree, dict):
-            return {key: self._wrap(x, inputs) for key, x in tree.items()} if tree else tree
-        return tree
+    def _wrap(self, x: Any) -> Any:
+        """Replace a tensor by its value."""
+        return self._value_of(x) if isinstance(x, Tensor) else x
+
+    def _append(
+        self, name: str, func: Func, args: Args, result: Tensor, edge: Any, saved: Any = None
+    ) -> Value:
+        """Note what the recorder knows to have made a tensor, and return its value."""
+        new = self._new_value(result, edge)
+        self.ops.append(Op(name, func, args, {}, [new], saved))
+        return new
 
     # --- writing in place -------------------------------------------------------------------------
 
@@ -353,12 +349,8 @@ class Recorder(TorchFunctionMode):
             for view in self.sharing.get(id(owner), []):
                 whole = view.tensor.numel() == owner.numel() and view.tensor.is_contiguous()
                 if whole and view.slot is not None:
-                    new = self._new_value(owner, torch.autograd.graph.get_gradient_edge(owner))
-                    args = (view, owner.shape)
-                    self.ops.append(
-                        Op("reshape", torch.reshape, args, {}, [new], None, [view.slot])
-                    )
-                    return new
+                    args, edge = (view, owner.shape), get_gradient_edge(owner)
+                    return self._append("reshape", torch.reshape, args, owner, edge)
         return self._value_of(owner)
 
     def _move_edges(self, owner: Tensor) -> None:
@@ -370,27 +362,21 @@ class Recorder(TorchFunctionMode):
         for value in self.sharing.get(id(owner), []):
             is_view = value.tensor is not owner and value.tensor.dtype == owner.dtype
             if is_view and value.edge is not None:
-                value.edge = torch.autograd.graph.get_gradient_edge(owner)
+                value.edge = get_gradient_edge(owner)
                 value.part = positions_in(owner, value.tensor)
 
     def _write_to_owner(self, old: Value, view: Tensor) -> None:
         """After a view was written to, note what this makes of the tensor that owns the memory."""
         owner, written = owner_of(view), self.values[id(view)]
-        positions = positions_in(owner, view)
-        new = self._new_value(owner, torch.autograd.graph.get_gradient_edge(owner))
+        positions, edge = positions_in(owner, view), get_gradient_edge(owner)
         # Autograd sees the view as a part of the new owner: there its adjoint has to be looked for.
-        written.edge, written.part = new.edge, positions
-        op = Op("write_view", positions_in, (old, written), {}, [new], positions)
-        op.inputs = [v.slot for v in (old, written) if v.slot is not None]
-        self.ops.append(op)
+        written.edge, written.part = edge, positions
+        self._append("write_view", positions_in, (old, written), owner, edge, positions)
 
     def _read_from_owner(self, owner: Value, view: Tensor) -> Value:
         """Note what a view has become after the tensor that owns the memory was written to."""
-        new = self._new_value(view, torch.autograd.graph.get_gradient_edge(view))
-        assert owner.slot is not None
-        positions = positions_in(owner.tensor, view)
-        self.ops.append(Op("read_view", positions_in, (owner,), {}, [new], positions, [owner.slot]))
-        return new
+        positions, edge = positions_in(owner.tensor, view), get_gradient_edge(view)
+        return self._append("read_view", positions_in, (owner,), view, edge, positions)
 
 
 def not_recorded(made_by: str) -> CannotDifferentiate:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import groupby
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from newton_summary.derivatives.sweep.kernels import kernels
 from newton_summary.errors import CannotDifferentiate
+
+if TYPE_CHECKING:
+    from newton_summary.derivatives.sweep.token_runs import TokenRun
 
 
 class Value:
@@ -110,6 +113,12 @@ class Op:
     finishes: list[int] = field(default_factory=list)  # slots that no later operation needs
     complex: bool = False  # whether a tensor among arguments and results is complex
 
+    def __post_init__(self) -> None:
+        """Find the slots."""
+        if not self.inputs:
+            values = find_values((self.args, self.kwargs))
+            self.inputs = [value.slot for value in values if value.slot is not None]
+
     @property
     def passed(self) -> bool:
         """Whether the sweep has anything to do here."""
@@ -159,38 +168,6 @@ class ChunkedLogits:
     chosen: dict[int, Tensor] = field(default_factory=dict)  # place -> rows that go on, if not all
 
 
-@dataclass(frozen=True)
-class TokenRun:
-    """Consecutive operations that take each token on its own, passed some tokens at a time.
-
-    Or each channel, in the place of tokens.
-    """
-
-    ops: list[int]  # places on the tape
-    tokens: int  # in all
-    at_a_time: int
-    axis: Axis
-
-
-class Axis(Protocol):
-    """Along what a run is cut: tokens, or channels."""
-
-    def takes_alone(self, op: Op) -> bool:
-        """Whether a token of the result depends on the same token of each argument alone."""
-
-    def count(self, y: Tensor) -> int:
-        """Return how many of them a value has."""
-
-    def has(self, x: Tensor, y: Tensor) -> bool:
-        """Whether a value has the same tokens, or channels, as a result."""
-
-    def part(self, x: Tensor, some: slice) -> Tensor:
-        """Return a value for some of them."""
-
-    def rows(self, rows: Tensor, some: slice) -> Tensor:
-        """Return the derivatives of a value for some of them, as a view."""
-
-
 @dataclass
 class Tape:
     """All operations that lead from the parameters to the loss."""
@@ -217,17 +194,10 @@ def find_values(tree: Any) -> list[Value]:
 
 
 def _collect(tree: Any, kind: type, found: list[Any]) -> list[Any]:
-    # Called for every operation that is recorded: most arguments are numbers, seen here and left.
     if isinstance(tree, kind):
         found.append(tree)
-    elif isinstance(tree, tuple | list):
-        for x in tree:
-            if isinstance(x, kind):
-                found.append(x)
-            elif isinstance(x, tuple | list | dict):
-                _collect(x, kind, found)
-    elif isinstance(tree, dict):
-        for x in tree.values():
+    elif isinstance(tree, (tuple, list, dict)):
+        for x in tree.values() if isinstance(tree, dict) else tree:
             _collect(x, kind, found)
     return found
 
@@ -290,6 +260,13 @@ class Tangent:
         """Convert the rows."""
         return self if self.rows.dtype == dtype else self.map(lambda rows: rows.to(dtype))
 
+    def completed(self) -> Tangent:
+        """Write out the second derivatives of all groups, also those that are zero."""
+        if self.second == self.first:
+            return self
+        y2 = spread(self.second, self.y2, self.first)
+        return Tangent(self.first, self.first, torch.cat([self.y1, y2]))
+
 
 def groups_in(label: int | Tensor) -> list[int]:
     """Return the groups that a parameter lies in, given its label in a partition."""
@@ -301,13 +278,6 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-def join(first: Piece, second: Piece | None) -> Tangent:
-    """Make a tangent from its first and second derivatives."""
-    if second is None or not second[0]:
-        return Tangent(first[0], (), first[1])
-    return Tangent(first[0], second[0], torch.cat([first[1], second[1]]))
-
-
 def union(*groups: Groups) -> Groups:
     """Return all groups, in the order in which they are met.
 
@@ -317,17 +287,39 @@ def union(*groups: Groups) -> Groups:
     return tuple(dict.fromkeys(s for some in groups for s in some))
 
 
+@lru_cache(maxsize=1024)
+def stretches(some: Groups, among: Groups, cut: int = 0) -> list[tuple[slice, slice]]:
+    """Return where groups stand among others, as pairs of slices (there, here).
+
+    Groups that lie side by side in both make one pair, but none crosses the ``cut`` there.
+
+    >>> stretches((3, 5, 9), (1, 3, 5, 7, 9))
+    [(slice(1, 3, None), slice(0, 2, None)), (slice(4, 5, None), slice(2, 3, None))]
+    """
+    places = {s: i for i, s in enumerate(among)}
+    shifts = ((places[s] - j, places[s] < cut) for j, s in enumerate(some))
+    found, start = [], 0
+    for (shift, _), stretch in groupby(shifts):
+        end = start + len(list(stretch))
+        found.append((slice(start + shift, end + shift), slice(start, end)))
+        start = end
+    return found
+
+
 def spread(groups: Groups, rows: Tensor, wanted: Groups) -> Tensor:
     """Arrange rows in the order of ``wanted``, with zeros for groups that have none."""
     if groups == wanted:
         return rows
-    if groups == wanted[: len(groups)]:
-        missing = rows.new_zeros((len(wanted) - len(groups), *rows.shape[1:]))
-        return torch.cat([rows, missing])
     result = rows.new_zeros((len(wanted), *rows.shape[1:]))
-    for i, s in enumerate(groups):
-        result[wanted.index(s)] = rows[i]
+    for there, here in stretches(groups, wanted):
+        result[there] = rows[here]
     return result
+
+
+def pick(groups: Groups, rows: Tensor, wanted: Groups) -> Tensor:
+    """Return the rows of some of the groups, in their order."""
+    found = [rows[there] for there, _ in stretches(wanted, groups)]
+    return found[0] if len(found) == 1 else torch.cat([rows[:0], *found])
 
 
 def align(tangents: Sequence[Tangent]) -> tuple[Groups, Groups, list[Tensor]]:
@@ -341,14 +333,6 @@ def align(tangents: Sequence[Tangent]) -> tuple[Groups, Groups, list[Tensor]]:
         else:
             rows.append(torch.cat([spread(t.first, t.y1, first), spread(t.second, t.y2, second)]))
     return first, second, rows
-
-
-def add_rows(terms: Sequence[Piece]) -> Piece:
-    """Add stacks of rows group by group."""
-    some = [(groups, rows) for groups, rows in terms if groups]
-    total = add_up(some, (), some[0][1][0])
-    assert total is not None
-    return total.first, total.rows
 
 
 # A function (out, which, add) that writes some of its rows to a tensor, or adds them to it.
@@ -370,38 +354,18 @@ def add_up(first: Sequence[Term], second: Sequence[Term], y: Tensor) -> Tangent 
     apart = sum(len(g) for g, _ in (*first, *second)) == n  # no two terms share a group
     if apart and y.is_cuda and all(isinstance(part, Tensor) for part in parts):
         return Unjoined(first, second, y)  # type: ignore[arg-type]
-    rows = y.new_empty((n, *y.shape))
-    start = 0
-    for groups, terms in ((groups1, first), (groups2, second)):
-        present: set[int] = set()
+    result = Tangent(groups1, groups2, y.new_empty((n, *y.shape)))
+    for groups, rows, terms in ((groups1, result.y1, first), (groups2, result.y2, second)):
+        written = 0  # rows so far: groups stand in the order in which terms bring them
         for mine, part in terms:
-            for target, which, add in _stretches(mine, groups, start, present):
-                out = rows[target]
+            for there, here in stretches(mine, groups, written):
+                out, add = rows[there], there.start < written
                 if not isinstance(part, Tensor):
-                    part(out, which, add)
+                    part(out, here, add)
                 else:
-                    out.add_(part[which]) if add else out.copy_(part[which])
-            present.update(mine)
-        start += len(groups)
-    return Tangent(groups1, groups2, rows)
-
-
-def _stretches(
-    mine: Groups, groups: Groups, start: int, present: set[int]
-) -> Iterator[tuple[slice, slice, bool]]:
-    """Give stretches of rows that lie side by side: where they belong, which, and whether to add.
-
-    >>> list(_stretches((1, 2, 4, 5), (1, 2, 3, 4, 5), 10, {1, 2, 3, 4}))
-    [(slice(10, 12, None), slice(0, 2, None), True), (slice(13, 14, None), slice(2, 3, None), True),
-     (slice(14, 15, None), slice(3, 4, None), False)]
-    """
-    places = {s: start + i for i, s in enumerate(groups)}
-    shifts = ((places[s] - j, s in present) for j, s in enumerate(mine))
-    begin = 0
-    for (shift, add), stretch in groupby(shifts):
-        end = begin + len(list(stretch))
-        yield slice(begin + shift, end + shift), slice(begin, end), add
-        begin = end
+                    out.add_(part[here]) if add else out.copy_(part[here])
+                written = max(written, there.stop)
+    return result
 
 
 class Unjoined(Tangent):
@@ -437,18 +401,6 @@ class Unjoined(Tangent):
     def to(self, dtype: torch.dtype) -> Tangent:
         """Convert the rows."""
         return self if self.y.dtype == dtype else super().to(dtype)
-
-
-def matching(first: Groups, second: Groups) -> list[tuple[slice, slice]]:
-    """Return where the groups of ``second`` stand in ``first``, as pairs of slices.
-
-    >>> matching((3, 5, 7), (3, 5))
-    [(slice(0, 2, None), slice(0, 2, None))]
-    """
-    if second == first[: len(second)]:
-        return [(slice(0, len(second)), slice(0, len(second)))] if second else []
-    places = [first.index(s) for s in second]
-    return [(slice(i, i + 1), slice(j, j + 1)) for j, i in enumerate(places)]
 
 
 def add_tangents(tangents: Sequence[Tangent]) -> Tangent:
@@ -547,13 +499,3 @@ def sums(X: Tensor) -> Tensor:
     """Return the sum of each row, its real part."""
     wide = torch.promote_types(X.dtype, torch.float32)
     return X.reshape(len(X), -1).sum(1, dtype=wide).real
-
-
-def pick(groups: Groups, rows: Tensor, wanted: Groups) -> Tensor:
-    """Return the rows of some of the groups, in their order."""
-    if groups == wanted:
-        return rows
-    positions = [groups.index(s) for s in wanted]
-    if positions == list(range(positions[0], positions[0] + len(positions))):
-        return rows[positions[0] : positions[0] + len(positions)]
-    return rows[positions]

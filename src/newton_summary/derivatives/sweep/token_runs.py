@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -19,11 +19,9 @@ from torch import Tensor
 from newton_summary.derivatives.sweep.rules.elementwise import CURVED, PIECEWISE_LINEAR, RELATIVE
 from newton_summary.derivatives.sweep.rules.linear import SAME_ORDER
 from newton_summary.derivatives.sweep.tape import (
-    Axis,
     Op,
     Tangent,
     Tape,
-    TokenRun,
     Value,
     find_values,
     parts_of,
@@ -35,15 +33,18 @@ if TYPE_CHECKING:
 # Bytes of the widest derivatives that are taken at a time.
 AT_A_TIME = {"cpu": 2**24}
 AT_A_TIME_ELSEWHERE = 2**30
-FEWEST_TOKENS = 8  # with fewer, reading the weights takes longer than the products
 ONE_VALUE = {*CURVED, *RELATIVE, *PIECEWISE_LINEAR, *SAME_ORDER, "neg", "negative"}
+LOG_SOFTMAX = ("log_softmax", "special_log_softmax")
 TWO_VALUES = {*("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide")}
 
 
-class _Tokens:
-    """All but the last dimension."""
+class Tokens:
+    """All but the last dimension: what a run is cut along."""
+
+    fewest = 8  # at a time: with fewer, reading the weights takes longer than the products
 
     def takes_alone(self, op: Op) -> bool:
+        """Whether a token of the result depends on the same token of each argument alone."""
         values, y = op.args, op.out.tensor
         if op.name == "linear":
             return bool(values[1].tensor.dim() == 2) and self.has(values[0].tensor, y)
@@ -60,20 +61,22 @@ class _Tokens:
         return op.name in ONE_VALUE and one_of_its_shape(op)
 
     def count(self, y: Tensor) -> int:
+        """Return how many of them a value has."""
         return y.shape[:-1].numel()
 
     def has(self, x: Tensor, y: Tensor) -> bool:
+        """Whether a value has the same tokens as a result."""
         return x.dim() == y.dim() and x.shape[:-1] == y.shape[:-1]
 
-    def part(self, x: Tensor, some: slice) -> Tensor:
-        return x.flatten(0, -2)[some]
-
-    def rows(self, rows: Tensor, some: slice) -> Tensor:
-        return rows.flatten(1, -2)[:, some]
+    def part(self, x: Tensor, some: slice | Tensor, stacked: bool = False) -> Tensor:
+        """Return some of them, of a value or of a stack of its derivatives."""
+        return x.flatten(1, -2)[:, some] if stacked else x.flatten(0, -2)[some]
 
 
-class _Channels:
+class _Channels(Tokens):
     """The second dimension of images: between two convolutions each is on its own."""
+
+    fewest = 1
 
     def takes_alone(self, op: Op) -> bool:
         y = op.out.tensor
@@ -94,11 +97,21 @@ class _Channels:
     def has(self, x: Tensor, y: Tensor) -> bool:
         return x.dim() == y.dim() and x.shape[1] == y.shape[1]
 
-    def part(self, x: Tensor, some: slice) -> Tensor:
-        return x[:, some]
+    def part(self, x: Tensor, some: slice | Tensor, stacked: bool = False) -> Tensor:
+        return x[:, :, some] if stacked else x[:, some]
 
-    def rows(self, rows: Tensor, some: slice) -> Tensor:
-        return rows[:, :, some]
+
+@dataclass(frozen=True)
+class TokenRun:
+    """Consecutive operations that take each token on its own, passed some tokens at a time.
+
+    Or each channel, in the place of tokens.
+    """
+
+    ops: list[int]  # places on the tape
+    tokens: int  # in all
+    at_a_time: int
+    axis: Tokens
 
 
 def one_of_its_shape(op: Op) -> bool:
@@ -118,7 +131,7 @@ def find_token_runs(
     """
     elsewhere = {i for logits in tape.chunked for i in logits.ops}
     cpu = tape.loss.device.type == "cpu"  # elsewhere channels are not measured yet
-    axes: tuple[Axis, ...] = (_Tokens(), _Channels()) if cpu else (_Tokens(),)
+    axes = (Tokens(), _Channels()) if cpu else (Tokens(),)
     both = [(run, axis) for axis in axes for run in consecutive(tape, axis, elsewhere)]
     found: list[TokenRun] = []
     for run, axis in sorted(both, key=lambda x: -len(x[0])):  # of two that overlap, the longer one
@@ -130,8 +143,7 @@ def find_token_runs(
         most = min(most, (stack_limit or 8 * most) // 8)  # the rest is for what is held whole
         count = axis.count(values[0])
         widest = max(y.nbytes for y in values) // count
-        fewest = FEWEST_TOKENS if isinstance(axis, _Tokens) else 1
-        at_a_time = max(fewest, most // max(1, widest * S * (2 if order == 3 else 1)))
+        at_a_time = max(axis.fewest, most // max(1, widest * S * (2 if order == 3 else 1)))
         if at_a_time < count:
             parts = -(-count // at_a_time)
             found.append(TokenRun(run, count, -(-count // parts), axis))
@@ -139,7 +151,7 @@ def find_token_runs(
     return found
 
 
-def consecutive(tape: Tape, axis: Axis, elsewhere: set[int]) -> Iterator[list[int]]:
+def consecutive(tape: Tape, axis: Tokens, elsewhere: set[int]) -> Iterator[list[int]]:
     """Give runs of operations that take each token, or channel, on its own."""
     run: list[int] = []
     for i, op in enumerate(tape.ops):
@@ -185,7 +197,7 @@ def pass_tokens(sweep: Sweep, run: TokenRun) -> None:
         piece = copy(sweep)
         piece.found = []
         piece.tangents = {
-            slot: Tangent(t.first, t.second, axis.rows(t.rows, part)) if slot in tokens else t
+            slot: Tangent(t.first, t.second, axis.part(t.rows, part, True)) if slot in tokens else t
             for slot, t in inputs.items()
         }
         piece.adjoints = {
@@ -204,7 +216,7 @@ def pass_tokens(sweep: Sweep, run: TokenRun) -> None:
                 if slot not in results:
                     rows = t.rows.new_empty((len(t.rows), *value.tensor.shape))
                     results[slot] = Tangent(t.first, t.second, rows)
-                axis.rows(results[slot].rows, part).copy_(t.rows)
+                axis.part(results[slot].rows, part, True).copy_(t.rows)
         for place, entries in piece.found:
             if place in found:
                 found[place] += entries
@@ -214,7 +226,7 @@ def pass_tokens(sweep: Sweep, run: TokenRun) -> None:
     sweep.found += found.items()
 
 
-def some_tokens(op: Op, axis: Axis, part: slice) -> Op:
+def some_tokens(op: Op, axis: Tokens, part: slice | Tensor) -> Op:
     """Return an operation as it would have been for some of the tokens."""
     y = op.out.tensor
 
@@ -223,9 +235,11 @@ def some_tokens(op: Op, axis: Axis, part: slice) -> Op:
             return x.cut(lambda tensor: axis.part(tensor, part))
         return x
 
-    args = tuple(cut(x) for x in op.args)
-    if op.name == "standardize" and isinstance(axis, _Tokens):
+    args, kwargs = tuple(cut(x) for x in op.args), op.kwargs
+    if op.name == "standardize" and not isinstance(axis, _Channels):
         args = (args[0], [-1], *args[2:])
+    if op.name in LOG_SOFTMAX:
+        args, kwargs = (args[0], -1), {}  # the last of two dimensions now
     if op.name == "linear":  # a weight may have as many rows as there are tokens
         args = (args[0], *op.args[1:])
-    return replace(op, args=args, outputs=[cut(op.out)])
+    return replace(op, args=args, kwargs=kwargs, outputs=[cut(op.out)])

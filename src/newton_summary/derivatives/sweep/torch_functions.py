@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+
+from torch import Tensor
 
 from newton_summary.derivatives.norms import elementary_form
 from newton_summary.probe.eager import HOOKS
@@ -101,6 +103,13 @@ def in_position(
     order = names("query key value") if "query" in kwargs else POSITIONAL
     moved = [kwargs.pop(key) for key in order if key in kwargs]
     return (*args, *moved), kwargs
+
+
+def dimensions(x: Tensor, dim: Any) -> list[int]:
+    """Return the argument ``dim`` of a call as a list: all of them if none are given."""
+    if dim is None or (isinstance(dim, Sequence) and not dim):
+        return list(range(x.dim()))
+    return [dim] if isinstance(dim, int) else list(dim)
 
 
 def writes_in_place(func: Callable[..., Any]) -> bool:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from newton_summary.derivatives.sweep.rules.products import Product, plus_bias, product
-from newton_summary.derivatives.sweep.tape import Op, Value, cast
+from newton_summary.derivatives.sweep.tape import Op, Value, cast, parts_of
 
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
@@ -67,9 +67,9 @@ def convolution(transposed: bool, n: int) -> Callable[..., Any]:
         def left_into(rows: Tensor, out: Tensor, add: bool) -> None:
             """Write a few rows at a time: a convolution makes a tensor of its own for them."""
             few = max(1, most // op.out.tensor.nbytes)
-            for start in range(0, len(rows), few):
-                some, target = rows[start : start + few], out[start : start + few]
-                target.add_(left(some)) if add else target.copy_(left(some))
+            for some in parts_of(len(rows), few):
+                y = left(rows[some])
+                out[some].add_(y) if add else out[some].copy_(y)
 
         h = Product(
             left=left,

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from newton_summary.derivatives.sweep.rules import fused
+from newton_summary.derivatives.sweep.rules.linear import Rows, on_rows
 from newton_summary.derivatives.sweep.tape import (
     Op,
     Tangent,
@@ -27,10 +28,10 @@ from newton_summary.derivatives.sweep.tape import (
     cast,
     gram,
     lift,
-    matching,
     parts_of,
     pick,
     plain,
+    stretches,
     sums,
 )
 from newton_summary.derivatives.sweep.torch_functions import names
@@ -80,7 +81,7 @@ def _pass_curved(
 ) -> Tangent | None:
     """Pass a curved function by torch operations, on a CPU for as many entries as it caches."""
     k, third = len(t.first), sweep.order == 3
-    same_groups = matching(t.first, t.second)
+    same_groups = stretches(t.second, t.first)
     x = t.rows.reshape(len(t.rows), -1)
     y = x.new_empty((2 * k if third else k, x.shape[1])) if wanted else None
     arrays = *derivatives, None if delta is None else delta.conj()
@@ -139,12 +140,10 @@ def broadcast(t: Tangent | None, op: Op) -> Tangent | None:
 def piecewise_linear(slope: Callable[..., Tensor]) -> Callable[..., Any]:
     """Return the rule for a function made of straight pieces, given its slope."""
 
-    def rule(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Tangent | None:
-        t = broadcast(sweep.tangent(x), op)
-        if t is None:
-            return None
+    @on_rows
+    def rule(op: Op, x: Value, *args: Any, **kwargs: Any) -> Rows:
         f1 = slope(given(x), given(op.out), *plain(args), **plain(kwargs))
-        return t.map(lambda rows: rows * f1)
+        return lambda rows: lift(rows, op.out.tensor.dim()) * f1
 
     return rule
 
@@ -153,12 +152,8 @@ def piecewise_linear(slope: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def _clamp_slope(x: Tensor, y: Tensor, min: Any = None, max: Any = None) -> Tensor:
-    inside = torch.ones_like(x, dtype=torch.bool)
-    if min is not None:
-        inside = inside & (x >= min)
-    if max is not None:
-        inside = inside & (x <= max)
-    return inside.to(x.dtype)
+    low, high = -math.inf if min is None else min, math.inf if max is None else max
+    return ((x >= low) & (x <= high)).to(x.dtype)
 
 
 def _leaky_slope(x: Tensor, y: Tensor, negative_slope: float = 0.01, inplace: Any = None) -> Tensor:

@@ -68,16 +68,13 @@ class Local:
     def __init__(self, sweep: Sweep, op: Op, args: Any, kwargs: Any):
         """Find the inputs that move, and their tangents."""
         self.sweep, self.op, self.args, self.kwargs = sweep, op, args, kwargs
-        moving = {v.slot: v for v in find_values((args, kwargs)) if sweep.tangent(v) is not None}
-        self.slots = list(moving)
-        self.x = [value.now.detach() for value in moving.values()]
-        tangents = [sweep.tangents[slot] for slot in self.slots if slot is not None]
+        moving = sweep.moving((args, kwargs))
+        self.slots, tangents = list(moving), list(moving.values())
+        values = {value.slot: value for value in find_values((args, kwargs))}
+        self.x = [values[slot].now.detach() for slot in moving]
         self.first = union(*(t.first for t in tangents))
         self.x1 = [spread(t.first, t.y1, self.first) for t in tangents]
-        self.x2 = [
-            spread(t.second, t.y2, self.first) if t.second else torch.zeros_like(x1)
-            for t, x1 in zip(tangents, self.x1, strict=True)
-        ]
+        self.x2 = [spread(t.second, t.y2, self.first) for t in tangents]
 
     def call(self, x: list[Tensor]) -> list[Tensor]:
         """Evaluate the operation, with the same random numbers as when it was recorded."""
@@ -100,24 +97,16 @@ class Local:
             for v in self.op.made
         ]
         self._add_Hbar(delta)
-        y1: list[list[Tensor]] = []
-        y2: list[list[Tensor]] = []
-        for i, s in enumerate(self.first):
-            first, second, third = self._line(i, delta)
-            y1.append(first)
-            if third is not None:
-                y2.append(second)
-                self.sweep.add_D3((s,), third.reshape(1))
+        lines = [self._line(i, delta) for i in range(len(self.first))]
         if not self.op.wanted:
             return None
-        groups = self.first, self.first if y2 else ()
-        rows = iter(torch.stack(rows).detach() for rows in zip(*y1, *y2, strict=True))
+        groups = self.first, self.first if self.sweep.order == 3 else ()
+        by_row = (line[n] for n in range(self.sweep.order - 1) for line in lines)
+        rows = iter(torch.stack(rows) for rows in zip(*by_row, strict=True))
         return [None if v is None else Tangent(*groups, next(rows)) for v in self.op.outputs]
 
-    def _line(
-        self, i: int, delta: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
-        """Differentiate along the line of the i-th group."""
+    def _line(self, i: int, delta: list[Tensor]) -> list[list[Tensor]]:
+        """Differentiate along the line of the i-th group: y1 of all outputs, and y2; adds to D3."""
         dtype, device = self.x[0].real.dtype, self.x[0].device
         t = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
         moved = [
@@ -128,12 +117,13 @@ class Local:
         v = [d.detach().clone().requires_grad_() for d in delta]
         term = inner(v, y)
         results: list[list[Tensor]] = []
-        orders = 2 if self.sweep.order == 3 else 1
-        for _ in range(orders):
-            term = _derivative(term, [t], create_graph=True)[0]
+        for _ in range(self.sweep.order - 1):
+            (term,) = _derivative(term, [t], create_graph=True)
             results.append([g.detach() for g in _derivative(term, v, create_graph=True)])
-        third = _derivative(term, [t], create_graph=False)[0] if self.sweep.order == 3 else None
-        return results[0], results[-1], None if third is None else third.detach()
+        if self.sweep.order == 3:
+            (third,) = _derivative(term, [t], create_graph=False)
+            self.sweep.add_D3(self.first[i : i + 1], third.detach().reshape(1))
+        return results
 
     def _add_Hbar(self, delta: list[Tensor]) -> None:
         x = [value.detach().clone().requires_grad_() for value in self.x]

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function
 
-from newton_summary.derivatives.sweep.tape import Op, Tangent, Value, dots, gram, spread
+from newton_summary.derivatives.sweep.tape import Op, Tangent, Value, dots, gram
 
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
@@ -108,9 +108,7 @@ def pass_lattice(
         return None
     lattice: Lattice = op.saved
     k, third = len(t.first), sweep.order == 3
-    e = lattice.of_emitted(t.y1)
-    if third:
-        e = torch.cat([e, lattice.of_emitted(spread(t.second, t.y2, t.first))])
+    e = lattice.of_emitted((t.completed() if third else t).rows)
     T, _, B, L = lattice.p.shape
     alpha = e.new_zeros((len(e), T + 1, B, L + 2))  # behind two that nothing comes from
     means = e.new_empty((len(e), T, B, L))

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from newton_summary.derivatives.sweep.rules.per_row import ROW_BY_ROW
 from newton_summary.derivatives.sweep.tape import (
-    Groups,
     Op,
     Tangent,
     Value,
@@ -25,7 +24,7 @@ from newton_summary.derivatives.sweep.tape import (
     lift,
     plain,
 )
-from newton_summary.derivatives.sweep.torch_functions import names
+from newton_summary.derivatives.sweep.torch_functions import dimensions, names
 from newton_summary.display.warn import warn_user
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.probe.eager import mark_approximate
@@ -184,26 +183,27 @@ def getitem(op: Op, x: Value, index: Any) -> Rows:
 
 def setitem(sweep: Sweep, op: Op, x: Value, index: Any, value: Any) -> Tangent | None:
     """``x[index] = value``: linear in both."""
-    found = aligned(sweep, x, value)
-    if found is None:
-        return None
-    first, second, (old, new) = found
     full = full_index(plain(index), op.out.tensor.dim())
-    rows = old.clone()
-    for row, value_row in zip(rows, new, strict=True):
-        row[full] = value_row.to(row.dtype)
-    return Tangent(first, second, rows)
+
+    def write(old: Tensor, new: Tensor) -> Tensor:
+        rows = old.clone()
+        for row, value_row in zip(rows, new, strict=True):
+            row[full] = value_row.to(row.dtype)
+        return rows
+
+    return jointly(sweep, [x, value], write)
 
 
-def aligned(sweep: Sweep, *values: Any) -> tuple[Groups, Groups, list[Tensor]] | None:
-    """Return the rows of several values for the same groups; None if none of them moves."""
+def jointly(sweep: Sweep, values: Sequence[Any], linear: Callable[..., Tensor]) -> Tangent | None:
+    """Apply a linear operation to the rows of several values, brought to the same groups."""
     tangents = [sweep.tangent(value) for value in values]
     like = next((t.rows for t in tangents if t is not None), None)
     if like is None:
         return None
     shapes = [value.tensor.shape if isinstance(value, Value) else () for value in values]
     still = [Tangent((), (), like.new_zeros((0, *shape))) for shape in shapes]
-    return align([t or none for t, none in zip(tangents, still, strict=True)])
+    first, second, rows = align([t or none for t, none in zip(tangents, still, strict=True)])
+    return Tangent(first, second, linear(*rows))
 
 
 def full_index(index: Any, ndim: int) -> tuple[Any, ...]:
@@ -234,13 +234,13 @@ def read_view(op: Op, owner: Value, *args: Any, **kwargs: Any) -> Rows:
 
 def write_view(sweep: Sweep, op: Op, owner: Value, view: Value) -> Tangent | None:
     """Entries of a tensor replaced at their positions: what writing to a view does to its owner."""
-    found = aligned(sweep, owner, view)
-    if found is None:
-        return None
-    first, second, (old, new) = found
-    k = len(old)
-    rows = old.reshape(k, -1).index_copy(1, op.saved.flatten(), new.reshape(k, -1))
-    return Tangent(first, second, rows.reshape(old.shape))
+
+    def write(old: Tensor, new: Tensor) -> Tensor:
+        k = len(old)
+        rows = old.reshape(k, -1).index_copy(1, op.saved.flatten(), new.reshape(k, -1))
+        return rows.reshape(old.shape)
+
+    return jointly(sweep, [owner, view], write)
 
 
 @on_rows
@@ -270,28 +270,33 @@ def embedding(
 
 def add(sweep: Sweep, op: Op, a: Any, b: Any, *, alpha: float = 1, out: None = None) -> Any:
     """``a + alpha b``, with broadcasting."""
-    return combine(sweep, op, [(a, 1), (b, alpha)])
+    return combine(sweep, op, [(a, None), (b, times(alpha))])
 
 
 def sub(sweep: Sweep, op: Op, a: Any, b: Any, *, alpha: float = 1, out: None = None) -> Any:
     """``a - alpha b``, with broadcasting."""
-    return combine(sweep, op, [(a, 1), (b, -alpha)])
+    return combine(sweep, op, [(a, None), (b, times(-alpha))])
 
 
 def rsub(sweep: Sweep, op: Op, a: Any, b: Any, alpha: float = 1) -> Any:
     """``b - alpha a``."""
-    return combine(sweep, op, [(b, 1), (a, -alpha)])
+    return combine(sweep, op, [(b, None), (a, times(-alpha))])
 
 
-def combine(sweep: Sweep, op: Op, terms: list[tuple[Any, Any]]) -> Tangent | None:
-    """Return a linear combination of values."""
+def times(factor: float) -> Rows | None:
+    """Return how to multiply all rows; None if nothing is to be done."""
+    return None if isinstance(factor, int) and factor == 1 else lambda rows: rows * factor
+
+
+def combine(sweep: Sweep, op: Op, terms: list[tuple[Any, Rows | None]]) -> Tangent | None:
+    """Return the sum of values, each after a linear function of its rows, with broadcasting."""
     y = op.out.tensor
     tangents = []
-    for value, factor in terms:
+    for value, change in terms:
         t = sweep.tangent(value)
         if t is not None:
             rows = lift(t.rows, y.dim())
-            rows = rows if isinstance(factor, int) and factor == 1 else rows * factor
+            rows = rows if change is None else change(rows)
             rows = rows if rows.shape[1:] == y.shape else rows.expand(rows.shape[0], *y.shape)
             tangents.append(Tangent(t.first, t.second, cast(rows, y.dtype)))
     return add_tangents(tangents) if tangents else None
@@ -301,7 +306,7 @@ def copy(
     sweep: Sweep, op: Op, x: Value, source: Any = None, *args: Any, value: Any = None, **kwargs: Any
 ) -> Any:
     """``x.copy_(source)`` and ``x.fill_(value)``: nothing of x is left."""
-    return combine(sweep, op, [(value if source is None else source, 1)])
+    return combine(sweep, op, [(value if source is None else source, None)])
 
 
 def zero(sweep: Sweep, op: Op, *args: Any, **kwargs: Any) -> None:
@@ -314,10 +319,8 @@ def reduce(op: Op, x: Value, *args: Any, **kwargs: Any) -> Rows:
     y = op.out.tensor
     if x.tensor.dim() == 0:
         return lambda rows: rows
-    dims = kwargs.get("dim", kwargs.get("axis", args[0] if args else None))
-    if dims is None or (isinstance(dims, Sequence) and not dims):
-        dims = range(x.tensor.dim())
-    chosen = [shifted(d) for d in ([dims] if isinstance(dims, int) else dims)]
+    dims = dimensions(x.tensor, kwargs.get("dim", args[0] if args else None))
+    chosen = [shifted(d) for d in dims]
     if op.name == "sum" and chosen in ([-1], [x.tensor.dim()]) and x.tensor.shape[-1] <= SHORT:
         ones = y.new_ones(x.tensor.shape[-1])
         return lambda rows: (cast(rows, y.dtype) @ ones).reshape(len(rows), *y.shape)
@@ -342,42 +345,30 @@ def masked_fill(sweep: Sweep, op: Op, x: Value, mask: Value, value: Any) -> Tang
 
 def choose(sweep: Sweep, op: Op, condition: Value, a: Any, b: Any) -> Tangent | None:
     """The entries of a where a condition holds, and those of b elsewhere."""
-    y, mask = op.out.tensor, condition.now.to(torch.bool)
-    tangents = []
-    for value, others in ((a, ~mask), (b, mask)):
-        t = sweep.tangent(value)
-        if t is not None:
-            rows = lift(t.rows, y.dim()).masked_fill(others, 0)
-            rows = cast(rows.expand(len(rows), *y.shape), y.dtype)
-            tangents.append(Tangent(t.first, t.second, rows))
-    return add_tangents(tangents) if tangents else None
+    mask = condition.now.to(torch.bool)
+    chosen: list[tuple[Any, Rows | None]] = [
+        (a, lambda rows: rows.masked_fill(~mask, 0)),
+        (b, lambda rows: rows.masked_fill(mask, 0)),
+    ]
+    return combine(sweep, op, chosen)
 
 
 # --- joining -------------------------------------------------------------------------------------
 
 
-def cat(sweep: Sweep, op: Op, tensors: Sequence[Value], dim: int = 0, **kwargs: Any) -> Any:
-    """Join along a dimension; what does not depend on the parameters has zero derivatives."""
-    return _joined(
-        sweep, op, tensors, lambda rows: torch.cat(rows, shifted(kwargs.get("axis", dim)))
-    )
+def joining(join: Callable[[list[Tensor], int], Tensor]) -> Rule:
+    """Return the rule of ``torch.cat``, or of ``torch.stack``.
 
+    What does not depend on the parameters has zero derivatives.
+    """
 
-def stack(sweep: Sweep, op: Op, tensors: Sequence[Value], dim: int = 0) -> Any:
-    """Join along a new dimension."""
-    return _joined(sweep, op, tensors, lambda rows: torch.stack(rows, shifted(dim)))
+    def rule(sweep: Sweep, op: Op, tensors: Sequence[Value], dim: int = 0, **kwargs: Any) -> Any:
+        y = op.out.tensor
+        # torch.cat leaves out what has the shape (0,).
+        some = [v for v in tensors if v.tensor.shape != (0,) or y.dim() == 1]
+        return jointly(sweep, some, lambda *rows: join([r.to(y.dtype) for r in rows], shifted(dim)))
 
-
-def _joined(
-    sweep: Sweep, op: Op, values: Sequence[Value], join: Callable[[list[Tensor]], Tensor]
-) -> Tangent | None:
-    y = op.out.tensor
-    # torch.cat leaves out what has the shape (0,).
-    found = aligned(sweep, *(v for v in values if v.tensor.shape != (0,) or y.dim() == 1))
-    if found is None:
-        return None
-    first, second, rows = found
-    return Tangent(first, second, join([r.to(y.dtype) for r in rows]))
+    return rule
 
 
 SAME_ORDER = names("""
@@ -411,6 +402,6 @@ LINEAR: dict[str, Rule] = {
     "rsub": rsub,
     **dict.fromkeys(["neg", "negative"], on_rows(lambda op, x: torch.neg)),
     **dict.fromkeys(["sum", "mean"], reduce),
-    **dict.fromkeys(["cat", "concat", "concatenate"], cat),
-    "stack": stack,
+    **dict.fromkeys(["cat", "concat", "concatenate"], joining(torch.cat)),
+    "stack": joining(torch.stack),
 }

@@ -17,20 +17,19 @@ from newton_summary.derivatives.sweep.rules import fused
 from newton_summary.derivatives.sweep.rules.fused_norms import FusedCentredRows, Sums
 from newton_summary.derivatives.sweep.tape import (
     Contributions,
-    Groups,
     Op,
     Tangent,
     Value,
-    add_rows,
+    add_up,
     cast,
     dots,
     gram,
-    join,
-    matching,
     pick,
     spread,
+    stretches,
     sums,
 )
+from newton_summary.derivatives.sweep.torch_functions import dimensions
 
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
@@ -44,11 +43,6 @@ def _along(dim: int | None, y: Tensor) -> int:
 def _known(p: Tensor) -> Tensor:
     """Return a softmax with zeros where all of a row is masked: such a row does not move."""
     return p.nan_to_num(0.0)
-
-
-def _second(t: Tangent, curvature: Tensor, moved: Tensor) -> tuple[Groups, Tensor]:
-    """Return y2: what the second derivatives of x become, plus what the first ones bend to."""
-    return add_rows([(t.second, moved), (t.first, curvature)])
 
 
 def softmax(log: bool) -> Callable[..., Tangent | None]:
@@ -103,8 +97,8 @@ def pass_softmax(
     if not third:
         return Tangent(t.first, (), c)
     variances = (c.square() * p).sum(d, keepdim=True)
-    second = _second(t, -variances.expand_as(c), without_mean_under(p, t.y2, d))
-    return join((t.first, c), second)
+    second = [(t.second, without_mean_under(p, t.y2, d)), (t.first, -variances.expand_as(c))]
+    return add_up([(t.first, c)], second, p)
 
 
 def without_mean_under(p: Tensor, rows: Tensor, d: int) -> Tensor:
@@ -135,7 +129,7 @@ def _pass_probabilities(
         sweep.add_Hbar(t.first, t.first, gram(weighted, c))
     if third:
         e = c * c
-        for mine, theirs in matching(t.first, t.second):
+        for mine, theirs in stretches(t.second, t.first):
             e[mine] += t.y2[theirs]
         second = torch.mul(e, p, out=result[k:])
         e -= second.sum(d, keepdim=True)
@@ -154,7 +148,7 @@ def _cumulants(sweep: Contributions, t: Tangent, c: Tensor, weight: Tensor) -> N
     sweep.add_Hbar(t.first, t.first, gram(weighted, c))
     if sweep.order == 3:
         work = c * c
-        for mine, theirs in matching(t.first, t.second):
+        for mine, theirs in stretches(t.second, t.first):
             work[mine].add_(t.y2[theirs], alpha=3)
         sweep.add_D3(t.first, sums(work.mul_(weighted)))
 
@@ -167,8 +161,7 @@ def logsumexp(sweep: Sweep, op: Op, x: Value, dim: Any, keepdim: bool = False) -
     X, ndim = x.now, x.tensor.dim()
     if ndim == 0:
         return t
-    dims = [dim] if isinstance(dim, int) else list(dim) or range(ndim)
-    d = [i % ndim - ndim for i in dims]
+    d = [i % ndim - ndim for i in dimensions(X, dim)]
     y = torch.logsumexp(X, d, keepdim=True)
     p = _known(torch.exp(X - y))
     means = (t.rows * p).sum(d, keepdim=True)
@@ -180,10 +173,10 @@ def logsumexp(sweep: Sweep, op: Op, x: Value, dim: Any, keepdim: bool = False) -
     if not op.wanted:
         return None
     variances = (c.square() * p).sum(d, keepdim=True)
-    second = _second(t, variances, means[k:]) if sweep.order == 3 else None
-    result = join((t.first, means[:k]), second)
+    second = [(t.second, means[k:]), (t.first, variances)] if sweep.order == 3 else []
+    result = add_up([(t.first, means[:k])], second, y)
     shape = op.out.tensor.shape
-    return result.map(lambda rows: rows.reshape(rows.shape[0], *shape))
+    return result and result.map(lambda rows: rows.reshape(len(rows), *shape))
 
 
 def standardize(
@@ -273,14 +266,13 @@ class CentredRows:
         def spread_out(products: Tensor) -> Tensor:
             return spread(second, self._total(products), first)
 
-        has_second = self.third and bool(second)
         return Sums(
             c_c1=c_c1,
             c1_c1=self._total(c1 * c1) if self.third else zero,
             delta_c1=zero if delta is None else self._total(delta * c1),
-            c_c2=spread_out(c * c2) if has_second else zero,
-            delta_c2=spread_out(delta * c2) if has_second and delta is not None else zero,
-            c1_c2=spread_out(pick(first, c1, second) * c2) if has_second else zero,
+            c_c2=spread_out(c * c2),
+            delta_c2=zero if delta is None else spread_out(delta * c2),
+            c1_c2=spread_out(pick(first, c1, second) * c2),
         )
 
     def _total(self, a: Tensor) -> Tensor:
@@ -299,7 +291,7 @@ class CentredRows:
         torch.mul(c1, r, out=result[:k]).addcmul_(c, r1)
         if r2 is not None:
             second = torch.mul(c, r2, out=result[k:]).addcmul_(c1, r1, value=2)
-            for mine, theirs in matching(self.t.first, self.t.second):
+            for mine, theirs in stretches(self.t.second, self.t.first):
                 second[mine].addcmul_(c2[theirs], r)
         return result, products
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from newton_summary.derivatives.sweep.tape import Op, Tangent, Value, align, find_values, map_tree
+from newton_summary.derivatives.sweep.tape import Op, Tangent, Value, align, map_tree
 from newton_summary.derivatives.sweep.torch_functions import names
 
 if TYPE_CHECKING:
@@ -19,34 +19,17 @@ if TYPE_CHECKING:
 def per_row(sweep: Sweep, op: Op, *args: Any, **kwargs: Any) -> Any:
     """Apply the operation to every row, jointly in all arguments that depend on the parameters.
 
-    Other floating-point tensors among the arguments are additive, and so have zero derivatives.
+    Other floating-point tensors among the arguments are additive, and so have zero derivatives;
+    but in some operations they are factors. Through vmap, or row by row where vmap cannot.
     """
-    return apply_per_row(sweep, op, linear_part(op), args, kwargs)
-
-
-def first_argument_per_row(sweep: Sweep, op: Op, *args: Any, **kwargs: Any) -> Any:
-    """The same where the operation is linear in its first argument and others are constants."""
-    return apply_per_row(sweep, op, linear_part(op), args, kwargs, keep_constants=True)
-
-
-def apply_per_row(
-    sweep: Sweep,
-    op: Op,
-    func: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    keep_constants: bool = False,
-) -> Any:
-    """Run ``func`` on every row through vmap, or one row after the other where vmap cannot."""
-    moving = {v.slot: v for v in find_values((args, kwargs)) if sweep.tangent(v) is not None}
+    func, keep_constants = linear_part(op), op.name in WITH_FACTORS
+    moving = sweep.moving((args, kwargs))
     if not moving:
         return None
-    tangents = [sweep.tangent(v) for v in moving.values()]
-    first, second, rows = align([t for t in tangents if t is not None])
-    slots = list(moving)
+    first, second, rows = align(list(moving.values()))
 
     def call(*one_row: Tensor) -> Any:
-        given = dict(zip(slots, one_row, strict=True))
+        given = dict(zip(moving, one_row, strict=True))
         return func(*fill(args, given, keep_constants), **fill(kwargs, given, keep_constants))
 
     try:
@@ -61,8 +44,7 @@ def apply_per_row(
         else:
             result = torch.stack(results)
     if isinstance(result, tuple | list):
-        outputs = zip(op.outputs, result, strict=True)
-        return [None if v is None else Tangent(first, second, r) for v, r in outputs]
+        return [Tangent(first, second, r) for r in result]
     return Tangent(first, second, result)
 
 
@@ -78,7 +60,7 @@ def without_vmap_fallback() -> Iterator[None]:
         functorch._set_vmap_fallback_enabled(before)  # type: ignore[attr-defined]
 
 
-def fill(tree: Any, given: dict[int | None, Tensor], keep_constants: bool) -> Any:
+def fill(tree: Any, given: dict[int, Tensor], keep_constants: bool) -> Any:
     """Put rows in the place of values."""
 
     def row(value: Any) -> Any:
@@ -149,9 +131,6 @@ PER_ROW = names("""
     fft_irfft2 fft_irfftn fft_hfft fft_ihfft fft_fftshift fft_ifftshift
 """)
 
-FIRST_ARGUMENT_PER_ROW = ["nll_loss_nd"]
+WITH_FACTORS = ["nll_loss_nd"]
 
-ROW_BY_ROW: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(PER_ROW, per_row),
-    **dict.fromkeys(FIRST_ARGUMENT_PER_ROW, first_argument_per_row),
-}
+ROW_BY_ROW: dict[str, Callable[..., Any]] = dict.fromkeys([*PER_ROW, *WITH_FACTORS], per_row)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from newton_summary.derivatives.sweep.kernels import kernels
 from newton_summary.derivatives.sweep.rules import fused
+from newton_summary.derivatives.sweep.rules.linear import combine
 from newton_summary.derivatives.sweep.tape import (
     Op,
     Tangent,
@@ -34,6 +35,7 @@ from newton_summary.derivatives.sweep.tape import (
     gram,
     lift,
     pick,
+    plain,
 )
 from newton_summary.errors import CannotDifferentiate
 
@@ -135,13 +137,10 @@ def plus_bias(
     first, second = terms
     t = sweep.tangent(bias)
     if t is not None and op.wanted:
-        shape = op.out.tensor.shape
-        trailing = len(shape) - 1 - channel_dim % len(shape)
-        rows = cast(t.rows, op.out.tensor.dtype)
-        rows = rows.reshape(len(rows), *(1,) * (channel_dim % len(shape)), -1, *(1,) * trailing)
-        rows = rows.expand(len(rows), *shape)
-        k = len(t.first)
-        first, second = [*first, (t.first, rows[:k])], [*second, (t.second, rows[k:])]
+        y = op.out.tensor
+        along = [-1 if d == channel_dim % y.dim() else 1 for d in range(y.dim())]
+        t = t.to(y.dtype).map(lambda rows: rows.reshape(len(rows), *along).expand(-1, *y.shape))
+        first, second = [*first, (t.first, t.y1)], [*second, (t.second, t.y2)]
     return add_up(first, second, op.out.tensor)
 
 
@@ -229,11 +228,11 @@ def matmul(sweep: Sweep, op: Op, a: Value, b: Value) -> Any:
         right=lambda rows: finish(torch.matmul(A1, as_right(rows))),
         pair=lambda x, y: finish(torch.matmul(as_left(x), as_right(y))),
         adjoint_left=lambda delta, rows: unbroadcast(
-            torch.matmul(as_result(delta), as_right(rows).mT), A.shape
-        ),
+            torch.matmul(as_result(delta), as_right(rows).mT), A1.shape[1:]
+        ).reshape(len(rows), *A.shape),
         adjoint_right=lambda delta, rows: unbroadcast(
-            torch.matmul(as_left(rows).mT, as_result(delta)), B.shape
-        ),
+            torch.matmul(as_left(rows).mT, as_result(delta)), B1.shape[1:]
+        ).reshape(len(rows), *B.shape),
     )
     return add_up(*product(sweep, op, h, a, b), op.out.tensor)
 
@@ -291,21 +290,15 @@ def grouped_mm(
 
 def unbroadcast(rows: Tensor, shape: Sequence[int]) -> Tensor:
     """Sum rows over the dimensions along which a value of ``shape`` was broadcast."""
-    k = rows.shape[0]
-    if rows.shape[1:].numel() == torch.Size(shape).numel():
-        return rows.reshape(k, *shape)
-    extra = rows.dim() - 1 - len(shape)
-    dims = list(range(1, 1 + extra))
-    dims += [1 + extra + i for i, n in enumerate(shape) if n == 1 and rows.shape[1 + extra + i] > 1]
-    return rows.sum(dims, keepdim=True).reshape(k, *shape)
+    missing = (1,) * (rows.dim() - 1 - len(shape))
+    return rows.sum_to_size(len(rows), *missing, *shape).reshape(len(rows), *shape)
 
 
 def multiply(sweep: Sweep, op: Op, a: Any, b: Any) -> Any:
     """``a * b`` entry by entry, with broadcasting."""
     if not isinstance(a, Value) or not isinstance(b, Value):
         value, factor = (a, b) if isinstance(a, Value) else (b, a)
-        t = sweep.tangent(value)
-        return None if t is None else t.map(lambda rows: rows * factor)
+        return combine(sweep, op, [(value, lambda rows: rows * factor)])
     dtype, ndim = op.out.tensor.dtype, op.out.tensor.dim()
     A, B = cast(a.now, dtype), cast(b.now, dtype)
     ta, tb = sweep.tangent(a), sweep.tangent(b)
@@ -334,12 +327,9 @@ def multiply(sweep: Sweep, op: Op, a: Any, b: Any) -> Any:
 
 def divide(sweep: Sweep, op: Op, a: Value, b: Any, **kwargs: Any) -> Any:
     """``a / b`` where b does not depend on the parameters."""
-    t = sweep.tangent(a)
-    if t is None or kwargs.get("rounding_mode") is not None:
+    if kwargs.get("rounding_mode") is not None:
         return None
-    ndim = op.out.tensor.dim()
-    divisor = b.now if isinstance(b, Value) else b
-    return t.map(lambda rows: lift(rows, ndim) / divisor)
+    return combine(sweep, op, [(a, lambda rows: rows / plain(b))])
 
 
 def einsum(sweep: Sweep, op: Op, equation: str, operands: Sequence[Value], *path: Any) -> Any:

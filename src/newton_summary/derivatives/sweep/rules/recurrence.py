@@ -7,7 +7,6 @@ The adjoints inside of it come from going back through the steps once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function
 
+from newton_summary.derivatives.norms import Maybe
 from newton_summary.derivatives.sweep.rules.products import contribute
 from newton_summary.derivatives.sweep.rules.recurrent_cells import (
     Gates,
@@ -56,47 +56,24 @@ class _Recurrence(torch.autograd.Function):
         return None, *grads, *run.start_adjoints
 
 
-def lstm_recurrence(
-    x: Tensor,
-    w_x: Tensor,
-    b_x: Tensor | None,
-    w: Tensor,
-    b: Tensor | None,
-    reverse: bool,
-    h: Tensor,
-    c: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return h in all steps, and the last c; one operation on the tape."""
-    return handle_torch_function(lstm_recurrence, (x,), x, w_x, b_x, w, b, reverse, h, c)
-
-
-def gru_recurrence(
-    x: Tensor,
-    w_x: Tensor,
-    b_x: Tensor | None,
-    w: Tensor,
-    b: Tensor | None,
-    reverse: bool,
-    h: Tensor,
-) -> tuple[Tensor]:
-    """Return h in all steps; one operation on the tape."""
-    return handle_torch_function(gru_recurrence, (x,), x, w_x, b_x, w, b, reverse, h)
-
-
-def prepare(kind: type[Run]) -> Callable[..., tuple[Any, Run]]:
-    """Return how to run a recurrence so that the rule gets what happened in its steps."""
-
-    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Run]:
-        x, w_x, b_x, w, b, reverse, *start = args
-        with torch.no_grad():
-            steps = kind(x, (w_x, b_x), (w, b), tuple(start), reverse)
-        inputs = x, w_x, b_x, w, b, *start
-        return _Recurrence.apply(steps, *inputs), steps  # type: ignore[no-untyped-call]
-
-    return run
-
-
 def recurrence(
+    x: Tensor, w_x: Tensor, b_x: Maybe, w: Tensor, b: Maybe, reverse: bool, *start: Tensor
+) -> tuple[Tensor, ...]:
+    """Return h in all steps, and the last c of an LSTM, which starts from (h, c): one operation."""
+    return handle_torch_function(recurrence, (x,), x, w_x, b_x, w, b, reverse, *start)
+
+
+def prepare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Run]:
+    """Run a recurrence so that the rule gets what happened in its steps."""
+    x, w_x, b_x, w, b, reverse, *start = args
+    kind = LstmRun if len(start) == 2 else GruRun
+    with torch.no_grad():
+        steps = kind(x, (w_x, b_x), (w, b), tuple(start), reverse)
+    inputs = x, w_x, b_x, w, b, *start
+    return _Recurrence.apply(steps, *inputs), steps  # type: ignore[no-untyped-call]
+
+
+def pass_recurrence(
     sweep: Sweep,
     op: Op,
     x: Value,
@@ -106,7 +83,7 @@ def recurrence(
     b: Any,
     reverse: bool,
     *start: Value,
-) -> list[Tangent | None]:
+) -> list[Tangent]:
     """Pass all steps of a layer."""
     run: Run = op.saved
     third = sweep.order == 3
@@ -140,15 +117,8 @@ def recurrence(
             contribute(sweep, Tangent(first, second, before), W, run.adjoint @ W.rows[:, None])
         if W_x is not None and X is not None:
             contribute(sweep, X, W_x, run.gates_adjoint @ W_x.rows[:, None])
-    results = [y, *rows[1:]]
-    return [None if v is None else Tangent(first, second, r) for v, r in zip(op.outputs, results)]
+    return [Tangent(first, second, rows) for rows in (y, *rows[1:])]
 
 
-RECURRENCES: dict[str, Callable[..., Any]] = {
-    "lstm_recurrence": recurrence,
-    "gru_recurrence": recurrence,
-}
-PREPARE_RECURRENCES: dict[str, Callable[..., tuple[Any, Any]]] = {
-    "lstm_recurrence": prepare(LstmRun),
-    "gru_recurrence": prepare(GruRun),
-}
+RECURRENCES = {"recurrence": pass_recurrence}
+PREPARE_RECURRENCES = {"recurrence": prepare}

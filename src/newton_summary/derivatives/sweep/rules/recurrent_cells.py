@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from newton_summary.derivatives.sweep.rules.elementwise import Three, sigmoid, tanh
-from newton_summary.derivatives.sweep.tape import Groups, Tangent, gram
+from newton_summary.derivatives.sweep.tape import Groups, Tangent, gram, stretches
 
 State = tuple[Tensor, ...]  # (h,), or (h, c) of an LSTM
 Weights = tuple[Tensor, Tensor | None]  # weight and bias
@@ -152,11 +151,8 @@ def runs_of(t: Tangent, first: Groups) -> list[tuple[slice, slice]]:
     >>> runs_of(Tangent((3, 5), (5,), torch.zeros(3)), (1, 3, 5))
     [(slice(1, 3, None), slice(0, 2, None)), (slice(5, 6, None), slice(2, 3, None))]
     """
-    k = len(first)
-    places = [first.index(s) for s in t.first] + [k + first.index(s) for s in t.second]
-    breaks = [j for j in range(1, len(places)) if places[j] != places[j - 1] + 1]
-    pieces = pairwise([0, *breaks, len(places)])
-    return [(slice(places[a], places[b - 1] + 1), slice(a, b)) for a, b in pieces]
+    mine, among = ((*one, *(~s for s in two)) for one, two in ((t.first, t.second), (first, first)))
+    return stretches(mine, among)  # ~s: the second derivatives of group s
 
 
 class Run:

@@ -6,21 +6,18 @@ The choice is made while recording, and kept for the sweep.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from newton_summary.derivatives.sweep.rules.linear import Rows, on_rows
 from newton_summary.derivatives.sweep.tape import Op, Value, positions_in
-from newton_summary.derivatives.sweep.torch_functions import names
+from newton_summary.derivatives.sweep.torch_functions import dimensions, names
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.probe.eager import mark_approximate
-
-if TYPE_CHECKING:
-    from newton_summary.derivatives.sweep.engine import Sweep
-
 
 # --- max-pooling ---------------------------------------------------------------------------------
 
@@ -42,10 +39,8 @@ def with_indices(name: str) -> Callable[..., tuple[Any, Any]]:
 def pooled(n: int) -> Callable[..., Any]:
     """Return the rule of a max-pooling over the last n dimensions."""
 
-    def rule(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Any:
-        t = sweep.tangent(x)
-        if t is None:
-            return None
+    @on_rows
+    def rule(op: Op, x: Value, *args: Any, **kwargs: Any) -> Rows:
         indices = op.saved[1].flatten(-n)
         shape = op.out.tensor.shape
 
@@ -53,8 +48,7 @@ def pooled(n: int) -> Callable[..., Any]:
             chosen = rows.flatten(-n).gather(-1, indices.expand(rows.shape[0], *indices.shape))
             return chosen.reshape(rows.shape[0], *shape)
 
-        result = t.map(choose)
-        return [result, None] if len(op.outputs) == 2 else result
+        return choose
 
     return rule
 
@@ -68,22 +62,18 @@ def keep_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     return result, result
 
 
-def extremum(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Any:
+@on_rows
+def extremum(op: Op, x: Value, *args: Any, **kwargs: Any) -> Rows:
     """Max, min, median, sort, topk, ...: along a dimension, or the one of all entries."""
-    t = sweep.tangent(x)
-    if t is None:
-        return None
     if x.tensor.dim() == 0:
-        result = t.map(lambda rows: rows.reshape(len(rows), *op.out.tensor.shape))
-        return result if isinstance(op.saved, Tensor) else [result, None]
+        return lambda rows: rows.reshape(len(rows), *op.out.tensor.shape)
     if isinstance(op.saved, Tensor):  # of all entries; equal ones share, as in autograd
         dims = kwargs.get("dim", args[0] if args else None)
-        return t.map(lambda rows: share(rows, x.now, op.saved, dims))
+        return lambda rows: share(rows, x.now, op.saved, dims)
     indices = op.saved[1]
-    default = -1
     before = 1 if op.name in ("topk", "kthvalue") else 0  # arguments before the dimension
-    dim = kwargs.get("dim", next((a for a in args[before:][:1]), default))
-    dim = default if dim is None or isinstance(dim, bool) else index(dim)
+    dim = kwargs.get("dim", args[before] if len(args) > before else None)
+    dim = -1 if dim is None or isinstance(dim, bool) else index(dim)
     keepdim = indices.dim() == x.tensor.dim()
     along = dim % x.tensor.dim() + 1
     chosen_ones = indices if keepdim else indices.unsqueeze(along - 1)
@@ -92,22 +82,16 @@ def extremum(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Any:
         chosen = rows.gather(along, chosen_ones.expand(rows.shape[0], *chosen_ones.shape))
         return chosen if keepdim else chosen.squeeze(along)
 
-    return [t.map(choose), None]
+    return choose
 
 
 def share(rows: Tensor, x: Tensor, y: Tensor, dims: Any) -> Tensor:
     """Return the rows at the extreme entries; where several are equal, their mean."""
-    chosen_dims: Sequence[int]
-    if dims is None or (isinstance(dims, Sequence) and not dims):
-        chosen_dims = range(x.dim())
-    else:
-        chosen_dims = [dims] if isinstance(dims, int) else list(dims)
-    chosen_dims = [d % x.dim() for d in chosen_dims]
-    kept = [1 if d in chosen_dims else n for d, n in enumerate(x.shape)]
+    chosen = [d % x.dim() for d in dimensions(x, dims)]
+    kept = [1 if d in chosen else n for d, n in enumerate(x.shape)]
     mask = (x == y.detach().reshape(kept)).to(rows.dtype)
-    mask = mask / mask.sum(list(chosen_dims), keepdim=True)
-    shape = (rows.shape[0], *y.shape)
-    return (rows * mask).sum([d + 1 for d in chosen_dims]).reshape(shape)
+    mask = mask / mask.sum(chosen, keepdim=True)
+    return (rows * mask).sum([d + 1 for d in chosen]).reshape(len(rows), *y.shape)
 
 
 def strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:

@@ -21,13 +21,11 @@ from newton_summary.derivatives.sweep.tape import (
     Op,
     Tangent,
     Value,
-    add_rows,
+    add_up,
     dots,
     gram,
-    join,
     lift,
     pick,
-    spread,
 )
 
 if TYPE_CHECKING:
@@ -78,23 +76,24 @@ def pass_solution(
     A, B = sweep.tangent(a), sweep.tangent(b)
     first, second = [], []
     if B is not None:
-        rows = lift(B.rows, X.dim()).expand(len(B.rows), *X.shape)
-        k = len(B.first)
-        first.append((B.first, rows[:k]))
-        second.append((B.second, rows[k:]))
+        B = B.map(lambda rows: lift(rows, X.dim()).expand(len(rows), *X.shape))
+        first.append((B.first, B.y1))
+        second.append((B.second, B.y2))
     if A is not None:
         A = A.map(lambda rows: part(lift(rows, X.dim())))
         first.append((A.first, -times(A.y1, X)))
         second.append((A.second, -times(A.y2, X)))
-    groups, sides = add_rows(first)
-    X1 = side_by_side(solve, sides)
-    result = Tangent(groups, (), X1)
+    sides = add_up(first, (), X)
+    assert sides is not None
+    result = sides.map(lambda rows: side_by_side(solve, rows))
     if sweep.order == 3:
         if A is not None:
-            second.append((A.first, -2 * times(A.y1, pick(groups, X1, A.first))))
-        if any(some for some, _ in second):
-            more, sides = add_rows(second)
-            result = join((groups, X1), (more, side_by_side(solve, sides)))
+            X1 = pick(result.first, result.y1, A.first)
+            second.append((A.first, -2 * times(A.y1, X1)))
+        sides = add_up(second, (), X)
+        if sides is not None:
+            rows = torch.cat([result.rows, side_by_side(solve, sides.rows)])
+            result = Tangent(result.first, sides.first, rows)
     delta = sweep.adjoint(op.out)
     if A is not None and delta is not None:
         contribute(sweep, result, A, -times(A.rows.mT, solve_transposed(delta)))
@@ -158,8 +157,7 @@ def cholesky(sweep: Sweep, op: Op, a: Value, **kwargs: Any) -> Tangent | None:
     if t is None:
         return None
     L = op.out.now
-    if sweep.order == 3 and t.second != t.first:
-        t = join((t.first, t.y1), (t.first, spread(t.second, t.y2, t.first)))
+    t = t.completed() if sweep.order == 3 else t
     result = t.map(lambda rows: factor_tangents(L, rows, len(t.first)))
     delta = sweep.adjoint(op.out)
     if delta is not None:
@@ -229,11 +227,10 @@ def log_determinant(sweep: Sweep, op: Op, a: Value) -> Any:
     Z = torch.linalg.inv(a.now) @ t.rows
     k = len(t.first)
     Z1, turned = Z[:k], Z[:k].mT
-    result = Tangent(t.first, (), _trace(Z1))
+    first, second = _trace(Z1), []
     if sweep.order == 3:
-        squares = -(Z1 * turned).sum((-2, -1))
-        groups, rows = add_rows([(t.second, _trace(Z[k:])), (t.first, squares)])
-        result = join((t.first, _trace(Z1)), (groups, rows))
+        second = [(t.second, _trace(Z[k:])), (t.first, -(Z1 * turned).sum((-2, -1)))]
+    result = add_up([(t.first, first)], second, first[0])
     y = op.outputs[-1]  # behind the sign
     delta = None if y is None else sweep.adjoint(y)
     if delta is not None:

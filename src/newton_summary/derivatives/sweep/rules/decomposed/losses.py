@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from newton_summary.derivatives.norms import Maybe
 from newton_summary.derivatives.sweep.rules.decomposed.layers import pairwise_distance
@@ -191,11 +192,7 @@ def _padded(targets: Tensor, counts: Tensor, n: int) -> Tensor:
         return targets
     if n == 1:
         return targets[None]
-    rows = torch.zeros(n, int(counts.max()), dtype=targets.dtype, device=targets.device)
-    ends = counts.cumsum(0).tolist()
-    for row, end, count in zip(rows, ends, counts.tolist(), strict=True):
-        row[:count] = targets[end - count : end]
-    return rows
+    return pad_sequence(list(targets.split_with_sizes(counts.tolist())), batch_first=True)
 
 
 def hinge_embedding_loss(

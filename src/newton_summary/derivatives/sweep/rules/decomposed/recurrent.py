@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from newton_summary.derivatives.norms import Maybe
-from newton_summary.derivatives.sweep.rules.recurrence import gru_recurrence, lstm_recurrence
+from newton_summary.derivatives.sweep.rules.recurrence import recurrence
 
 State = tuple[Tensor, ...]  # (h,), or (h, c) of an LSTM
 Cell = Callable[[Tensor, Tensor, State], State]  # gates of the input, gates of h, state -> state
@@ -122,17 +122,14 @@ def one_layer(
     w_hr = rest[-1] if len(rest) in (1, 3) else None
     alike = len({x.dtype for x in (sequence, w_ih, w_hh, *start)}) == 1
     alike = alike and not torch.is_autocast_enabled(sequence.device.type)
-    if cell in WHOLE and sizes is None and w_hr is None and alike:
-        outputs, *end = WHOLE[cell](sequence, w_ih, b_ih, w_hh, b_hh, reverse, *start)
+    if cell in (lstm_cell, gru_cell) and sizes is None and w_hr is None and alike:
+        outputs, *end = recurrence(sequence, w_ih, b_ih, w_hh, b_hh, reverse, *start)
         return outputs, (outputs[0 if reverse else -1], *end)
     gates = F.linear(sequence, w_ih, b_ih)
     steps = gates.unbind(0) if sizes is None else gates.split_with_sizes(sizes)
     results, state = step_by_step(cell, steps[::-1] if reverse else steps, start, w_hh, b_hh, w_hr)
     results = results[::-1] if reverse else results
     return torch.stack(results) if sizes is None else torch.cat(results), state
-
-
-WHOLE: dict[Cell, Callable[..., Any]] = {lstm_cell: lstm_recurrence, gru_cell: gru_recurrence}
 
 
 def step_by_step(

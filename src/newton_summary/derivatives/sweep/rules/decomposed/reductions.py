@@ -9,12 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def _all_dims(x: Tensor, dim: Any) -> list[int]:
-    """Return dimensions as a list: all of them if none are given."""
-    if dim is None or (isinstance(dim, Sequence) and not dim):
-        return list(range(x.dim()))
-    return [dim] if isinstance(dim, int) else list(dim)
+from newton_summary.derivatives.sweep.torch_functions import dimensions
 
 
 def variance(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -33,7 +28,7 @@ def _variance_arguments(x: Tensor, *args: Any, **kwargs: Any) -> tuple[list[int]
     correction = given.get("correction")
     if correction is None:
         correction = 1 if given.get("unbiased", True) else 0
-    dims = _all_dims(x, given.get("dim", given.get("axis")))
+    dims = dimensions(x, given.get("dim"))
     return dims, correction, given.get("keepdim", False)
 
 
@@ -59,7 +54,7 @@ def vector_norm(
     x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
     """The sum of the powers of absolute values, to the inverse power."""
-    dims = _all_dims(x, dim)
+    dims = dimensions(x, dim)
     x = x if dtype is None else x.to(dtype)
     if ord == 2:
         squares = torch.view_as_real(x).square().sum(-1) if x.is_complex() else x * x
@@ -101,12 +96,12 @@ def pdist(x: Tensor, p: float = 2.0) -> Any:
 
 def nansum(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     """The sum without entries that are not a number."""
-    return torch.where(x.isnan(), 0.0, x).sum(_all_dims(x, dim), keepdim=keepdim, dtype=dtype)
+    return torch.where(x.isnan(), 0.0, x).sum(dimensions(x, dim), keepdim=keepdim, dtype=dtype)
 
 
 def nanmean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     """The mean without entries that are not a number."""
-    dims = _all_dims(x, dim)
+    dims = dimensions(x, dim)
     return nansum(x, dims, keepdim, dtype=dtype) / (~x.isnan()).sum(dims, keepdim=keepdim)
 
 
@@ -120,7 +115,7 @@ def sum_to_size(x: Tensor, *size: Any) -> Tensor:
 
 def aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """The smallest and the largest entries."""
-    dims = _all_dims(x, dim)
+    dims = dimensions(x, dim)
     return torch.amin(x, dims, keepdim), torch.amax(x, dims, keepdim)
 
 
