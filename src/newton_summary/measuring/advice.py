@@ -27,8 +27,8 @@ from newton_summary.measuring.param_groups import (
     own_groups,
     rates_of,
 )
-from newton_summary.measuring.rehearsal import Rehearsal, rehearse
-from newton_summary.measuring.trial_steps import try_steps
+from newton_summary.measuring.rehearsal import Rehearsal, rehearse, rehearse_smaller
+from newton_summary.measuring.trial_steps import real_changes
 from newton_summary.parallel.processes import Distributed, find_processes
 from newton_summary.partition import Params, Partition, Spec
 from newton_summary.probe.directions import optimizer_step
@@ -99,6 +99,7 @@ class GroupAdvice:
         return tuple(lr * self.change for lr in self.lrs)
 
 
+@dataclass(eq=False, repr=False)
 class Advice(ShownAsTable):
     """Factors for the learning rates of an optimizer, made by :func:`suggest_lrs`.
 
@@ -127,24 +128,17 @@ class Advice(ShownAsTable):
 
     _right = (1, 2, 3, 5, 6)
 
-    def __init__(
-        self,
-        groups: Sequence[GroupAdvice],
-        now: Change,
-        then: Change,
-        together: Estimate | None,
-        summary: Summary,
-        rates: LearningRates,
-        optimizer: Optimizer,
-        partition: Partition,
-        limits: tuple[float, float],
-        rehearsal: Rehearsal | None = None,
-    ):
-        self.rehearsal = rehearsal
-        self.groups, self.summary, self.rates = tuple(groups), summary, rates
-        self.now, self.then, self.together = now, then, together
-        self._optimizer, self._partition = optimizer, partition
-        self._limits, self._applied = limits, False
+    groups: tuple[GroupAdvice, ...]
+    now: Change
+    then: Change
+    together: Estimate | None
+    summary: Summary
+    rates: LearningRates
+    _optimizer: Optimizer
+    _partition: Partition
+    _limits: tuple[float, float]
+    rehearsal: Rehearsal | None = None
+    _applied: bool = False
 
     def __getitem__(self, name: str) -> GroupAdvice:
         """Return the advice for the group called ``name``."""
@@ -350,17 +344,18 @@ def suggest_lrs(
         def try_factors(factors: Sequence[Array]) -> list[float]:
             """Return the real change of the loss by each of several steps."""
             etas = [torch.from_numpy(c) for c in factors]
-            tried = try_steps(model, loss_fn, data, summary, etas, part, direction=u, **same)
-            return [math.inf if math.isnan(real) else real for _, real in tried]
+            return real_changes(model, loss_fn, data, summary, etas, part, direction=u, **same)
 
         def rehearse_factors(
             factors: Sequence[Array], unasked: bool = False
         ) -> tuple[Rehearsal, int | None]:
             """Return which of several factors a short training prefers to the present rates."""
-            times = [math.sqrt(float((c**2 * sizes).sum() / sizes.sum())) for c in factors]
             with processes.joint():
                 probe = open_probe(model, loss_fn, data, part, microbatch, processes, num_samples)
-            return rehearse(probe, optimizer, factors, None if unasked else times)
+            if unasked:
+                return rehearse_smaller(probe, optimizer, factors)
+            times = [math.sqrt(float((c**2 * sizes).sum() / sizes.sum())) for c in factors]
+            return rehearse(probe, optimizer, factors, times)
 
         limits = (1 / max_change, max_change)
         factor_model = FactorModel(summary, live, 0.0, limits, diagonal)
@@ -403,7 +398,7 @@ def suggest_lrs(
         judged.append(GroupAdvice(name, lrs, own.factor, own.stderr, change, verdict))
     limits = (limits[0] / fraction, limits[1] / fraction)  # of the factors before the fraction
     return Advice(
-        judged,
+        tuple(judged),
         checked.now,
         checked.then,
         found.together,
