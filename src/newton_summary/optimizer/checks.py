@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from newton_summary.measuring.param_groups import held_by
 from newton_summary.partition import Partition, make_partition
 from newton_summary.probe.inputs import LossFn
 
@@ -70,14 +71,7 @@ def check_direction(direction: Optimizer, partition: Partition) -> None:
     """Raise unless an optimizer moves the parameters of the partition, and no others."""
     if not isinstance(direction, Optimizer):
         raise TypeError(f"direction={direction!r}: give a torch optimizer, or None.")
-    known = {id(p) for p in partition.params.values()}
-    for group in direction.param_groups:
-        for p in group["params"]:
-            if id(p) not in known and p.requires_grad:
-                raise ValueError(
-                    f"The optimizer given as direction holds a parameter of shape "
-                    f"{tuple(p.shape)} that is not in the partition: it belongs to another model."
-                )
+    held_by(direction, partition.params)  # raises if it has others
     if not holds_all(direction, partition):
         raise ValueError(
             "The optimizer given as direction does not hold all parameters of the partition. Give "

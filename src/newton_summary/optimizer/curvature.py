@@ -24,13 +24,14 @@ from newton_summary.measuring.measurement import (
     measure,
     open_probe,
 )
+from newton_summary.optimizer.checkpoint import read_counts
 from newton_summary.optimizer.checks import Closure, as_loss_fn
 from newton_summary.parallel.processes import Distributed, find_processes
 from newton_summary.partition import Params, Partition
 from newton_summary.probe.inputs import LossFn, as_batches, check_loss_fn
 from newton_summary.probe.state import Journal, RandomState, own_generators
 from newton_summary.solver import STATUS
-from newton_summary.summary import Summary
+from newton_summary.summary import Summary, not_finite
 
 
 class Measuring(TypedDict, total=False):
@@ -107,8 +108,7 @@ class Curvature:
             NotFiniteError: If it is not finite.
         """
         summary = mean_over(find_processes(self.distributed, u), summary, u)
-        parts = (x for x in (summary.gbar, summary.Hbar, summary.D3) if x is not None)
-        if not all(bool(x.isfinite().all()) for x in parts):
+        if not_finite(summary):
             raise NotFiniteError(STATUS["not-finite"])
         if self.count == 0 and not bool(summary.gbar.any() or summary.hessian().any()):
             raise ValueError(
@@ -275,11 +275,8 @@ class CurvatureData:
         """Return to a position; the batches before it are passed over at the next one."""
         start = None if state["start"] is None else _from_plain(state["start"])
         present = _from_plain(state["present"])
-        epoch, index = state["epoch"], state["index"]
-        if not all(type(x) is int and x >= 0 for x in (epoch, index)):
-            raise ValueError(f"The position of the curvature data is {epoch!r}, {index!r}.")
-        self._epoch, self._index, self._start, self._present = epoch, index, start, present
-        self._iterator = None
+        self._epoch, self._index = read_counts(state, "epoch", "index")
+        self._start, self._present, self._iterator = start, present, None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the iterator, which cannot be copied; the position is enough."""

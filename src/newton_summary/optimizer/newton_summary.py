@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from newton_summary.display.names import check_arguments
 from newton_summary.display.table import text_table, without_middle
@@ -614,10 +615,7 @@ class NewtonSummary(Optimizer):
         Only plain values and tensors, so ``torch.load(weights_only=True)`` reads it.
         """
         state = super().state_dict()
-        state["state"] = {
-            key: {name: own_memory(value) for name, value in values.items()}
-            for key, values in state["state"].items()
-        }
+        state["state"] = tree_map(own_memory, state["state"])
         since = self._skipped_since
         if self._update is not None:
             since = self._update.skipped - self.skipped_steps
