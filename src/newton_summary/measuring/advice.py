@@ -421,10 +421,8 @@ def _next_step(optimizer: Optimizer, probe: Probe) -> tuple[Params, set[str]]:
         u = optimizer_step(optimizer, g, probe.params)
     still = {name for name, x in g.items() if type(x) is Tensor and not x.any()}
     if still:
-        with unmoved(probe.params.values()) as copies:
-            with torch.no_grad():
-                for (name, p), before in zip(probe.params.items(), copies, strict=True):
-                    p.copy_(before - 1e-3 * u[name])
+        with unmoved(probe.params.values()):
+            probe.step({name: 1e-3 * x for name, x in u.items()})
             later = probe.gradient()
         still = {name for name in still if later[name].any()}
     return u, still

@@ -77,7 +77,12 @@ def multiply_rates(optimizer: Optimizer, partition: Partition, factors: Sequence
 
     Warns where a scheduler of this optimizer would undo the change or stop working.
     """
-    labels = _whole_labels(partition)
+    if partition.divided:
+        raise ValueError(
+            f"Parameter {partition.divided[0]!r} is divided among groups, but torch's optimizers "
+            f"have one learning rate per parameter. Use a partition into whole tensors."
+        )
+    labels = {id(partition.params[name]): int(label) for name, label in partition.labels.items()}
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         found = {labels[id(p)]: None for p in group["params"] if id(p) in labels}
@@ -132,18 +137,6 @@ def _part(group: dict[str, Any], chosen: Sequence[bool], own: str) -> dict[str, 
         if isinstance(part.get(key), Tensor):
             part[key] = part[key].clone()
     return part
-
-
-def _whole_labels(partition: Partition) -> dict[int, int]:
-    labels: dict[int, int] = {}
-    for name, label in partition.labels.items():
-        if not isinstance(label, int):
-            raise ValueError(
-                f"Parameter {name!r} is divided among groups, but torch's optimizers have one "
-                f"learning rate per parameter. Use a partition into whole tensors."
-            )
-        labels[id(partition.params[name])] = label
-    return labels
 
 
 def _multiply(group: dict[str, Any], factor: float) -> None:

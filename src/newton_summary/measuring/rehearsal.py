@@ -154,11 +154,7 @@ def _train(
                 u = step(probe.gradient(trained[k % len(trained)]))
             except NotFiniteError:
                 break
-            u = probe.partition.scale(u, torch.from_numpy(factors))
-            with torch.no_grad():
-                for name, p in probe.params.items():
-                    p.sub_(u[name])
-            probe.moved()
+            probe.step(probe.partition.scale(u, torch.from_numpy(factors)))
             if any(k in some for some in scored.values()):
                 losses[k] = float(probe.mean_loss(judged))
     means = {n: fmean(losses.get(k, math.inf) for k in some) for n, some in scored.items()}

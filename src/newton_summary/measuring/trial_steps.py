@@ -117,11 +117,7 @@ def try_steps(
         _compare(float(start), float(summary.loss))
         with unmoved(probe.params.values()) as copies:
             for eta in (eta.detach().to("cpu", torch.float64) for eta in etas):
-                steps = groups.scale(u, eta)
-                with torch.no_grad():
-                    for (name, p), before in zip(probe.params.items(), copies, strict=True):
-                        p.copy_(before - steps[name])
-                probe.moved()
+                probe.step(groups.scale(u, eta), copies)
                 predicted = float(exact.predicted_change(eta))
                 changes.append((predicted, float(probe.mean_loss() - start)))
     return changes

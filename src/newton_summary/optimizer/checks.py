@@ -103,11 +103,6 @@ def as_loss_fn(closure: Closure, partition: Partition) -> LossFn:
     return loss_fn
 
 
-def is_divided(partition: Partition) -> bool:
-    """Return whether a tensor lies in more than one group."""
-    return any(isinstance(label, Tensor) for label in partition.labels.values())
-
-
 def holds_all(optimizer: Optimizer, partition: Partition) -> bool:
     """Return whether an optimizer holds every parameter of the partition."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -29,7 +29,6 @@ from newton_summary.optimizer.checks import (
     check_settings,
     extended,
     holds_all,
-    is_divided,
 )
 from newton_summary.optimizer.controller import check_rates, steering_history
 from newton_summary.optimizer.curvature import Curvature, Measuring
@@ -240,8 +239,7 @@ class NewtonSummary(Optimizer):
         self._warned: set[str] = set()
         self._evaluating = False  # whether the model has the mean of its parameters
         self._made = False  # until then, add_param_group is called by torch
-        self._divided = is_divided(partition)
-        if self._divided:
+        if partition.divided:
             everything = list(partition.params.values())
             groups = [{"params": everything, "name": "all groups", "eta": self.eta}]
         else:
@@ -536,7 +534,7 @@ class NewtonSummary(Optimizer):
 
     def _show_rates(self) -> None:
         """Write the rates where loggers look for them."""
-        if self._divided:
+        if self.partition.divided:
             self.param_groups[0]["eta"] = self.eta
             return
         for group, value in zip(self.param_groups, self.eta.tolist(), strict=True):
@@ -589,7 +587,7 @@ class NewtonSummary(Optimizer):
         name = param_group.get("name", f"group{len(self.partition)}")
         partition = extended(self.partition, self.model, params, name)
         held_all = self.direction is not None and holds_all(self.direction, self.partition)
-        if self._divided:
+        if self.partition.divided:
             self.param_groups[0]["params"].extend(params)
         else:
             super().add_param_group({"eta": 0.0, **param_group, "params": params, "name": name})
