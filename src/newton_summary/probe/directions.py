@@ -20,7 +20,12 @@ from newton_summary.probe.state import Journal, unmoved
 Direction = str | Mapping[str, Tensor] | Optimizer
 
 
-DIRECTIONS: dict[str, Callable[[Probe], Params]] = {"gradient": Probe.gradient}
+def gradient(probe: Probe) -> Params:
+    """Return the gradient of the mean loss over all of the probe's data."""
+    return probe.gradient()
+
+
+DIRECTIONS: dict[str, Callable[[Probe], Params]] = {"gradient": gradient}
 
 
 def find_direction(direction: Direction, probe: Probe) -> Params:
