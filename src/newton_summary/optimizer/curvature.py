@@ -199,7 +199,6 @@ class CurvatureData:
 
     def next_batch(self) -> Any:
         """Return the next batch, from the start again after the last one."""
-        whole = False
         try:
             with self._own_random_numbers():
                 if self._iterator is None:
@@ -208,12 +207,10 @@ class CurvatureData:
                     batch = next(self._iterator)
                 except StopIteration:  # from the start again
                     batch = next(self._next_epoch(), self)
-            whole = True
-        finally:
-            if not whole and not isinstance(self.loader, Iterator):
-                self._iterator = (
-                    None  # an interrupted one may have ended; opened again where it was
-                )
+        except BaseException:  # an interrupted one may have ended: opened again where it was
+            if not isinstance(self.loader, Iterator):
+                self._iterator = None
+            raise
         if batch is self:
             raise ValueError("The curvature loader gave no batch when it started over.")
         self._index += 1
