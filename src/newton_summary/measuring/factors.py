@@ -16,7 +16,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from newton_summary.measuring.box import Array, CubicModel, box_minimum
+from newton_summary.measuring.box import CubicModel, box_minimum
+from newton_summary.solver import Array
 from newton_summary.summary import Summary
 
 Verdict = Literal["raise", "lower", "keep", "noise", "refuted", "not yet", "no effect", "no step"]

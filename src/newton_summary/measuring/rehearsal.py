@@ -31,10 +31,10 @@ import torch
 from torch.optim import Optimizer
 
 from newton_summary.errors import NotFiniteError
-from newton_summary.measuring.box import Array
 from newton_summary.probe.directions import borrowed
 from newton_summary.probe.probe import Probe
 from newton_summary.probe.state import Journal, unmoved
+from newton_summary.solver import Array
 
 PASSES = 2  # as many steps as in two passes over the batches
 MOST = 32  # batches, which are kept in memory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 
 from newton_summary.measuring.param_groups import held_by
 from newton_summary.partition import Partition, make_partition
-from newton_summary.probe.inputs import LossFn
+from newton_summary.probe.probe import Closure, LossFn
 
-Closure = Callable[[], Tensor]
 Variant = Literal["steered", "as-run", "as-published"]
 
 
@@ -35,12 +34,11 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={settings[name]!r}: write a number, 0 or more, {words}.")
     if not (_is_number(settings["budget"]) and 0 < settings["budget"] < 1):
         raise ValueError(f"budget={settings['budget']!r}: write a share of the time, 0 to 1.")
-    steered = settings["variant"] == "steered"
-    others = {"eta_momentum": 0.0} if steered else {"weight_decay": 0.0}
-    for name, value in others.items():
-        if settings[name] != value:
-            whose = "the paper's algorithm" if steered else "variant='steered'"
-            raise ValueError(f"{name}={settings[name]!r} is for {whose} only: leave it out.")
+    name, whose = "weight_decay", "variant='steered'"
+    if settings["variant"] == "steered":
+        name, whose = "eta_momentum", "the paper's algorithm"
+    if settings[name] != 0:
+        raise ValueError(f"{name}={settings[name]!r} is for {whose} only: leave it out.")
 
 
 def _is_number(value: Any) -> bool:

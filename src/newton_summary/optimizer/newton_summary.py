@@ -22,7 +22,6 @@ from newton_summary.errors import NotFiniteError
 from newton_summary.history import History
 from newton_summary.optimizer import checkpoint
 from newton_summary.optimizer.checks import (
-    Closure,
     Variant,
     as_partition,
     check_direction,
@@ -43,7 +42,7 @@ from newton_summary.optimizer.update import Update
 from newton_summary.parallel.fsdp import own_memory
 from newton_summary.parallel.processes import find_processes
 from newton_summary.partition import Params, Partition
-from newton_summary.probe.probe import LossFn
+from newton_summary.probe.probe import Closure, LossFn
 from newton_summary.probe.state import without_gradients
 from newton_summary.solver import LearningRates, learning_rates
 from newton_summary.summary import Summary
