@@ -98,7 +98,6 @@ class GroupAdvice:
         return tuple(lr * self.change for lr in self.lrs)
 
 
-@dataclass(eq=False, repr=False)
 class Advice(ShownAsTable):
     """Factors for the learning rates of an optimizer, made by :func:`suggest_lrs`.
 
@@ -127,17 +126,24 @@ class Advice(ShownAsTable):
 
     _right = (1, 2, 3, 5, 6)
 
-    groups: tuple[GroupAdvice, ...]
-    now: Change
-    then: Change
-    together: Estimate | None
-    summary: Summary
-    rates: LearningRates
-    _optimizer: Optimizer
-    _partition: Partition
-    _limits: tuple[float, float]
-    rehearsal: Rehearsal | None = None
-    _applied: bool = False
+    def __init__(
+        self,
+        groups: Sequence[GroupAdvice],
+        now: Change,
+        then: Change,
+        together: Estimate | None,
+        summary: Summary,
+        rates: LearningRates,
+        optimizer: Optimizer,
+        partition: Partition,
+        limits: tuple[float, float],
+        rehearsal: Rehearsal | None = None,
+    ):
+        self.rehearsal = rehearsal
+        self.groups, self.summary, self.rates = tuple(groups), summary, rates
+        self.now, self.then, self.together = now, then, together
+        self._optimizer, self._partition = optimizer, partition
+        self._limits, self._applied = limits, False
 
     def __getitem__(self, name: str) -> GroupAdvice:
         """Return the advice for the group called ``name``."""
@@ -391,7 +397,7 @@ def suggest_lrs(
         judged.append(GroupAdvice(name, lrs, own.factor, own.stderr, change, verdict))
     limits = (limits[0] / fraction, limits[1] / fraction)  # of the factors before the fraction
     return Advice(
-        tuple(judged),
+        judged,
         checked.now,
         checked.then,
         found.together,
