@@ -752,6 +752,7 @@ ERRORS = {
         ("is in no group of the partition", freezing("a.bias", True)),
     ],
     "measuring/param_groups.py": [
+        ("not parameters of the model", lambda p: newton(direction=sgd(OTHER))(p)),
         (
             "not parameters of the model",
             lambda p: ns.suggest_lrs(p.model, OURS, p.batch, sgd(OTHER)),
@@ -787,6 +788,7 @@ ERRORS = {
         ("Its param_groups have", loaded(lambda s: s["param_groups"].pop())),
         ("eta = .* of 6 groups", loaded(ours(eta=torch.ones(2)))),
         ("Counts must be whole", loaded(ours("counts", refreshes=-1))),
+        ("Counts must be whole", loaded(ours("data", index=-1))),
         ("damaged or incomplete", loaded(ours(counts=3))),
         ("entries that are not finite", loaded(buffer(torch.full((4, 3), NAN)))),
         ("a number that is nan", steered(multiplier=NAN)),
@@ -798,7 +800,6 @@ ERRORS = {
         ("was read from a file", lambda p: ns.NewtonSummary(from_file(p), OURS)),
         ("direction=3: give a torch", newton(direction=3)),
         ("does not hold all", lambda p: newton(direction=sgd(p.model.a))(p)),
-        ("not in the partition", lambda p: newton(direction=sgd(OTHER))(p)),
         ("summary_period=0", newton(summary_period=0)),
         ("momentum=2", newton(momentum=2)),
         ("for the paper's algorithm only", newton(eta_momentum=0.5)),
@@ -835,7 +836,6 @@ ERRORS = {
             "because it is an iterator",
             stepped(refreshing(lambda b: iter([b])), batch=False, steps=2),
         ),
-        ("position of the curvature data", loaded(ours("data", index=-1))),
     ],
     "optimizer/newton_summary.py": [
         ("write 'as-run' or 'as-published'", paper(variant="x")),
@@ -985,7 +985,7 @@ ERRORS = {
         ("order=3: write 1 or 2", lambda p: TWO.predicted_change(torch.ones(2), order=3)),
         (r"eta has shape \(3,\)", lambda p: TWO.predicted_change(torch.ones(3))),
         ("The loss is not a number", restored(loss=torch.ones(2))),
-        ("standard error does not have the shape", restored(gbar_stderr=torch.ones(3))),
+        ("gbar_stderr has shape", restored(gbar_stderr=torch.ones(3))),
         ("num_samples is 'x'", restored(num_samples="x")),
         ("no groups or no samples", restored(num_samples=-1)),
         ("use a file written by Summary.save", saved({"x": 1}, Summary.load)),

@@ -15,7 +15,7 @@ from torch import nn
 
 import newton_summary as ns
 from newton_summary.measuring import rehearsal
-from newton_summary.measuring.advice import VERDICTS, _checked
+from newton_summary.measuring.advice import VERDICTS, _Trials
 from newton_summary.measuring.factors import Estimate, FactorModel
 from newton_summary.measuring.param_groups import multiply_rates
 from newton_summary.probe.probe import Probe
@@ -598,7 +598,7 @@ def test_a_rate_that_makes_the_loss_grow_is_lowered(lr):
 def test_when_another_rate_is_better(c, present, other, is_better, monkeypatch):
     """By the losses after so many of 8 steps, at a rate c times as large."""
 
-    def reached(probe, optimizer, factors, batches, lengths, seen):
+    def reached(probe, optimizer, batches, factors, lengths):
         losses = present if factors[0] == 1 else other
         return {n: losses[n] for n in lengths}
 
@@ -795,9 +795,8 @@ def test_two_changes_are_rehearsed(real, rehearsed, taken):
         asked.extend(float(c[0]) for c in several)
         return "rehearsal", None if taken is None else asked.index(taken)
 
-    found = _checked(
-        np.array([2.5]), np.array([9.0]), 2.0, model, summary, try_factors, rehearse_factors
-    )
+    trials = _Trials(model, summary, try_factors, rehearse_factors)
+    found = trials.check(np.array([2.5]), np.array([9.0]), 2.0)
     assert asked == rehearsed and found.rehearsal == "rehearsal"
     assert found.changes.tolist() == [taken or 1.0]
     assert found.verdict == ("keep" if taken is None else None)
@@ -816,7 +815,7 @@ def test_the_lowest_rates_are_the_last_resort(now, expected):
     def try_factors(several):
         return [now, *(2.0 for _ in several[1:-1]), -0.5]
 
-    found = _checked(changes, changes**2, 2.0, model, summary, try_factors, None)
+    found = _Trials(model, summary, try_factors, None).check(changes, changes**2, 2.0)
     assert found.changes.tolist() == expected
     assert found.verdict == (None if now > 0 else "refuted")
     assert found.then.real == (-0.5 if now > 0 else now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -70,25 +71,29 @@ class Summary(ShownAsTable):
 
     def __post_init__(self) -> None:
         """Check types and shapes."""
-        for name in ("gbar", "Hbar", "D3"):
+        for name, ndim in {
+            "gbar": 1,
+            "Hbar": 2,
+            "D3": 1,
+            "gbar_stderr": 1,
+            "Hbar_stderr": 2,
+        }.items():
             value = getattr(self, name)
             if value is None and name != "gbar":
                 continue
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 what = value.dtype if isinstance(value, Tensor) else type(value).__name__
                 raise TypeError(f"{name} is {what}: it must be a tensor of real numbers.")
-        if self.gbar.ndim != 1:
-            raise ValueError(f"gbar has shape {tuple(self.gbar.shape)}: it must be a vector, (S,).")
-        S = len(self.gbar)
-        for name, value, shape in (("Hbar", self.Hbar, (S, S)), ("D3", self.D3, (S,))):
-            if value is not None and tuple(value.shape) != shape:
+            if self.gbar.ndim != 1:
+                raise ValueError(f"gbar has shape {tuple(value.shape)}: it must be a vector, (S,).")
+            if tuple(value.shape) != (len(self),) * ndim:
                 raise ValueError(
-                    f"{name} has shape {tuple(value.shape)}, but gbar has {S} entries: "
-                    f"it must have shape {shape}."
+                    f"{name} has shape {tuple(value.shape)}, but gbar has {len(self)} entries: "
+                    f"it must have shape {(len(self),) * ndim}."
                 )
-        if self.partition is not None and len(self.partition) != S:
+        if self.partition is not None and len(self.partition) != len(self):
             raise ValueError(
-                f"The partition has {len(self.partition)} groups, but gbar has {S} entries."
+                f"The partition has {len(self.partition)} groups, but gbar has {len(self)} entries."
             )
         object.__setattr__(self, "loss", torch.as_tensor(self.loss))  # a plain number is fine
 
@@ -352,18 +357,13 @@ class Summary(ShownAsTable):
 
     def _check_facts(self) -> None:
         """Check what a file may have and a measurement cannot."""
-        S = len(self)
-        loss, given = self.loss, (self.gbar_stderr, self.Hbar_stderr)
-        if loss.numel() != 1 or not loss.is_floating_point():
+        if self.loss.numel() != 1 or not self.loss.is_floating_point():
             raise ValueError("The loss is not a number.")
-        for error, shape in zip(given, ((S,), (S, S))):
-            if error is not None and (error.shape != shape or not error.is_floating_point()):
-                raise ValueError(f"A standard error does not have the shape {shape}.")
         kinds = {"num_samples": int, "backend": str, "reason": str | None, "approximate": bool}
         for name, kind in kinds.items():
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"{name} is {getattr(self, name)!r}.")
-        if S == 0 or self.num_samples < 0:
+        if not len(self) or self.num_samples < 0:
             raise ValueError("There are no groups or no samples.")
 
     def save(self, path: str | Path) -> None:
@@ -383,6 +383,21 @@ def need_summary(summary: object, what: str) -> None:
             f"{what} needs a Summary, not {type(summary).__name__}: measure one first with "
             f"summarize(model, loss_fn, data), or write Summary(gbar=..., Hbar=..., D3=...)."
         )
+
+
+def not_finite(summary: Summary) -> str:
+    """Return which results are not finite, and for which group first; nothing if all are finite."""
+    results = {"gbar": summary.gbar, "Hbar": summary.Hbar, "D3": summary.D3}
+    parts = {name: x for name, x in results.items() if x is not None}
+    numbers = torch.cat([x.reshape(-1) for x in parts.values()])
+    if math.isfinite(torch.linalg.vector_norm(numbers, math.inf)):  # one number to wait for
+        return ""
+    wrong = {name: ~torch.isfinite(x) for name, x in parts.items()}
+    names = [name for name, where in wrong.items() if bool(where.any())]
+    first = min(int(wrong[name].nonzero()[0, 0]) for name in names)
+    listed = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    verb = "is" if len(names) == 1 else "are"
+    return f"{listed} {verb} not finite (first for {summary.names[first]!r})"
 
 
 def read_state(

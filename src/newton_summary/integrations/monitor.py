@@ -9,6 +9,7 @@ from collections import UserList
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -248,10 +249,14 @@ class Monitor:
             trials = step_trials(model, self._loss, data, summary, rates, **self._shared())
             self.history.add(epoch, summary, rates, trials=trials)
             return rates
+        given = self._shared("backend")
+        if self.lambda_int is not None:
+            given["lambda_int"] = self.lambda_int
+        advise = partial(suggest_lrs, model, self._loss, data, optimizer, **given)
         with self._present_rates(optimizer):
-            self.advice = groups = self._advise(model, data, optimizer, None)
+            self.advice = groups = advise()
             if self.partition is not None:
-                groups = self._advise(model, data, optimizer, self.partition, rehearsal=False)
+                groups = advise(partition=self.partition, rehearsal=False)
         factors = groups.rates.eta.new_tensor([group.factor for group in groups.groups])
         errors = [group.stderr for group in groups.groups]
         stderr = None if None in errors else factors.new_tensor(errors)
@@ -263,29 +268,15 @@ class Monitor:
             self.history.add_value(f"factor of lr, {group.name}", epoch, group.factor)
         return rates
 
-    def _advise(
-        self,
-        model: nn.Module,
-        data: Any,
-        optimizer: Optimizer,
-        partition: Any,
-        rehearsal: bool = True,
-    ) -> Advice:
-        given = {} if self.lambda_int is None else {"lambda_int": self.lambda_int}
-        shared = {**self._shared(), **given, "rehearsal": rehearsal}
-        if "backend" in self.options:
-            shared["backend"] = self.options["backend"]
-        return suggest_lrs(model, self._loss, data, optimizer, partition, **shared)
-
     def _rates(self, model: nn.Module, data: Any, summary: Summary) -> LearningRates:
         """Return the rates along the gradient; the strength is looked for until a trial holds."""
         if summary.order == 2 or self.lambda_int is not None:
             return learning_rates(summary, self.lambda_int or 0.0)
         return suggest_lambda_int(model, self._loss, data, summary, **self._shared()).rates
 
-    def _shared(self) -> dict[str, Any]:
-        """Return the options that trials take too."""
-        same = ("direction", "microbatch", "num_samples", "distributed")
+    def _shared(self, *more: str) -> dict[str, Any]:
+        """Return the options that trials take too, and more of them by name."""
+        same = ("direction", "microbatch", "num_samples", "distributed", *more)
         return {name: self.options[name] for name in same if name in self.options}
 
     def _data(self, epoch: float) -> Any:

@@ -6,8 +6,7 @@ Needs ``pip install -e '.[transformers]'``.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from newton_summary.integrations.loggers import PREFIX, Logger, NumbersOnly
 from newton_summary.integrations.monitor import Monitor
 from newton_summary.integrations.sampling import sample_batches
 from newton_summary.partition import unwrap
+from newton_summary.probe.eager import is_measuring
 from newton_summary.probe.inputs import to_device
 
 try:
@@ -74,8 +74,6 @@ class SummaryCallback(Monitor, TrainerCallback):
     controller are saved in checkpoints.
     """
 
-    _measuring = False
-
     def batch_loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss of a batch, by the model or by ``loss_fn``."""
         if self.loss_fn is None:
@@ -101,7 +99,7 @@ class SummaryCallback(Monitor, TrainerCallback):
 
     def _note_batch(self, model: nn.Module, args: Any, batch: dict[str, Any]) -> None:
         """Keep a batch of the training: the Trainer does not pass it to callbacks."""
-        if model.training and not self._measuring:
+        if model.training and not is_measuring():
             # Without it the loss is the mean over this batch.
             kept = {name: x for name, x in batch.items() if name != "num_items_in_batch"}
             self._waiting.append(kept)
@@ -109,18 +107,9 @@ class SummaryCallback(Monitor, TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the last step, on the batches of the next."""
         if self.controller is not None and self._waiting:
-            with self._own_passes():
-                epoch = state.epoch or 0
-                self.before_step(self._waiting, epoch, state.global_step, self._logs(state))
+            epoch = state.epoch or 0
+            self.before_step(self._waiting, epoch, state.global_step, self._logs(state))
             self._waiting = []
-
-    @contextmanager
-    def _own_passes(self) -> Iterator[None]:
-        self._measuring = True
-        try:
-            yield
-        finally:
-            self._measuring = False
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the model after the epoch, if it is due."""
@@ -158,10 +147,9 @@ class SummaryCallback(Monitor, TrainerCallback):
         modes = [(module, module.training) for module in model.modules()]
         model.train()  # as for the Trainer's steps; models are loaded in eval mode
         try:
-            with self._own_passes():
-                epoch, optimizer = round(state.epoch or 0, 6), _plain(kwargs["optimizer"])
-                logs = self._logs(state)
-                self.measure(model, epoch, state.global_step, loggers=logs, optimizer=optimizer)
+            epoch, optimizer = round(state.epoch or 0, 6), _plain(kwargs["optimizer"])
+            logs = self._logs(state)
+            self.measure(model, epoch, state.global_step, loggers=logs, optimizer=optimizer)
         finally:
             for module, training in modes:
                 module.training = training

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from newton_summary.derivatives import Backend
 from newton_summary.display.names import check_arguments, first_names
 from newton_summary.display.table import ShownAsTable
-from newton_summary.measuring.box import Array
 from newton_summary.measuring.factors import Estimate, FactorModel, Verdict, has_effect
 from newton_summary.measuring.lambda_int import STRENGTHS
 from newton_summary.measuring.measurement import agree, find_partition, open_probe, summarize
@@ -27,15 +26,15 @@ from newton_summary.measuring.param_groups import (
     own_groups,
     rates_of,
 )
-from newton_summary.measuring.rehearsal import Rehearsal, rehearse
-from newton_summary.measuring.trial_steps import try_steps
+from newton_summary.measuring.rehearsal import Rehearsal, rehearse, rehearse_smaller
+from newton_summary.measuring.trial_steps import real_changes
 from newton_summary.parallel.processes import Distributed, find_processes
 from newton_summary.partition import Params, Partition, Spec
 from newton_summary.probe.directions import optimizer_step
 from newton_summary.probe.inputs import NumSamples
 from newton_summary.probe.probe import LossFn, Probe
 from newton_summary.probe.state import Journal, unmoved
-from newton_summary.solver import LearningRates, check_strength, learning_rates
+from newton_summary.solver import Array, LearningRates, check_strength, learning_rates
 from newton_summary.summary import Summary
 
 if TYPE_CHECKING:
@@ -350,17 +349,18 @@ def suggest_lrs(
         def try_factors(factors: Sequence[Array]) -> list[float]:
             """Return the real change of the loss by each of several steps."""
             etas = [torch.from_numpy(c) for c in factors]
-            tried = try_steps(model, loss_fn, data, summary, etas, part, direction=u, **same)
-            return [math.inf if math.isnan(real) else real for _, real in tried]
+            return real_changes(model, loss_fn, data, summary, etas, part, direction=u, **same)
 
         def rehearse_factors(
             factors: Sequence[Array], unasked: bool = False
         ) -> tuple[Rehearsal, int | None]:
             """Return which of several factors a short training prefers to the present rates."""
-            times = [math.sqrt(float((c**2 * sizes).sum() / sizes.sum())) for c in factors]
             with processes.joint():
                 probe = open_probe(model, loss_fn, data, part, microbatch, processes, num_samples)
-            return rehearse(probe, optimizer, factors, None if unasked else times)
+            if unasked:
+                return rehearse_smaller(probe, optimizer, factors)
+            times = [math.sqrt(float((c**2 * sizes).sum() / sizes.sum())) for c in factors]
+            return rehearse(probe, optimizer, factors, times)
 
         limits = (1 / max_change, max_change)
         factor_model = FactorModel(summary, live, 0.0, limits, diagonal)
@@ -373,19 +373,13 @@ def suggest_lrs(
         changes = found.changes
         longest = _longest(changes, factor_model) if fraction == 1 else changes
         whole = fraction == 1 and max_change > ALIKE
-        checked = _checked(
-            changes,
-            longest,
-            ALIKE if whole else 1.0,
-            factor_model,
-            summary,
-            try_factors,
-            rehearse_factors if rehearsal else None,
-        )
+        by_training = rehearse_factors if rehearsal else None
+        trials = _Trials(factor_model, summary, try_factors, by_training)
+        checked = trials.check(changes, longest, ALIKE if whole else 1.0)
         verdicts = {own.verdict for own, judged in zip(found.own, live, strict=True) if judged}
         is_noise = found.within_noise or verdicts <= {"noise"}
-        if rehearsal and whole and not is_noise and not early.any():
-            checked = _lowered(checked, changes, factor_model, try_factors, rehearse_factors)
+        if whole and not is_noise and not early.any():
+            checked = trials.lower(checked, changes)
     rates = learning_rates(summary, factor_model.strength, diagonal=diagonal)
     judged = []
     for s, name in enumerate(part.names):
@@ -426,10 +420,8 @@ def _next_step(optimizer: Optimizer, probe: Probe) -> tuple[Params, set[str]]:
         u = optimizer_step(optimizer, g, probe.params)
     still = {name for name, x in g.items() if type(x) is Tensor and not x.any()}
     if still:
-        with unmoved(probe.params.values()) as copies:
-            with torch.no_grad():
-                for (name, p), before in zip(probe.params.items(), copies, strict=True):
-                    p.copy_(before - 1e-3 * u[name])
+        with unmoved(probe.params.values()):
+            probe.step({name: 1e-3 * x for name, x in u.items()})
             later = probe.gradient()
         still = {name for name in still if later[name].any()}
     return u, still
@@ -463,68 +455,68 @@ class _Checked:
     rehearsal: Rehearsal | None = None
 
 
-def _checked(
-    changes: Array,
-    longest: Array,
-    alike: float,
-    model: FactorModel,
-    summary: Summary,
-    try_factors: Callable[..., list[float]],
-    rehearse_factors: Callable[..., tuple[Rehearsal, int | None]] | None,
-) -> _Checked:
-    """Try the suggested step; take shorter changes if the loss falls less than now, or none.
+@dataclass(frozen=True)
+class _Trials:
+    """Tries suggestions: by steps, and by short trainings unless there is no rehearsal."""
 
-    With a rehearsal, the longest change whose step is better than now, or half of it, if they are
-    not ``alike``.
-    """
-    ones, lowest = np.ones_like(changes), np.where(model.live, model.limits[0], 1.0)
-    several = [ones]
-    if (changes != 1).any():  # the last in case that even the present rates raise the loss
-        several += [longest, longest**0.5, changes, changes**0.5, changes**0.25, lowest]
-    tried = [Change(*both) for both in zip(map(model.change, several), try_factors(several))]
-    rounding = 8 * torch.finfo(summary.gbar.dtype).eps * abs(float(summary.loss))
-    now = tried[0]
+    model: FactorModel
+    summary: Summary
+    by_step: Callable[..., list[float]]
+    by_training: Callable[..., tuple[Rehearsal, int | None]] | None
 
-    def is_lower(i: int) -> bool:
-        return tried[i].real < now.real + rounding and tried[i].predicted <= now.predicted
+    @property
+    def lowest(self) -> Array:
+        """The smallest factors, (S,)."""
+        return np.where(self.model.live, self.model.limits[0], 1.0)
 
-    count = len(several) if now.real > rounding else len(several) - 1
-    usable = [i for i in range(1 if rehearse_factors else 3, count) if is_lower(i)]
-    if not usable:
-        return _Checked(ones, now, now, "refuted" if count > 1 else None)
-    if rehearse_factors is None:
-        return _Checked(several[usable[0]], now, tried[usable[0]])
-    usable = [i for i in usable if np.abs(np.log(several[i])).max() >= math.log(alike)]
-    if not usable:
-        return _Checked(ones, now, now, "keep")
-    compared = [i for i in usable if i < 3] or usable[:1]
-    rehearsal, best = rehearse_factors([several[i] for i in compared])
-    if best is None:
-        return _Checked(ones, now, now, "keep", rehearsal)
-    return _Checked(several[compared[best]], now, tried[compared[best]], None, rehearsal)
+    def check(self, changes: Array, longest: Array, alike: float) -> _Checked:
+        """Try the suggested step; take shorter changes if the loss falls less than now, or none.
 
+        With a rehearsal, the longest change whose step is better than now, or half of it, if they
+        are not ``alike``.
+        """
+        ones = np.ones_like(changes)
+        several = [ones]
+        if (changes != 1).any():  # the last in case that even the present rates raise the loss
+            several += [longest, longest**0.5, changes, changes**0.5, changes**0.25, self.lowest]
+        predicted = map(self.model.change, several)
+        tried = [Change(*both) for both in zip(predicted, self.by_step(several))]
+        rounding = 8 * torch.finfo(self.summary.gbar.dtype).eps * abs(float(self.summary.loss))
+        now = tried[0]
 
-def _lowered(
-    checked: _Checked,
-    changes: Array,
-    model: FactorModel,
-    try_factors: Callable[..., list[float]],
-    rehearse_factors: Callable[..., tuple[Rehearsal, int | None]],
-) -> _Checked:
-    """Rehearse smaller rates where the present ones stay, whatever the next step says.
+        def is_lower(i: int) -> bool:
+            return tried[i].real < now.real + rounding and tried[i].predicted <= now.predicted
 
-    That step is not like the later ones: at the start of a training momentum has yet to build up.
-    """
-    was_rehearsed = checked.rehearsal is not None and (changes < 1).any()
-    if (checked.changes != 1).any() or was_rehearsed:
-        return checked
-    lowest = np.where(model.live, model.limits[0], 1.0)
-    smaller = [lowest, lowest**0.5]
-    rehearsal, best = rehearse_factors(smaller, unasked=True)
-    if best is None:
-        return replace(checked, rehearsal=checked.rehearsal or rehearsal)
-    then = Change(model.change(smaller[best]), *try_factors([smaller[best]]))
-    return _Checked(smaller[best], checked.now, then, "lower", rehearsal)
+        count = len(several) if now.real > rounding else len(several) - 1
+        usable = [i for i in range(1 if self.by_training else 3, count) if is_lower(i)]
+        if not usable:
+            return _Checked(ones, now, now, "refuted" if count > 1 else None)
+        if self.by_training is None:
+            return _Checked(several[usable[0]], now, tried[usable[0]])
+        usable = [i for i in usable if np.abs(np.log(several[i])).max() >= math.log(alike)]
+        if not usable:
+            return _Checked(ones, now, now, "keep")
+        compared = [i for i in usable if i < 3] or usable[:1]
+        rehearsal, best = self.by_training([several[i] for i in compared])
+        if best is None:
+            return _Checked(ones, now, now, "keep", rehearsal)
+        return _Checked(several[compared[best]], now, tried[compared[best]], None, rehearsal)
+
+    def lower(self, checked: _Checked, changes: Array) -> _Checked:
+        """Rehearse smaller rates where the present ones stay, whatever the next step says.
+
+        That step is not like the later ones: at the start of a training momentum has yet to build
+        up.
+        """
+        was_rehearsed = checked.rehearsal is not None and (changes < 1).any()
+        if self.by_training is None or (checked.changes != 1).any() or was_rehearsed:
+            return checked
+        smaller = [self.lowest, self.lowest**0.5]
+        rehearsal, best = self.by_training(smaller, unasked=True)
+        if best is None:
+            return replace(checked, rehearsal=checked.rehearsal or rehearsal)
+        then = Change(self.model.change(smaller[best]), *self.by_step([smaller[best]]))
+        return _Checked(smaller[best], checked.now, then, "lower", rehearsal)
 
 
 def _longest(changes: Array, model: FactorModel) -> Array:

@@ -90,7 +90,7 @@ class ExactLoss(TorchFunctionMode):
         if constant and self.known and self.position < len(self.constants):
             self.position += 1
             return copied(self.constants[self.position - 1])
-        if call.accesses:
+        if call.accesses or call.name in REINTERPRETS:
             result = func(*args, **kwargs)
         elif call.in_place:
             result = func(args[0], *widened(args[1:]), **widened(kwargs))
@@ -98,8 +98,6 @@ class ExactLoss(TorchFunctionMode):
             result = args[0].to(CONVERSIONS[call.name])
         elif call.name == "_grouped_mm":
             result = grouped_mm(*widened(args), **widened(kwargs))
-        elif call.name in REINTERPRETS:
-            result = func(*args, **kwargs)
         else:
             result = widened(func(*widened(args), **widened(kwargs)))
         if constant and not self.known:

@@ -16,7 +16,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from newton_summary.measuring.box import Array, CubicModel, box_minimum
+from newton_summary.measuring.box import CubicModel, box_minimum
+from newton_summary.solver import Array
 from newton_summary.summary import Summary
 
 Verdict = Literal["raise", "lower", "keep", "noise", "refuted", "not yet", "no effect", "no step"]
@@ -117,24 +118,16 @@ class FactorModel:
             none = np.zeros(len(self.live), dtype=bool)
             return Factors(self._everyone([]), none, None, np.ones(len(self.live)))
         limits = (low / fraction, high / fraction)  # of the best factors, before the fraction
-        own, errors = self._solve(np.eye(count), limits)
-        single, single_errors = self._solve(np.ones((count, 1)), limits)
+        own, errors, _ = self._solve(np.eye(count), limits)
         estimates = [Estimate(*pair) for pair in zip(own.tolist(), errors, strict=True)]
         tied = np.array([e.verdict == "noise" for e in estimates]) & (count > 1)
         groups = _ties(tied)
+        solution, solution_errors, separate = self._solve(groups, limits)
         if count > 1 and len(self.parts) > 1:
-            separate, common = self._gain(groups, limits), self._gain(np.ones((count, 1)), limits)
+            shared, shared_errors, common = self._solve(np.ones((count, 1)), limits)
             if separate > common + 0.01 * abs(common):
                 tied[:] = True  # one factor for all is better for batches that it has not seen
-                groups = _ties(tied)
-        solution, solution_errors = own, errors
-        together = None
-        if tied.all():
-            solution, solution_errors = single, single_errors
-        elif tied.any():
-            solution, solution_errors = self._solve(groups, limits)
-        if tied.sum() > 1:
-            together = Estimate(float(solution[-1]), solution_errors[-1])
+                groups, solution, solution_errors = _ties(tied), shared, shared_errors
         chosen = [Estimate(*pair) for pair in zip(solution.tolist(), solution_errors, strict=True)]
         steps = [fraction * e.factor if e.verdict in ("raise", "lower") else 1.0 for e in chosen]
         changes = groups @ np.array(steps)
@@ -142,31 +135,27 @@ class FactorModel:
         return Factors(
             own=self._everyone(estimates),
             tied=self._all(tied.astype(np.float64), 0.0) > 0,
-            together=together,
+            together=chosen[-1] if tied.sum() > 1 else None,
             changes=self._all(np.ones(count) if noisy else changes),
             within_noise=bool(noisy),
         )
 
     def _solve(
         self, groups: Array, limits: tuple[float, float]
-    ) -> tuple[Array, list[float | None]]:
-        """Return the best factors of groups that are tied, and their standard errors."""
+    ) -> tuple[Array, list[float | None], float]:
+        """Return the best factors of groups that are tied, and their standard errors.
+
+        And the mean change that factors of one half of the batches predict for the other half.
+        """
         x = box_minimum(self.mean.tied(groups), *limits)
         if len(self.parts) < 2:
-            return x, [None] * len(x)
-        found = [box_minimum(half.tied(groups), *limits, near=x) for half, _ in self._halves()]
+            return x, [None] * len(x), math.nan
+        halves = self._halves()
+        found = [box_minimum(half.tied(groups), *limits, near=x) for half, _ in halves]
+        gains = [float(rest(groups @ y)) for y, (_, rest) in zip(found, halves, strict=True)]
         size = len(self.parts) // 2
         scale = math.sqrt(size / (len(self.parts) - size))
-        return x, (scale * np.std(found, axis=0)).tolist()
-
-    def _gain(self, groups: Array, limits: tuple[float, float]) -> float:
-        """Return the mean change that factors of one half predict for the other half."""
-        start = box_minimum(self.mean.tied(groups), *limits)
-        gains = []
-        for half, rest in self._halves():
-            x = box_minimum(half.tied(groups), *limits, near=start)
-            gains.append(float(rest(groups @ x)))
-        return float(np.mean(gains))
+        return x, (scale * np.std(found, axis=0)).tolist(), float(np.mean(gains))
 
     def _halves(self) -> list[tuple[CubicModel, CubicModel]]:
         """Return the models of random halves of the batches, each with that of the others."""

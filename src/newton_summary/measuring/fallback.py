@@ -1,8 +1,6 @@
-"""What to make of a backend that fails, or gives numbers that are not finite."""
+"""What to make of a backend that fails."""
 
 from __future__ import annotations
-
-import torch
 
 from newton_summary.derivatives import AUTO
 from newton_summary.errors import (
@@ -14,7 +12,6 @@ from newton_summary.errors import (
 )
 from newton_summary.probe.probe import Evaluation, check_depends, check_finite
 from newton_summary.probe.state import interrupt_behind
-from newton_summary.summary import Summary
 
 PASSED_ON = (CannotDifferentiate, CoupledSamplesError, RankError, Warning)
 
@@ -43,14 +40,3 @@ def reason_to_fall_back(error: Exception, batch: Evaluation, backend: str) -> Ex
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         what = f"it fails with {type(error).__name__}" + (f": {lines[0]}" if lines else "")
     return CannotDifferentiate(f"{backend}: {what[0].lower()}{what[1:]}")
-
-
-def not_finite(summary: Summary) -> str:
-    """Return which results are not finite, and for which group first."""
-    parts = {"gbar": summary.gbar, "Hbar": summary.Hbar, "D3": summary.D3}
-    wrong = {name: ~torch.isfinite(x) for name, x in parts.items() if x is not None}
-    names = [name for name, where in wrong.items() if bool(where.any())]
-    first = min(int(wrong[name].nonzero()[0, 0]) for name in names)
-    listed = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-    verb = "is" if len(names) == 1 else "are"
-    return f"{listed} {verb} not finite (first for {summary.names[first]!r})"

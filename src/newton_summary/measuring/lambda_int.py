@@ -161,21 +161,10 @@ def suggest_lambda_int(
         raise ValueError("There are no strengths to try: write for example (1, 10, 100).")
     groups = find_groups(model, summary, partition)
     found = [learning_rates(summary, strength, diagonal=diagonal) for strength in strengths]
-    usable = [rates for rates in found if rates.ok]
-    changes = iter(
-        try_steps(
-            model,
-            loss_fn,
-            data,
-            summary,
-            [rates.eta.detach().to("cpu", torch.float64) for rates in usable],
-            groups,
-            direction=direction,
-            microbatch=microbatch,
-            num_samples=num_samples,
-            distributed=distributed,
-        )
-    )
+    how: Any = {"direction": direction, "microbatch": microbatch}
+    how |= {"num_samples": num_samples, "distributed": distributed}
+    etas: list[torch.Tensor] = [rates.eta for rates in found if rates.ok]
+    changes = iter(try_steps(model, loss_fn, data, summary, etas, groups, **how))
     nothing = (math.nan, math.nan)
     tried = (TriedStrength(rates, *(next(changes) if rates.ok else nothing)) for rates in found)
     return Strengths(tuple(tried), float(summary.loss))

@@ -26,7 +26,7 @@ from newton_summary.derivatives.sweep.sharded import ShardedLeaves, ShardedProbe
 from newton_summary.display.names import nearest
 from newton_summary.display.warn import warn_user
 from newton_summary.errors import CannotDifferentiate
-from newton_summary.measuring.fallback import not_finite, reason_to_fall_back
+from newton_summary.measuring.fallback import reason_to_fall_back
 from newton_summary.measuring.splitting import measure_in_parts
 from newton_summary.parallel.processes import (
     Distributed,
@@ -41,7 +41,7 @@ from newton_summary.probe.eager import is_approximate, start_measuring
 from newton_summary.probe.inputs import NumSamples, check_microbatch
 from newton_summary.probe.probe import Closure, Evaluation, LossFn, Probe
 from newton_summary.probe.state import Journal
-from newton_summary.summary import Summary
+from newton_summary.summary import Summary, not_finite
 
 
 def summarize(
@@ -188,7 +188,7 @@ def _replayed(probe: Probe, direction: Direction, order: int, **given: Any) -> S
                 u = find_direction(direction, probe)
         wanted = Wanted(probe.model, probe.partition, probe.loss_fn, batch, u, order)
         summary = graphs.summarize(wanted, unfit)
-    if summary is None or not _is_finite(summary):
+    if summary is None or not_finite(summary):
         return None
     return summary.to(next(iter(probe.params.values())).device)
 
@@ -253,10 +253,10 @@ def measure(
         else:
             if is_approximate():
                 summary = replace(summary, approximate=True)
-            if _is_finite(summary):
+            why = not_finite(summary)
+            if not why:
                 return summary
             found = found or summary
-            why = not_finite(summary)
         if following is None:
             break
         reason = f"{name}: {why}"
@@ -264,11 +264,6 @@ def measure(
     assert found is not None
     warn_user(f"By backend={found.backend!r}, {not_finite(found)}.")
     return found
-
-
-def _is_finite(summary: Summary) -> bool:
-    parts = (summary.gbar, summary.Hbar, summary.D3)
-    return all(bool(torch.isfinite(x).all()) for x in parts if x is not None)
 
 
 def mean_over(processes: Processes, summary: Summary, u: Params) -> Summary:

@@ -77,7 +77,12 @@ def multiply_rates(optimizer: Optimizer, partition: Partition, factors: Sequence
 
     Warns where a scheduler of this optimizer would undo the change or stop working.
     """
-    labels = _whole_labels(partition)
+    if partition.divided:
+        raise ValueError(
+            f"Parameter {partition.divided[0]!r} is divided among groups, but torch's optimizers "
+            f"have one learning rate per parameter. Use a partition into whole tensors."
+        )
+    labels = {id(partition.params[name]): int(label) for name, label in partition.labels.items()}
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         found = {labels[id(p)]: None for p in group["params"] if id(p) in labels}
@@ -85,14 +90,11 @@ def multiply_rates(optimizer: Optimizer, partition: Partition, factors: Sequence
             groups.append(group)
             _multiply(group, factors[next(iter(found))] if found else 1.0)
             continue
-        for s in found:
-            groups.append(_part(group, [labels.get(id(p)) == s for p in group["params"]]))
-            _rename(groups[-1], group, partition.names[s])
-            _multiply(groups[-1], factors[s])
-        rest = [id(p) not in labels for p in group["params"]]
-        if any(rest):
-            groups.append(_part(group, rest))
-            _rename(groups[-1], group, "rest")
+        for s in (*found, None):  # at last, those of no group, such as frozen ones
+            chosen = [labels.get(id(p)) == s for p in group["params"]]
+            if any(chosen):
+                groups.append(_part(group, chosen, "rest" if s is None else partition.names[s]))
+                _multiply(groups[-1], 1.0 if s is None else factors[s])
     split = len(groups) > len(optimizer.param_groups)
     optimizer.param_groups[:] = groups
     if split or any(factor != 1 for factor in factors):
@@ -125,9 +127,9 @@ def _warn_of_schedulers(optimizer: Optimizer, split: bool) -> None:
         )
 
 
-def _part(group: dict[str, Any], chosen: Sequence[bool]) -> dict[str, Any]:
-    """Return a parameter group with some of the parameters and all of the options."""
-    part = dict(group)
+def _part(group: dict[str, Any], chosen: Sequence[bool], own: str) -> dict[str, Any]:
+    """Return a parameter group with some of the parameters, a name, and all of the options."""
+    part = {**group, "name": f"{group['name']}.{own}" if "name" in group else own}
     for key in ("params", "param_names"):  # names, if torch was given some
         if key in group:
             part[key] = [value for value, keep in zip(group[key], chosen, strict=True) if keep]
@@ -135,22 +137,6 @@ def _part(group: dict[str, Any], chosen: Sequence[bool]) -> dict[str, Any]:
         if isinstance(part.get(key), Tensor):
             part[key] = part[key].clone()
     return part
-
-
-def _rename(part: dict[str, Any], group: dict[str, Any], own: str) -> None:
-    part["name"] = f"{group['name']}.{own}" if "name" in group else own
-
-
-def _whole_labels(partition: Partition) -> dict[int, int]:
-    labels: dict[int, int] = {}
-    for name, label in partition.labels.items():
-        if not isinstance(label, int):
-            raise ValueError(
-                f"Parameter {name!r} is divided among groups, but torch's optimizers have one "
-                f"learning rate per parameter. Use a partition into whole tensors."
-            )
-        labels[id(partition.params[name])] = label
-    return labels
 
 
 def _multiply(group: dict[str, Any], factor: float) -> None:

@@ -19,7 +19,9 @@ batches that were trained on, which favours large rates. It is if the present ra
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import groupby, islice
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -29,10 +31,10 @@ import torch
 from torch.optim import Optimizer
 
 from newton_summary.errors import NotFiniteError
-from newton_summary.measuring.box import Array
 from newton_summary.probe.directions import borrowed
 from newton_summary.probe.probe import Probe
 from newton_summary.probe.state import Journal, unmoved
+from newton_summary.solver import Array
 
 PASSES = 2  # as many steps as in two passes over the batches
 MOST = 32  # batches, which are kept in memory
@@ -55,11 +57,11 @@ class Rehearsal(NamedTuple):
     then_steps: int  # a larger rate has to be faster
 
 
+NOTHING = Rehearsal(0, math.nan, math.nan, 0)  # without batches
+
+
 def rehearse(
-    probe: Probe,
-    optimizer: Optimizer,
-    several: Sequence[Array],
-    times: Sequence[float] | None,
+    probe: Probe, optimizer: Optimizer, several: Sequence[Array], times: Sequence[float]
 ) -> tuple[Rehearsal, int | None]:
     """Train with the present rates, and with each of several factors on the steps of the groups.
 
@@ -70,41 +72,55 @@ def rehearse(
         probe: The loss and its data, at most the first 32 batches of it.
         optimizer: Whose steps are taken, on a copy of its state.
         several: Factors of all groups, each (S,).
-        times: How many times as long as with the present rates a step is with each of them. None
-            for smaller rates that derivatives do not ask for.
+        times: How many times as long as with the present rates a step is with each of them.
 
     Returns:
         The rehearsal, and which of the factors to prefer to the present rates; None if none is.
     """
-    with Journal(), probe:
-        with probe.processes.joint():
-            parts = groupby(probe.closures(), key=lambda part: part[0].number)
-            batches = [list(of_one) for _, of_one in islice(parts, MOST)]
-        batches = batches[: min(probe.processes.gather(len(batches)))]
+    with _batches_of(probe) as batches:
         if not batches:
-            return Rehearsal(0, math.nan, math.nan, 0), None
-        steps, seen = PASSES * len(batches), times is None
-        if times is None:
-            pairs, ends = [(steps, len(batches))] * len(several), [len(batches)] * len(several)
-        else:
-            pairs = [_lengths(steps, c) for c in times]
-            ends = [_lengths(steps, min(times) / c)[0] for c in times]  # compared as if present
-        ones = np.ones_like(several[0])
-        present = _train(probe, optimizer, ones, batches, {0, *(n for n, _ in pairs)}, seen)
-        others = [
-            _train(probe, optimizer, factors, batches, {m, end} if seen else {n, m, end}, seen)
-            for factors, (n, m), end in zip(several, pairs, ends, strict=True)
-        ]
+            return NOTHING, None
+        train, steps = partial(_train, probe, optimizer, batches), PASSES * len(batches)
+        pairs = [_lengths(steps, c) for c in times]
+        ends = [_lengths(steps, min(times) / c)[0] for c in times]  # compared as if present
+        present = train(np.ones_like(several[0]), {0, *(n for n, _ in pairs)})
+        others = [train(c, {*both, end}) for c, both, end in zip(several, pairs, ends)]
     found, better = [], []
     for i, (other, (n, m)) in enumerate(zip(others, pairs, strict=True)):
-        is_lost = (times is None or times[i] < 1) and present[n] > present[0]
-        if is_lost and other[m] >= present[n] and n in other:
+        is_lost = times[i] < 1 and present[n] > present[0]
+        if is_lost and other[m] >= present[n]:
             m = n
         found.append(Rehearsal(n, present[n], other[m], m))
         if other[m] < present[n] or (is_lost and present[n] == math.inf):
             better.append(i)
     best = min(better or range(len(found)), key=lambda i: others[i][ends[i]])
     return found[best], best if better else None
+
+
+def rehearse_smaller(
+    probe: Probe, optimizer: Optimizer, several: Sequence[Array]
+) -> tuple[Rehearsal, int | None]:
+    """Do the same with smaller rates that derivatives do not ask for, in half of the steps."""
+    with _batches_of(probe) as batches:
+        if not batches:
+            return NOTHING, None
+        train, few = partial(_train, probe, optimizer, batches, seen=True), len(batches)
+        steps = PASSES * few
+        present = train(np.ones_like(several[0]), {0, steps})
+        others = [train(factors, {few})[few] for factors in several]
+    now, then = present[steps], min(others)
+    is_better = then < now or present[0] < now == math.inf
+    return Rehearsal(steps, now, then, few), others.index(then) if is_better else None
+
+
+@contextmanager
+def _batches_of(probe: Probe) -> Iterator[list[Any]]:
+    """Open a probe, and give as many batches as each process has, each in its parts."""
+    with Journal(), probe:
+        with probe.processes.joint():
+            parts = groupby(probe.closures(), key=lambda part: part[0].number)
+            batches = [list(of_one) for _, of_one in islice(parts, MOST)]
+        yield batches[: min(probe.processes.gather(len(batches)))]
 
 
 def _lengths(steps: int, c: float) -> tuple[int, int]:
@@ -117,10 +133,10 @@ def _lengths(steps: int, c: float) -> tuple[int, int]:
 def _train(
     probe: Probe,
     optimizer: Optimizer,
-    factors: Array,
     batches: Sequence[Any],
+    factors: Array,
     lengths: set[int],
-    seen: bool,
+    seen: bool = False,
 ) -> dict[int, float]:
     """Return the loss of the last quarter of the batches after so many steps on the others.
 
@@ -138,11 +154,7 @@ def _train(
                 u = step(probe.gradient(trained[k % len(trained)]))
             except NotFiniteError:
                 break
-            u = probe.partition.scale(u, torch.from_numpy(factors))
-            with torch.no_grad():
-                for name, p in probe.params.items():
-                    p.sub_(u[name])
-            probe.moved()
+            probe.step(probe.partition.scale(u, torch.from_numpy(factors)))
             if any(k in some for some in scored.values()):
                 losses[k] = float(probe.mean_loss(judged))
     means = {n: fmean(losses.get(k, math.inf) for k in some) for n, some in scored.items()}

@@ -54,13 +54,11 @@ def is_mean_of_parts(whole: Evaluation, parts: Sequence[Evaluation], u: Params) 
     eps = max(torch.finfo(p.dtype).eps for p in probe.params.values())
     if eps > 1e-6:
         return False  # what half precision rounds away could be a coupling
-    move = probe.partition.scale(u, step_sizes(probe.params, u, probe.partition, DISTANCE))
+    sizes = step_sizes(probe.params, u, probe.partition, DISTANCE)
     try:
         with probe.unrecorded(), unmoved(probe.params.values()), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a loss that is given too few samples
-            with torch.no_grad():
-                for name, p in probe.params.items():
-                    p.add_(move[name])
+            probe.step(probe.partition.scale(u, -sizes))
             if not _same_gradient(whole, parts[:2], eps):
                 return False
             with torch.no_grad():

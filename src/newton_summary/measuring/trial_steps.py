@@ -79,19 +79,10 @@ def step_trials(
     groups = find_groups(model, summary, partition)
     if not bool(torch.isfinite(eta).all()):
         return ()
+    how: Any = {"direction": direction, "microbatch": microbatch}
+    how |= {"num_samples": num_samples, "distributed": distributed}
     etas = [fraction * eta for fraction in fractions]
-    changes = try_steps(
-        model,
-        loss_fn,
-        data,
-        summary,
-        etas,
-        groups,
-        direction=direction,
-        microbatch=microbatch,
-        num_samples=num_samples,
-        distributed=distributed,
-    )
+    changes = try_steps(model, loss_fn, data, summary, etas, groups, **how)
     return tuple(Trial(float(f), *change) for f, change in zip(fractions, changes, strict=True))
 
 
@@ -110,8 +101,8 @@ def try_steps(
 ) -> list[tuple[float, float]]:
     """Return the predicted and the real change of the loss for each of several steps.
 
-    ``etas`` are finite learning rates, each (S,), float64 on the CPU, and ``groups`` those of the
-    live model (:func:`find_groups`). Everything else is as for :func:`step_trials`.
+    ``etas`` are finite learning rates, each (S,), and ``groups`` those of the live model
+    (:func:`find_groups`). Everything else is as for :func:`step_trials`.
     """
     exact = summary.to("cpu", torch.float64)
     changes = []
@@ -125,15 +116,16 @@ def try_steps(
         check_finite(start)
         _compare(float(start), float(summary.loss))
         with unmoved(probe.params.values()) as copies:
-            for eta in etas:
-                steps = groups.scale(u, eta)
-                with torch.no_grad():
-                    for (name, p), before in zip(probe.params.items(), copies, strict=True):
-                        p.copy_(before - steps[name])
-                probe.moved()
+            for eta in (eta.detach().to("cpu", torch.float64) for eta in etas):
+                probe.step(groups.scale(u, eta), copies)
                 predicted = float(exact.predicted_change(eta))
                 changes.append((predicted, float(probe.mean_loss() - start)))
     return changes
+
+
+def real_changes(*given: Any, **options: Any) -> list[float]:
+    """Return the real changes alone, given the same; infinity for those that are nan."""
+    return [math.inf if math.isnan(real) else real for _, real in try_steps(*given, **options)]
 
 
 def _rates(summary: Summary, rates: LearningRates | Tensor | None) -> Tensor:

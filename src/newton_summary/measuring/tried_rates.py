@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 
 from newton_summary.measuring.box import absolute_newton
 from newton_summary.measuring.lambda_int import STRENGTHS, suggest_lambda_int
-from newton_summary.measuring.trial_steps import find_groups, try_steps
+from newton_summary.measuring.trial_steps import find_groups, real_changes
 from newton_summary.parallel.processes import Distributed
 from newton_summary.probe.directions import Direction
 from newton_summary.probe.inputs import NumSamples
@@ -104,16 +102,14 @@ def learning_rates(
     options: dict[str, Any] = {"direction": direction, "microbatch": microbatch}
     options |= {"num_samples": num_samples, "distributed": distributed}
 
-    def real_changes(etas: Sequence[Tensor]) -> list[float]:
+    def tried(*etas: Tensor) -> list[float]:
         groups = find_groups(model, summary, None)
-        exact = [eta.detach().to("cpu", torch.float64) for eta in etas]
-        tried = try_steps(model, loss_fn, data, summary, exact, groups, **options)
-        return [math.inf if math.isnan(real) else real for _, real in tried]
+        return real_changes(model, loss_fn, data, summary, etas, groups, **options)
 
     if lambda_int is not None and lambda_int != "auto":
         rates = solve(summary, lambda_int, diagonal=diagonal)
         finite = bool(torch.isfinite(rates.eta).all())
-        return replace(rates, real_change=real_changes([rates.eta])[0]) if finite else rates
+        return replace(rates, real_change=tried(rates.eta)[0]) if finite else rates
     strengths = STRENGTHS if summary.order == 3 and bool(summary.D3.any()) else (0.0,)  # type: ignore[union-attr]
     found = suggest_lambda_int(
         model, loss_fn, data, summary, strengths=strengths, diagonal=diagonal, **options
@@ -123,7 +119,7 @@ def learning_rates(
     rates = found.rates if found.rates.ok else _absolute(summary, found.rates)
     if not bool(torch.isfinite(rates.eta).all()):
         return rates
-    real = real_changes([fraction * rates.eta for fraction in FRACTIONS])
+    real = tried(*(fraction * rates.eta for fraction in FRACTIONS))
     if not min(real) < 0:
         return replace(found.rates, real_change=real[0])
     fraction = FRACTIONS[real.index(min(real))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import UserList
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from newton_summary.measuring.exact_loss import ExactLoss, widened
 from newton_summary.parallel.processes import refuse_sharded
 from newton_summary.partition import Partition, Spec, make_partition, trainable, unwrap
 from newton_summary.probe.directions import Direction, find_direction
+from newton_summary.probe.inputs import as_batches
 from newton_summary.probe.probe import LossFn, Probe
 from newton_summary.probe.state import Journal, set_contents
 from newton_summary.summary import Summary
@@ -157,11 +159,13 @@ def verify(
                 f"the model, so give it 'gradient' or a mapping from parameter name to tensor."
             )
         direction = {name: value.double() for name, value in direction.items()}
+    # Not a list: a list of tensors would count as one batch.
+    first = None if data is None else UserList([widened(next(iter(as_batches(data))))])
     with (
         Journal(),
         _not_called(unwrap(model)),
         _in_float64(),
-        Probe(exact, ExactLoss(loss_fn).wrapped(), widened(_one_batch(data)), groups) as probe,
+        Probe(exact, ExactLoss(loss_fn).wrapped(), first, groups) as probe,
     ):
         u = find_direction(direction, probe)
         closure, _ = next(iter(probe.closures()))
@@ -222,11 +226,3 @@ def _errors(a: Summary, b: Summary) -> tuple[Tensor, Tensor]:
     row_scale = torch.maximum(scale.amax(1), 1e-6 * scale.max()).clamp_min(tiny)
     D3_gap = (a.D3 - b.D3).abs() / b.D3.abs().max().clamp_min(tiny)
     return gap.amax(1) / row_scale, D3_gap
-
-
-def _one_batch(data: Any) -> Any:
-    """Return data that is one batch as it is, and of several batches the first."""
-    if isinstance(data, Tensor | tuple | list | dict) or not hasattr(data, "__iter__"):
-        return data
-    first = next(iter(data))
-    return first if isinstance(first, Tensor) else [first]  # a list of tensors is one batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from newton_summary.measuring.param_groups import held_by
 from newton_summary.partition import Partition, make_partition
-from newton_summary.probe.inputs import LossFn
+from newton_summary.probe.probe import Closure, LossFn
 
-Closure = Callable[[], Tensor]
 Variant = Literal["steered", "as-run", "as-published"]
 
 
@@ -34,12 +34,11 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={settings[name]!r}: write a number, 0 or more, {words}.")
     if not (_is_number(settings["budget"]) and 0 < settings["budget"] < 1):
         raise ValueError(f"budget={settings['budget']!r}: write a share of the time, 0 to 1.")
-    steered = settings["variant"] == "steered"
-    others = {"eta_momentum": 0.0} if steered else {"weight_decay": 0.0}
-    for name, value in others.items():
-        if settings[name] != value:
-            whose = "the paper's algorithm" if steered else "variant='steered'"
-            raise ValueError(f"{name}={settings[name]!r} is for {whose} only: leave it out.")
+    name, whose = "weight_decay", "variant='steered'"
+    if settings["variant"] == "steered":
+        name, whose = "eta_momentum", "the paper's algorithm"
+    if settings[name] != 0:
+        raise ValueError(f"{name}={settings[name]!r} is for {whose} only: leave it out.")
 
 
 def _is_number(value: Any) -> bool:
@@ -70,14 +69,7 @@ def check_direction(direction: Optimizer, partition: Partition) -> None:
     """Raise unless an optimizer moves the parameters of the partition, and no others."""
     if not isinstance(direction, Optimizer):
         raise TypeError(f"direction={direction!r}: give a torch optimizer, or None.")
-    known = {id(p) for p in partition.params.values()}
-    for group in direction.param_groups:
-        for p in group["params"]:
-            if id(p) not in known and p.requires_grad:
-                raise ValueError(
-                    f"The optimizer given as direction holds a parameter of shape "
-                    f"{tuple(p.shape)} that is not in the partition: it belongs to another model."
-                )
+    held_by(direction, partition.params)  # raises if it has others
     if not holds_all(direction, partition):
         raise ValueError(
             "The optimizer given as direction does not hold all parameters of the partition. Give "
@@ -107,11 +99,6 @@ def as_loss_fn(closure: Closure, partition: Partition) -> LossFn:
         return loss
 
     return loss_fn
-
-
-def is_divided(partition: Partition) -> bool:
-    """Return whether a tensor lies in more than one group."""
-    return any(isinstance(label, Tensor) for label in partition.labels.values())
 
 
 def holds_all(optimizer: Optimizer, partition: Partition) -> bool:

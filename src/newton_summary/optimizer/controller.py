@@ -475,12 +475,11 @@ class RateController(ShownAsTable):
         with reporting_damage():
             ends = EndSlopes(**state["ends"])
             before, ends.before = self._copies(state["before"]), self._copies(ends.before)
-        if len(state["first_lrs"]) != len(self._first_lrs):
-            raise ValueError(
-                f"The state is of an optimizer with {len(state['first_lrs'])} parameter groups, "
-                f"and this one has {len(self._first_lrs)}."
-            )
-        with reporting_damage():
+            if len(state["first_lrs"]) != len(self._first_lrs):
+                raise ValueError(
+                    f"The state is of an optimizer with {len(state['first_lrs'])} parameter "
+                    f"groups, and this one has {len(self._first_lrs)}."
+                )
             steps, due = read_counts(state, "steps", "due")
             read_counts(state["ends"], "count", "agreed")
             balance = Balance(**state["balance"])

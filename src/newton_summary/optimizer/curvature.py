@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from collections import UserList
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -13,7 +12,6 @@ from typing import Any, TypedDict
 
 import numpy as np
 import torch
-from torch.linalg import vector_norm
 
 from newton_summary.derivatives import Backend
 from newton_summary.derivatives.sweep.cuda_graph import SweepGraphs, Wanted
@@ -26,13 +24,15 @@ from newton_summary.measuring.measurement import (
     measure,
     open_probe,
 )
-from newton_summary.optimizer.checks import Closure, as_loss_fn
+from newton_summary.optimizer.checkpoint import read_counts
+from newton_summary.optimizer.checks import as_loss_fn
 from newton_summary.parallel.processes import Distributed, find_processes
 from newton_summary.partition import Params, Partition
-from newton_summary.probe.inputs import LossFn, as_batches, check_loss_fn
+from newton_summary.probe.inputs import as_batches, check_loss_fn
+from newton_summary.probe.probe import Closure, LossFn
 from newton_summary.probe.state import Journal, RandomState, own_generators
 from newton_summary.solver import STATUS
-from newton_summary.summary import Summary
+from newton_summary.summary import Summary, not_finite
 
 
 class Measuring(TypedDict, total=False):
@@ -110,8 +110,7 @@ class Curvature:
             NotFiniteError: If it is not finite.
         """
         summary = mean_over(find_processes(self.distributed, u), summary, u)
-        parts = (x for x in (summary.gbar, summary.Hbar, summary.D3) if x is not None)
-        if not math.isfinite(vector_norm(torch.cat([x.reshape(-1) for x in parts]), math.inf)):
+        if not_finite(summary):
             raise NotFiniteError(STATUS["not-finite"])
         if self.count == 0 and not bool(summary.gbar.any() or summary.hessian().any()):
             raise ValueError(
@@ -202,7 +201,6 @@ class CurvatureData:
 
     def next_batch(self) -> Any:
         """Return the next batch, from the start again after the last one."""
-        whole = False
         try:
             with self._own_random_numbers():
                 if self._iterator is None:
@@ -211,12 +209,10 @@ class CurvatureData:
                     batch = next(self._iterator)
                 except StopIteration:  # from the start again
                     batch = next(self._next_epoch(), self)
-            whole = True
-        finally:
-            if not whole and not isinstance(self.loader, Iterator):
-                self._iterator = (
-                    None  # an interrupted one may have ended; opened again where it was
-                )
+        except BaseException:  # an interrupted one may have ended: opened again where it was
+            if not isinstance(self.loader, Iterator):
+                self._iterator = None
+            raise
         if batch is self:
             raise ValueError("The curvature loader gave no batch when it started over.")
         self._index += 1
@@ -278,11 +274,8 @@ class CurvatureData:
         """Return to a position; the batches before it are passed over at the next one."""
         start = None if state["start"] is None else _from_plain(state["start"])
         present = _from_plain(state["present"])
-        epoch, index = state["epoch"], state["index"]
-        if not all(type(x) is int and x >= 0 for x in (epoch, index)):
-            raise ValueError(f"The position of the curvature data is {epoch!r}, {index!r}.")
-        self._epoch, self._index, self._start, self._present = epoch, index, start, present
-        self._iterator = None
+        self._epoch, self._index = read_counts(state, "epoch", "index")
+        self._start, self._present, self._iterator = start, present, None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the iterator, which cannot be copied; the position is enough."""

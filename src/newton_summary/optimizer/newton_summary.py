@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from newton_summary.display.names import check_arguments
 from newton_summary.display.table import text_table, without_middle
@@ -21,14 +22,12 @@ from newton_summary.errors import NotFiniteError
 from newton_summary.history import History
 from newton_summary.optimizer import checkpoint
 from newton_summary.optimizer.checks import (
-    Closure,
     Variant,
     as_partition,
     check_direction,
     check_settings,
     extended,
     holds_all,
-    is_divided,
 )
 from newton_summary.optimizer.controller import check_rates, steering_history
 from newton_summary.optimizer.curvature import Curvature, Measuring
@@ -43,7 +42,7 @@ from newton_summary.optimizer.update import Update
 from newton_summary.parallel.fsdp import own_memory
 from newton_summary.parallel.processes import find_processes
 from newton_summary.partition import Params, Partition
-from newton_summary.probe.probe import LossFn
+from newton_summary.probe.probe import Closure, LossFn
 from newton_summary.probe.state import without_gradients
 from newton_summary.solver import LearningRates, learning_rates
 from newton_summary.summary import Summary
@@ -239,8 +238,7 @@ class NewtonSummary(Optimizer):
         self._warned: set[str] = set()
         self._evaluating = False  # whether the model has the mean of its parameters
         self._made = False  # until then, add_param_group is called by torch
-        self._divided = is_divided(partition)
-        if self._divided:
+        if partition.divided:
             everything = list(partition.params.values())
             groups = [{"params": everything, "name": "all groups", "eta": self.eta}]
         else:
@@ -535,7 +533,7 @@ class NewtonSummary(Optimizer):
 
     def _show_rates(self) -> None:
         """Write the rates where loggers look for them."""
-        if self._divided:
+        if self.partition.divided:
             self.param_groups[0]["eta"] = self.eta
             return
         for group, value in zip(self.param_groups, self.eta.tolist(), strict=True):
@@ -588,7 +586,7 @@ class NewtonSummary(Optimizer):
         name = param_group.get("name", f"group{len(self.partition)}")
         partition = extended(self.partition, self.model, params, name)
         held_all = self.direction is not None and holds_all(self.direction, self.partition)
-        if self._divided:
+        if self.partition.divided:
             self.param_groups[0]["params"].extend(params)
         else:
             super().add_param_group({"eta": 0.0, **param_group, "params": params, "name": name})
@@ -614,10 +612,7 @@ class NewtonSummary(Optimizer):
         Only plain values and tensors, so ``torch.load(weights_only=True)`` reads it.
         """
         state = super().state_dict()
-        state["state"] = {
-            key: {name: own_memory(value) for name, value in values.items()}
-            for key, values in state["state"].items()
-        }
+        state["state"] = tree_map(own_memory, state["state"])
         since = self._skipped_since
         if self._update is not None:
             since = self._update.skipped - self.skipped_steps

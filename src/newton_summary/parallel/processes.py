@@ -96,7 +96,8 @@ def find_processes(distributed: str | bool | Any, params: Mapping[str, Tensor]) 
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the module inside wrappers: of data parallelism, and of ``torch.compile``.
 
-    An FSDP2 module is put into its sharded state: otherwise it may show other parameters.
+    An FSDP2 module is put into its sharded state: after a forward pass without a backward pass it
+    may hold whole parameters.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -108,7 +109,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     parallel = (nn.parallel.DistributedDataParallel, nn.DataParallel)
     while isinstance(model, (*parallel, *compiled)):
         model = model.module if isinstance(model, parallel) else model._orig_mod  # type: ignore[assignment]
-    settle(model)
+    for module in fsdp_modules(model):
+        module.reshard()
     return model
 
 
@@ -167,15 +169,6 @@ def like_sharded(local: Tensor, like: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """Return the whole of a tensor, gathered from all processes if it is sharded."""
     return tensor.detach().full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def settle(model: nn.Module) -> None:
-    """Put every module that FSDP2 looks after into its sharded state.
-
-    After a forward pass without a backward pass some of them hold whole parameters.
-    """
-    for module in fsdp_modules(model):
-        module.reshard()
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:

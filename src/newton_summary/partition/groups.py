@@ -111,6 +111,11 @@ class Partition(ShownAsTable):
         found = [{role(member.name) for member in group} for group in self.members]
         return tuple(roles.pop() if len(roles) == 1 else "mixed" for roles in found)
 
+    @property
+    def divided(self) -> list[str]:
+        """Names of the parameters that are divided among groups."""
+        return [name for name, label in self.labels.items() if not isinstance(label, int)]
+
     @cached_property
     def types(self) -> Types:
         """Name of the class of each module on the way to a parameter, by path; "" is the model.
@@ -224,11 +229,10 @@ class Partition(ShownAsTable):
                 "This partition was read from a file, so its parameters have no values. Use "
                 "make_partition(model, ...) to divide the live model."
             )
-        divided = [name for name, label in self.labels.items() if not isinstance(label, int)]
-        if divided:
+        if self.divided:
             raise ValueError(
-                f"Parameter {divided[0]!r} is divided among groups, but torch parameter groups "
-                f"take whole parameters only. Use a partition into whole tensors, such as "
+                f"Parameter {self.divided[0]!r} is divided among groups, but torch parameter "
+                f"groups take whole parameters only. Use a partition into whole tensors, such as "
                 f"'canonical'."
             )
         return [

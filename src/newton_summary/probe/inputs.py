@@ -30,17 +30,14 @@ _EXAMPLE = "lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
 
 def check_loss_fn(loss_fn: Any) -> None:
     """Raise unless ``loss_fn`` can be called with a model and a batch."""
-    if isinstance(loss_fn, nn.modules.loss._Loss):
-        raise TypeError(
-            f"loss_fn is {loss_fn}, which takes outputs and targets. {_WANTED} "
-            f"lambda model, batch: criterion(model(batch[0]), batch[1]), with "
-            f"criterion = nn.{loss_fn}."
-        )
-    if getattr(loss_fn, "__module__", None) == "torch.nn.functional":
-        name = f"F.{loss_fn.__name__}"
+    is_module = isinstance(loss_fn, nn.modules.loss._Loss)
+    if is_module or getattr(loss_fn, "__module__", None) == "torch.nn.functional":
+        name = str(loss_fn) if is_module else f"F.{loss_fn.__name__}"
+        function = "criterion" if is_module else name
         raise TypeError(
             f"loss_fn is {name}, which takes outputs and targets. {_WANTED} "
-            f"lambda model, batch: {name}(model(batch[0]), batch[1])."
+            f"lambda model, batch: {function}(model(batch[0]), batch[1])"
+            f"{f', with criterion = nn.{name}' if is_module else ''}."
         )
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is of type {type(loss_fn).__name__}. {_WANTED} {_EXAMPLE}.")

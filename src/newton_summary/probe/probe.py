@@ -255,8 +255,11 @@ class Probe:
         finally:
             self.recorded = recorded
 
-    def moved(self) -> None:
-        """Say that the parameters have moved: nothing that was gathered of them holds any more."""
+    def step(self, steps: Params, start: Iterable[Tensor] | None = None) -> None:
+        """Subtract steps from the parameters, or from where they shall start."""
+        with torch.no_grad():
+            for (name, p), before in zip(self.params.items(), start or self.params.values()):
+                p.copy_(before - steps[name])
 
     def mean_loss(self, some: Iterable[tuple[Evaluation, int]] | None = None) -> Tensor:
         """Return the mean loss over all data, or some, of all processes, in float64 on the CPU."""

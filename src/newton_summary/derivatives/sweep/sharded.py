@@ -66,8 +66,9 @@ class ShardedProbe(Probe):
                 )
             yield batch
 
-    def moved(self) -> None:
-        """Let go of whole parameters that were gathered before they moved."""
+    def step(self, steps: Params, start: Iterable[Tensor] | None = None) -> None:
+        """Move, and let go of whole parameters that were gathered before."""
+        super().step(steps, start)
         self.params.forget()
 
     @contextmanager
