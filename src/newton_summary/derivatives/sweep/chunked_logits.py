@@ -155,23 +155,24 @@ def pass_in_pieces(sweep: Sweep, logits: ChunkedLogits) -> None:
     t = sweep.tangent(x)
     rows = None if t is None else t.rows.flatten(1, -2)
     by_adjoint = _by_adjoint(sweep, ops)
+    if by_adjoint:
+        sweep.pass_op(replace(ops[0], wanted=False))  # what the layer itself contributes
     for part in parts_of(logits.rows, logits.at_a_time):
         parts = [logits.chosen[i][part] if i in logits.chosen else part for i in logits.ops]
         piece = copy(sweep)  # with the same lists of contributions
         piece.tangents = {s: sweep.tangents[s] for s in ops[0].inputs if s in sweep.tangents}
         piece.adjoints = {}
         if t is not None and rows is not None:
-            piece.tangents[x.slot] = Tangent(t.first, t.second, rows[:, parts[0]])
+            h = Tangent(t.first, t.second, rows[:, parts[0]])
+            piece.tangents[x.slot] = Tangent(h.first, (), h.y1) if by_adjoint else h
         for op, mine in zip(ops, parts, strict=True):
-            delta = sweep.adjoint(op.out)
+            delta = None if by_adjoint and op is ops[0] else sweep.adjoint(op.out)
             if delta is not None and op.out.slot is not None:
                 piece.adjoints[op.out.slot] = of_rows(delta, mine)
             if op.name in SAME_ORDER or op.name == "__getitem__":
                 _carry_over(piece, op)
-            elif by_adjoint and op is ops[0]:
-                _pass_layer(piece, cut_op(op, mine))
             elif by_adjoint and op is ops[-1]:
-                _pass_log_softmax(piece, ops[0], cut_op(op, mine))
+                _pass_log_softmax(piece, cut_op(op, mine), ops[0], h)
             else:
                 piece.pass_op(cut_op(op, mine))
             if cut is not None and op.out.slot == cut.slot and cut.adjoint is not None:
@@ -206,22 +207,10 @@ def _by_adjoint(sweep: Sweep, ops: list[Op]) -> bool:
     )
 
 
-def _pass_layer(piece: Sweep, layer: Op) -> None:
-    """Pass a layer, with second derivatives of only those groups that its weight moves too."""
-    piece.pass_op(replace(layer, wanted=False))
-    x = layer.args[0]
-    t = piece.tangents[x.slot]
-    first = copy(piece)
-    first.adjoints = {}
-    first.tangents = {**piece.tangents, x.slot: Tangent(t.first, (), t.y1)}
-    first.pass_op(layer)
-    piece.tangents[layer.out.slot] = first.tangents[layer.out.slot]  # type: ignore[index]
-
-
-def _pass_log_softmax(piece: Sweep, layer: Op, op: Op) -> None:
-    """Pass the log-softmax of a layer."""
-    h, t, delta = piece.tangent(layer.args[0]), piece.tangent(op.args[0]), piece.adjoint(op.out)
-    assert h is not None and t is not None and delta is not None
+def _pass_log_softmax(piece: Sweep, op: Op, layer: Op, h: Tangent) -> None:
+    """Pass the log-softmax after a layer, given the derivatives of what goes into the layer."""
+    t, delta = piece.tangent(op.args[0]), piece.adjoint(op.out)
+    assert t is not None and delta is not None
     p = op.out.now.exp()
     c = without_mean_under(p, t.y1, -1)
     v = c * (-p * delta.sum(-1, keepdim=True))
