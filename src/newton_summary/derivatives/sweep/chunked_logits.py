@@ -184,7 +184,7 @@ def pass_in_pieces(sweep: Sweep, logits: ChunkedLogits) -> None:
             piece.read_gbar(Cut(logits.ops[-1], ops[-1].args[0], before))
 
 
-# --- second derivatives of logits that are never made -----------------------------------------------
+# --- second derivatives of logits that are never made --------------------------------------------
 
 # Where a log-softmax follows the layer at once, second derivatives x2 = h2 W^T of the logits count
 # for D3 alone, and there as <v, x2> = <v W, h2>, with v = weight c as in ``normalize``. That is one
