@@ -66,6 +66,11 @@ def with_penalty(model, batch):
     return model.head.weight.square().mean() + flattened(model, batch)
 
 
+def with_curved_weights(model, batch):
+    inside = model.norm(torch.tanh(model.layer(model.words(batch[:, :-1]))))
+    return by_hand(lambda _: F.linear(inside, torch.tanh(model.words.weight)), batch)
+
+
 def some_words(model, batch):
     logs = torch.log_softmax(model(batch[:, :-1])[:, :, 3:20], -1)
     return -logs.gather(2, batch[:, 1:, None] % 17).mean()
@@ -165,6 +170,13 @@ def test_rows_in_pieces_add_up(passes, options, loss_fn, order):
     assert not passes
     assert_same(ns.summarize(model, loss_fn, tokens(), backend="sweep", order=order), expected)
     assert [(found.rows, found.at_a_time) for found in passes] == [(TEXTS * LENGTH, 8)]
+
+
+def test_weights_of_the_logits_have_second_derivatives(passes):
+    expected = ns.summarize(make_model(), with_curved_weights, tokens(), backend="nested")
+    actual = ns.summarize(make_model(), with_curved_weights, tokens(), backend="sweep")
+    assert_same(actual, expected)
+    assert passes
 
 
 @pytest.mark.parametrize("loss_fn", WHOLE, ids=lambda f: f.__name__)

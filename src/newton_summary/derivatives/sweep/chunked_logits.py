@@ -19,14 +19,21 @@ from torch import Tensor
 from newton_summary.derivatives.sweep.memory import WORKING_COPIES
 from newton_summary.derivatives.sweep.rules.elementwise import CURVED
 from newton_summary.derivatives.sweep.rules.linear import SAME_ORDER
+from newton_summary.derivatives.sweep.rules.normalize import without_mean_under
 from newton_summary.derivatives.sweep.tape import (
     ChunkedLogits,
     Cut,
     Op,
     Tangent,
     Tape,
+    dots,
     find_values,
+    gram,
     parts_of,
+    pick,
+    stretches,
+    sums,
+    union,
 )
 from newton_summary.derivatives.sweep.token_runs import LOG_SOFTMAX, Tokens, some_tokens
 
@@ -147,19 +154,25 @@ def pass_in_pieces(sweep: Sweep, logits: ChunkedLogits) -> None:
     x = ops[0].args[0]
     t = sweep.tangent(x)
     rows = None if t is None else t.rows.flatten(1, -2)
+    by_adjoint = _by_adjoint(sweep, ops)
+    if by_adjoint:
+        sweep.pass_op(replace(ops[0], wanted=False))  # what the layer itself contributes
     for part in parts_of(logits.rows, logits.at_a_time):
         parts = [logits.chosen[i][part] if i in logits.chosen else part for i in logits.ops]
         piece = copy(sweep)  # with the same lists of contributions
         piece.tangents = {s: sweep.tangents[s] for s in ops[0].inputs if s in sweep.tangents}
         piece.adjoints = {}
         if t is not None and rows is not None:
-            piece.tangents[x.slot] = Tangent(t.first, t.second, rows[:, parts[0]])
+            h = Tangent(t.first, t.second, rows[:, parts[0]])
+            piece.tangents[x.slot] = Tangent(h.first, (), h.y1) if by_adjoint else h
         for op, mine in zip(ops, parts, strict=True):
-            delta = sweep.adjoint(op.out)
+            delta = None if by_adjoint and op is ops[0] else sweep.adjoint(op.out)
             if delta is not None and op.out.slot is not None:
                 piece.adjoints[op.out.slot] = TOKENS.part(delta, mine)
             if op.name in SAME_ORDER or op.name == "__getitem__":
                 _carry_over(piece, op)
+            elif by_adjoint and op is ops[-1]:
+                _pass_log_softmax(piece, some_tokens(op, TOKENS, mine), ops[0], h)
             else:
                 piece.pass_op(some_tokens(op, TOKENS, mine))
             if cut is not None and op.out.slot == cut.slot and cut.adjoint is not None:
@@ -169,6 +182,51 @@ def pass_in_pieces(sweep: Sweep, logits: ChunkedLogits) -> None:
             p = TOKENS.part(ops[-1].out.now, part).exp()
             before = delta - p * delta.sum(-1, keepdim=True)  # the adjoint of what goes in
             piece.read_gbar(Cut(logits.ops[-1], ops[-1].args[0], before))
+
+
+# --- second derivatives of logits that are never made --------------------------------------------
+
+# Where a log-softmax follows the layer at once, second derivatives x2 = h2 W^T of the logits count
+# for D3 alone, and there as <v, x2> = <v W, h2>, with v = weight c as in ``normalize``. That is one
+# product too, with a result as small as h2, which also replaces the first factor in
+# Hbar = <v_s, x1_t> = <v_s W, h1_t>. Only what moves by the weight itself has v and x in full.
+
+
+def _by_adjoint(sweep: Sweep, ops: list[Op]) -> bool:
+    """Whether the logits can be passed without their second derivatives, and are faster so."""
+    t, *found = [sweep.tangent(value) for value in find_values((ops[0].args, ops[0].kwargs))]
+    y = ops[-1].out.tensor
+    return (
+        sweep.order == 3
+        and y.device.type == "cpu"
+        and t is not None
+        and sweep.adjoint(ops[-1].out) is not None
+        and t.rows.dtype == ops[0].args[1].tensor.dtype == y.dtype
+        and not any(by is not None and by.second for by in found)
+        and all(op.name in SAME_ORDER or op.name == "__getitem__" for op in ops[1:-1])
+    )
+
+
+def _pass_log_softmax(piece: Sweep, op: Op, layer: Op, h: Tangent) -> None:
+    """Pass the log-softmax after a layer, given the derivatives of what goes into the layer."""
+    t, delta = piece.tangent(op.args[0]), piece.adjoint(op.out)
+    assert t is not None and delta is not None
+    p = op.out.now.exp()
+    c = without_mean_under(p, t.y1, -1)
+    v = c * (-p * delta.sum(-1, keepdim=True))
+    G = v @ layer.args[1].now
+    found = [piece.tangent(value) for value in find_values((layer.args[1:], layer.kwargs))]
+    own = union(*(by.first for by in found if by is not None))
+    others = tuple(s for s in h.first if s not in own)
+    for groups, left, right in ((own, v, (t.first, c)), (others, G, (h.first, h.y1))):
+        if groups:
+            piece.add_Hbar(t.first, groups, gram(left, pick(*right, groups)))
+    c.mul_(c)
+    for mine, theirs in stretches(t.second, t.first):
+        c[mine].add_(t.y2[theirs], alpha=3)
+    piece.add_D3(t.first, sums(c.mul_(v)))
+    if h.second:
+        piece.add_D3(h.second, 3 * dots(pick(t.first, G, h.second), h.y2))
 
 
 def _carry_over(piece: Sweep, op: Op) -> None:

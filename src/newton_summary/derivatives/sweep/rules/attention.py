@@ -64,14 +64,13 @@ def attention(
     if not found:
         return None
     third = sweep.order == 3
-    second = third and any(t.second for t in found)
     groups = union(*(t.first for t in found), *(t.second for t in found))
     out = op.out.tensor
 
     q, k, v = (cast(x.now, out.dtype) for x in inputs)
     heads = Heads.of(q, k)
     Q, K, V = (
-        None if t is None else Stack(t.to(out.dtype), groups, second, view)
+        None if t is None else Stack(t.to(out.dtype), groups, view)
         for t, view in zip(tangents, (heads.of_queries, heads.of_keys, heads.of_keys), strict=True)
     )
     mask = None if attn_mask is None else attn_mask.now.expand(*q.shape[:-1], k.shape[-2])

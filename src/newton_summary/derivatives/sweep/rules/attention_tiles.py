@@ -54,20 +54,23 @@ class Heads:
 class Stack:
     """The derivatives of q, k or v, brought to the same groups for some samples and heads."""
 
-    def __init__(self, t: Tangent, groups: Groups, second: bool, view: Callable[[Tensor], Tensor]):
+    def __init__(self, t: Tangent, groups: Groups, view: Callable[[Tensor], Tensor]):
         """View: to the shape of a stack of queries or of keys."""
-        self.t, self.groups, self.second, self.rows = t, groups, second, view(t.rows)
+        self.t, self.groups, self.rows = t, groups, view(t.rows)
 
     def some(self, *index: slice) -> Tensor:
-        """Return the rows of all groups, those of first order before those of second, if any."""
+        """Return the rows of all groups, those of first order before those of second, if any.
+
+        Of second order the last groups may have none.
+        """
         t, place = self.t, (slice(None), *index)
         rows = self.rows[place]
-        if t.first == self.groups and t.second == (self.groups if self.second else ()):
+        in_order = t.second == self.groups[: len(t.second)]
+        if t.first == self.groups and in_order:
             return rows
-        first = spread(t.first, rows[: len(t.first)], self.groups)
-        if not self.second:
-            return first
-        return torch.cat([first, spread(t.second, rows[len(t.first) :], self.groups)])
+        first, second = rows[: len(t.first)], rows[len(t.first) :]
+        second = second if in_order else spread(t.second, second, self.groups)
+        return torch.cat([spread(t.first, first, self.groups), second])
 
 
 @dataclass
@@ -113,9 +116,10 @@ class Attention:
         S = self.S
         M = gram(left[:S], right[:S])
         self.Hbar += M + M.T
-        for a, b in ((left[:S], right[S:]), (left[S:], right[:S])):
-            if self.order == 3 and len(a) == len(b) == S:
-                self.D3 += 3 * dots(a, b)
+        for a, b in ((left, right[S:]), (left[S:], right)):
+            n = min(S, len(a), len(b))
+            if self.order == 3 and n:
+                self.D3[:n] += 3 * dots(a[:n], b[:n])
 
     def run(self) -> None:
         """Pass all tiles, or all of it by kernels."""
@@ -141,8 +145,6 @@ def tile_size(a: Attention) -> tuple[int, int, int]:
     masked = a.causal or (a.mask is not None and not a.q.is_cuda)
     longest = max(4 * FEWEST_QUERIES, -(-L // 8)) if masked else L  # to skip what is masked
     queries = min(L, longest, max(room, FEWEST_QUERIES))
-    if a.q.device.type == "cpu":
-        return queries, 1, 1  # what all groups share is then not copied for each
     heads = max(1, min(H, room // queries))
     return queries, heads, max(1, min(a.heads.B, room // (queries * H)))
 
@@ -152,11 +154,12 @@ def stacked(x: Tensor, rows: int) -> Tensor:
     return x.expand(rows, *x.shape[1:]) if len(x) == 1 else x.expand(rows, *x.shape).flatten(0, 1)
 
 
-def times(rows: Tensor, x: Tensor) -> Tensor:
+def times(rows: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
     """Multiply (rows * N, R, a) by (N, a, b); of one head as a single product."""
-    if len(x) == 1:
-        return (rows.reshape(-1, rows.shape[-1]) @ x[0]).view(*rows.shape[:-1], -1)
-    return torch.bmm(rows, stacked(x, len(rows) // len(x)))
+    if len(x) > 1:
+        return torch.bmm(rows, stacked(x, len(rows) // len(x)), out=out)
+    flat = None if out is None else out.view(-1, x.shape[-1])
+    return torch.mm(rows.reshape(-1, rows.shape[-1]), x[0], out=flat).view(*rows.shape[:-1], -1)
 
 
 class Keys:
@@ -251,30 +254,31 @@ class Tile:
 
     def scores(self) -> Tangent | None:
         """Return the derivatives of the scores."""
-        a, k = self.a, self.a.S * self.N
-        X = None
-        if self.Q is not None:
-            X = times(self.Q.flatten(0, 1), self.k.mT)
-        if self.K is not None:
-            q, K = stacked(self.q, len(self.K)), self.K.flatten(0, 1).mT
-            X = torch.bmm(q, K) if X is None else X.baddbmm_(q, K)
-        if X is None:
+        a, N, Q, K = self.a, self.N, self.Q, self.K
+        if Q is None and K is None:
             return None
-        if a.order == 3 and self.Q is not None and self.K is not None:
-            Q1, K1 = self.Q[: a.S].flatten(0, 1), self.K[: a.S].flatten(0, 1).mT
-            if len(X) > k:
-                X[k:].baddbmm_(Q1, K1, alpha=2)
-            else:
-                X = torch.cat([X, torch.bmm(Q1, K1).mul_(2)])
-        rows = X.view(-1, self.N, self.R, self.T).to(a.wide)
-        return Tangent(a.groups, a.groups if len(rows) > a.S else (), rows)
+        cross = a.order == 3 and Q is not None and K is not None
+        most = max(len(x) for x in (Q, K) if x is not None)
+        X = self.q.new_empty(((2 * a.S if cross else most) * N, self.R, self.T))
+        known = 0 if Q is None else len(Q) * N
+        X[known:].zero_()
+        if Q is not None:
+            times(Q.flatten(0, 1), self.k.mT, out=X[:known])
+        if K is not None:
+            X[: len(K) * N].baddbmm_(stacked(self.q, len(K)), K.flatten(0, 1).mT)
+        if Q is not None and K is not None and cross:
+            first = slice(0, a.S)
+            X[a.S * N :].baddbmm_(Q[first].flatten(0, 1), K[first].flatten(0, 1).mT, alpha=2)
+        rows = X.view(-1, N, self.R, self.T).to(a.wide)
+        return Tangent(a.groups, a.groups[: len(rows) - a.S], rows)
 
     def write(self, out: Tensor, P: Tensor, moved: Tensor | None) -> None:
         """Write O1 and O2."""
         a, k, features = self.a, self.a.S * self.N, self.v.shape[-1]
         out = out[:, self.b, self.h, :, self.rows]
-        total = P.new_zeros((len(out) * self.N, self.R, features))
-        if moved is not None:
+        if moved is None:
+            total = P.new_zeros((len(out) * self.N, self.R, features))
+        else:
             total = times(moved, self.v)
             if a.order == 3 and self.V is not None:
                 total[k:].baddbmm_(moved[:k], self.V[: a.S].flatten(0, 1), alpha=2)

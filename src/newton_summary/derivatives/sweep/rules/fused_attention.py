@@ -73,4 +73,5 @@ def _rows(a: Attention, stack: Stack | None, x: Tensor, b: slice, h: slice) -> T
     if stack is None:
         return x[:, b, h].new_zeros(()).expand(n, *x[0, b, h].shape)
     rows = stack.some(b, h)
-    return rows if len(rows) == n else torch.cat([rows, torch.zeros_like(rows)])
+    missing = n - len(rows)
+    return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows
