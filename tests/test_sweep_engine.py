@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from newton_summary import Partition, Summary, learning_rates, make_partition, summarize
 from newton_summary.derivatives.sweep import summarize_sweep
+from newton_summary.derivatives.sweep.tf32 import convolutions_take_tf32, products_take_tf32
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.probe.probe import Probe
 from oracle import finite_differences
@@ -1125,3 +1126,23 @@ def test_the_bias_of_keys_has_no_derivatives(dtype: torch.dtype) -> None:
     rates = learning_rates(actual)
     assert rates.ok and float(rates.eta[s]) == 0
     assert max(errors(actual, measure(model, plain, x, "nested"))) < 1e3 * torch.finfo(dtype).eps
+
+
+# --- rounding to TF32 -----------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="older than torch 2.9"
+)
+@pytest.mark.parametrize("chosen", ["tf32", "ieee"])
+def test_rounding_is_read_where_torch_sets_it_today(chosen: str) -> None:
+    """Torch's old flag raises an error here."""
+    flags = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = [flag.fp32_precision for flag in flags]
+    try:
+        for flag in flags:
+            flag.fp32_precision = chosen
+        assert products_take_tf32() is convolutions_take_tf32() is (chosen == "tf32")
+    finally:
+        for flag, value in zip(flags, before, strict=True):
+            flag.fp32_precision = value

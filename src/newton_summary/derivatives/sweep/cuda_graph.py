@@ -35,6 +35,7 @@ from newton_summary.derivatives.sweep.engine import (
     without_autocast,
 )
 from newton_summary.derivatives.sweep.rules.linear import warn_of_hidden_rows
+from newton_summary.derivatives.sweep.tf32 import convolutions_take_tf32, products_take_tf32
 from newton_summary.display.warn import warn_user
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.partition import Params, Partition, result_dtype
@@ -170,6 +171,7 @@ class SweepGraphs:
                 tuple(module.training for module in modules),
                 torch.is_autocast_enabled("cuda"),
                 torch.get_autocast_dtype("cuda"),
+                (products_take_tf32(), convolutions_take_tf32()),
             )
             hash(key)
         except TypeError as error:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from newton_summary.derivatives.sweep.rules.products import Product, plus_bias, product
 from newton_summary.derivatives.sweep.tape import Op, Value, cast, parts_of
+from newton_summary.derivatives.sweep.tf32 import convolutions_take_tf32
 
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
@@ -101,14 +102,6 @@ def columns_pay(x: Tensor, settings: Any, op: Op) -> bool:
     positions = op.out.tensor.shape[2:].numel()
     plain = groups == 1 and not transposed and set(dilation) == {1}
     return plain and positions <= 16 and not convolutions_take_tf32()
-
-
-def convolutions_take_tf32() -> bool:
-    """Whether cuDNN may round the factors of float32 products to TF32, as it does by default."""
-    cudnn = torch.backends.cudnn
-    if hasattr(cudnn, "conv"):  # since torch 2.9; the old flag then raises if the new one is used
-        return bool(cudnn.conv.fp32_precision == "tf32")
-    return bool(cudnn.allow_tf32)
 
 
 def conv_by_columns(x: Tensor, w: Tensor, settings: Any, largest: int = 2**27) -> Tensor:

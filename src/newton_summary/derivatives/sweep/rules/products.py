@@ -37,6 +37,7 @@ from newton_summary.derivatives.sweep.tape import (
     pick,
     plain,
 )
+from newton_summary.derivatives.sweep.tf32 import products_take_tf32
 from newton_summary.errors import CannotDifferentiate
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def on_tensor_cores(rows: Tensor, weight: Tensor) -> bool:
     if not rows.is_cuda or rows.dtype != torch.float32 or rows.numel() * len(weight) < LARGE:
         return False
     known = torch.cuda.get_device_capability(rows.device)[0] == 9
-    return known and not torch.backends.cuda.matmul.allow_tf32 and kernels() is not None
+    return known and not products_take_tf32() and kernels() is not None
 
 
 def linear(sweep: Sweep, op: Op, x: Value, weight: Value, bias: Any = None) -> Any:
