@@ -193,6 +193,10 @@ def test_what_is_captured_is_the_sweep() -> None:
     assert numbers[1] == 0  # no mask hides a row
 
 
+def exponential(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch[0]).exp().mean()
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -200,26 +204,33 @@ def test_what_is_captured_is_the_sweep() -> None:
         ({"microbatch": 2}, "microbatch=2"),
         ({"backend": "nested"}, "backend='nested'"),
         ({"curvature": None}, r"closure .* give curvature=\(loss_fn, loader\)"),
+        ({"curvature": None, "loss_fn": exponential}, r"step\(batch\) .* give curvature="),
     ],
 )
 def test_the_optimizer_says_why_nothing_is_captured(options: Any, reason: str) -> None:
     model, batch = nn.Linear(3, 2), (torch.randn(4, 3),)
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return model(batch[0]).exp().mean()
-
-    options = {"curvature": (loss, [batch]), **options}
+    options = {"curvature": (exponential, [batch]), **options}
     optimizer = NewtonSummary(make_partition(model), summary_period=1, cuda_graph=True, **options)
 
     def train(steps: int) -> None:
         for _ in range(steps):
             optimizer.zero_grad()
-            loss(model, batch).backward()
-            optimizer.step(None if options["curvature"] else lambda: loss(model, batch))
+            exponential(model, batch).backward()
+            optimizer.step(batch if "loss_fn" in options else lambda: exponential(model, batch))
 
     with pytest.warns(UserWarning, match=f"cuda_graph=True has no effect, because .*{reason}"):
         train(9)
     assert optimizer.refreshes > 4
+
+
+def test_one_group_is_steered_without_a_summary() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.warns(UserWarning, match="cuda_graph=True has no effect, because .* one group"):
+        NewtonSummary(model, exponential, cuda_graph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        NewtonSummary(model, exponential, lambda_int=1.0, cuda_graph=True)
+        NewtonSummary.paper(make_partition(model, "trivial"), cuda_graph=True)
 
 
 # --- summarize(cuda_graph=True) -------------------------------------------------------------------
