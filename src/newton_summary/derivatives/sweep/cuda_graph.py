@@ -156,8 +156,8 @@ class SweepGraphs:
             raise CannotCapture(f"the batch holds a {odd.__module__}.{odd.__qualname__}")
         # Also buffers and frozen parameters: a graph reads them where they were at its capture.
         modules = list(model.modules())
-        tensors = [x for m in modules for own in (m._parameters, m._buffers) for x in own.values()]
-        tensors = [x for x in (*tensors, *(u or {}).values()) if x is not None]
+        owned = [x for m in modules for own in (m._parameters, m._buffers) for x in own.values()]
+        tensors = [x for x in (*owned, *(u or {}).values()) if x is not None]
         given = [*tensors, *(x for x in leaves if isinstance(x, Tensor))]
         if any(x.layout is not torch.strided for x in given):  # its entries may lie elsewhere then
             raise CannotCapture("the batch, a buffer or a parameter is sparse")
