@@ -9,6 +9,7 @@ such libraries themselves where they are installed (``opponents.py``). Large tra
 
     python benchmarks/engine.py --models llama llama-lora gpt2-role gpt2 --seconds 0.5 \\
         --methods sweep-2 sweep-3 hvp-2 curvlinops-2 eigenthings-2 jet-3 --verify
+
 With the direction from the same pass (whole), and replayed as CUDA graphs (cuda_graph=True):
 
     python benchmarks/engine.py --models mlp lenet \\
@@ -264,14 +265,11 @@ def run_case(
                 return OPPONENTS[name](case.loss_fn, model, batch, u, part)
             if name == "hvp":
                 return hessian_vector_products(case, model, batch, u, part)
-            replayed = name in ("replay", "replay_whole")
+            replayed = name.startswith("replay")
             how: dict[str, Any] = {"partition": part, "order": order, "cuda_graph": replayed}
-            if name not in (
-                "whole",
-                "replay_whole",
-            ):  # else the gradient, from the sweep's own pass
+            if not name.endswith("whole"):  # else the gradient, from the sweep's own pass
                 how["direction"] = u
-            if name not in ("whole", "replay", "replay_whole"):
+            if name != "whole" and not replayed:
                 how["backend"] = name
             return ns.summarize(model, case.loss_fn, batch, **how)
 

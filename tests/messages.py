@@ -752,9 +752,9 @@ ERRORS = {
         ("is in no group of the partition", freezing("a.bias", True)),
     ],
     "measuring/param_groups.py": [
-        ("not parameters of the model", lambda p: newton(direction=sgd(OTHER))(p)),
+        ("that is in no group", lambda p: newton(direction=sgd(OTHER))(p)),
         (
-            "not parameters of the model",
+            "that is in no group",
             lambda p: ns.suggest_lrs(p.model, OURS, p.batch, sgd(OTHER)),
         ),
         ("have one learning rate per parameter", divided_advice),
@@ -1035,6 +1035,7 @@ WARNINGS = {
     ],
     "optimizer/controller.py": [("the model moves twice", steps_twice)],
     "optimizer/newton_summary.py": [
+        ("refresh of one group", lambda p: ns.NewtonSummary(p.model, OURS, cuda_graph=True)),
         (
             "a refresh gave no usable rates",
             stepped(refreshing(lambda b: [b], loss=concave), batch=False),

@@ -620,6 +620,16 @@ def test_rows_times_a_weight_have_the_precision_of_float32(shape, strided):
     assert (out - 1 - expected).abs().max() <= 2e-6 * size
 
 
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FC00000, -1, -0x400000])
+def test_rows_and_weights_that_are_nan_stay_so(bits):
+    """A GPU writes nan as 0x7FFFFFFF, which rounding to TF32 by its bits makes a zero."""
+    nan = torch.tensor([bits], dtype=torch.int32, device="cuda").view(torch.float32)
+    rows, W = torch.randn(3, 5, 40, device="cuda"), torch.randn(20, 40, device="cuda")
+    rows[1, 2, 7] = W[4, 5] = nan[0]
+    found = kernels().multiply_rows(rows, W, None, False)
+    assert torch.equal(found.isnan(), F.linear(rows, W).isnan())
+
+
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
     reason="needs a GPU on which it pays",

@@ -224,6 +224,8 @@ def test_data_without_a_batch_for_tensors(problem):
     for function in (derivative_tensor, taylor_terms):
         with pytest.raises(ValueError, match="data is empty"):
             function(problem.model, problem.loss_fn, [], order=2, direction=problem.direction())
+    with pytest.raises(ValueError, match="data is empty"):
+        verify(problem.model, problem.loss_fn, [])
 
 
 @pytest.mark.parametrize("backend", ["nestd", "exact", "", None])

@@ -271,6 +271,12 @@ def test_a_direction_of_another_model_is_refused():
     model = make_net()
     with pytest.raises(ValueError, match="does not hold all parameters"):
         ns.NewtonSummary(model, direction=torch.optim.Adam([model[0].weight]))
+    model[0].weight.requires_grad_(False)
+    partition = ns.make_partition(model)
+    model[0].weight.requires_grad_(True)
+    shape = rf"shape \({', '.join(map(str, model[0].weight.shape))}\).* frozen when the groups"
+    with pytest.raises(ValueError, match=shape):
+        ns.NewtonSummary(partition, direction=torch.optim.Adam(model.parameters()))
 
 
 # --- weight decay, momentum ----------------------------------------------------------------------

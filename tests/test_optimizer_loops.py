@@ -340,6 +340,16 @@ def test_a_curvature_loss_that_is_not_finite_keeps_the_last_rates(mode):
     assert "not-finite" not in str(opt.last_rates)
 
 
+def test_a_refresh_that_fails_is_told_at_the_line_of_the_step():
+    model = make_net()
+    given = (lambda model, batch: loss_fn(model, batch) * float("nan"), CURVATURE)
+    opt = make_optimizer(model, lr=0.1, summary_period=4, curvature=given, **PAPER)
+    loss_fn(model, CURVATURE[0]).backward()
+    with pytest.warns(UserWarning, match="no usable rates") as told:
+        opt.step()
+    assert [warning.filename for warning in told] == [__file__]
+
+
 def test_no_rates_at_all_do_not_move_until_there_are_some():
     """A first refresh that fails is made again when the next one is due, and not at every step."""
     model, broken = make_net(), [True]

@@ -230,6 +230,23 @@ def test_a_directory_without_a_manifest_is_read_and_not_resumed(tmp_path):
         work(tmp_path, epochs=4)
 
 
+@pytest.mark.parametrize("count", range(1, 9))
+def test_an_interrupt_in_the_middle_of_a_file_is_one(tmp_path, monkeypatch, count):
+    """And not torch's complaint about a file that it cannot end."""
+    write, writes = writing.Digested.write, []
+
+    def interrupted(stream, data):
+        writes.append(len(data))
+        if len(writes) == count:
+            raise KeyboardInterrupt
+        return write(stream, data)
+
+    monkeypatch.setattr(writing.Digested, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        writing.save_tensors(tmp_path / "state.pt", {"a": torch.ones(1000), "b": torch.ones(10)})
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_full_disk_is_one_line(tmp_path):
     """With a limit on the size of files, which the kernel holds."""
     resource = pytest.importorskip("resource")

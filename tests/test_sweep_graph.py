@@ -78,6 +78,14 @@ def new_frozen_weight(model: Net) -> None:
     model.frozen.weight.data = model.frozen.weight.data.clone()
 
 
+def fewer_units(model: Net) -> None:
+    model.layer.weight.data = model.layer.weight.data[:1]  # at the same place
+
+
+def other_strides(model: Net) -> None:
+    model.frozen.weight.data = model.frozen.weight.data.T
+
+
 def new_buffer(model: Net) -> None:
     model.temperature = 0.9 * model.temperature
 
@@ -88,7 +96,11 @@ def other_mode(model: Net) -> None:
 
 @pytest.mark.parametrize(
     ("change", "count"),
-    [(new_numbers, 1), (new_weight, 2), (new_frozen_weight, 2), (new_buffer, 2), (other_mode, 2)],
+    [
+        (new_numbers, 1),
+        *((new_weight, 2), (new_frozen_weight, 2), (new_buffer, 2), (other_mode, 2)),
+        *((fewer_units, 2), (other_strides, 2)),
+    ],
 )
 def test_what_lies_elsewhere_is_captured_anew(change: Any, count: int, captures: list) -> None:
     model = Net()
@@ -117,6 +129,17 @@ def test_a_loss_that_cannot_be_compared_is_not_captured(captures: list) -> None:
 
     with pytest.raises(CannotCapture, match="loss_fn cannot be compared: cannot create weak ref"):
         replaying(Net())((torch.randn(4, 3),), loss_fn=Loss())
+
+
+@pytest.mark.parametrize("where", ["buffer", "batch"])
+def test_what_is_sparse_is_not_captured(where: str, captures: list) -> None:
+    """It has no address, and a new batch has its entries elsewhere."""
+    model, sparse = Net(), torch.eye(3).to_sparse()
+    if where == "buffer":
+        model.register_buffer("adjacency", sparse)
+    with pytest.raises(CannotCapture, match="is sparse"):
+        replaying(model)((torch.randn(4, 3), sparse if where == "batch" else 1))
+    assert not captures
 
 
 def test_other_orders_losses_and_numbers_are_captured_anew(captures: list) -> None:
@@ -170,6 +193,10 @@ def test_what_is_captured_is_the_sweep() -> None:
     assert numbers[1] == 0  # no mask hides a row
 
 
+def exponential(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch[0]).exp().mean()
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -177,26 +204,33 @@ def test_what_is_captured_is_the_sweep() -> None:
         ({"microbatch": 2}, "microbatch=2"),
         ({"backend": "nested"}, "backend='nested'"),
         ({"curvature": None}, r"closure .* give curvature=\(loss_fn, loader\)"),
+        ({"curvature": None, "loss_fn": exponential}, r"step\(batch\) .* give curvature="),
     ],
 )
 def test_the_optimizer_says_why_nothing_is_captured(options: Any, reason: str) -> None:
     model, batch = nn.Linear(3, 2), (torch.randn(4, 3),)
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return model(batch[0]).exp().mean()
-
-    options = {"curvature": (loss, [batch]), **options}
+    options = {"curvature": (exponential, [batch]), **options}
     optimizer = NewtonSummary(make_partition(model), summary_period=1, cuda_graph=True, **options)
 
     def train(steps: int) -> None:
         for _ in range(steps):
             optimizer.zero_grad()
-            loss(model, batch).backward()
-            optimizer.step(None if options["curvature"] else lambda: loss(model, batch))
+            exponential(model, batch).backward()
+            optimizer.step(batch if "loss_fn" in options else lambda: exponential(model, batch))
 
     with pytest.warns(UserWarning, match=f"cuda_graph=True has no effect, because .*{reason}"):
         train(9)
     assert optimizer.refreshes > 4
+
+
+def test_one_group_is_steered_without_a_summary() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.warns(UserWarning, match="cuda_graph=True has no effect, because .* one group"):
+        NewtonSummary(model, exponential, cuda_graph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        NewtonSummary(model, exponential, lambda_int=1.0, cuda_graph=True)
+        NewtonSummary.paper(make_partition(model, "trivial"), cuda_graph=True)
 
 
 # --- summarize(cuda_graph=True) -------------------------------------------------------------------

@@ -220,6 +220,11 @@ case(
 )
 case("conv2d of a shared tensor", lambda x: F.conv2d(x, x), (2, 2, 3, 3))
 case(
+    "conv2d of no images",
+    lambda x, w: torch.cat([x[1:].flatten(), F.conv2d(x[:0], w).flatten()]),
+    *((2, 2, 3, 3), (1, 2, 2, 2)),
+)
+case(
     "torch.convolution",
     lambda x, w: torch.convolution(x, w, None, [1], [1], [1], False, [0], 1),
     (1, 1, 4),

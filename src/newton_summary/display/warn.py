@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import warnings
 
-_OTHERS = (__name__.partition(".")[0], "torch")
+_OTHERS = (__name__.partition(".")[0], "torch", "contextlib")
 
 
 def warn_user(message: str) -> None:
-    """Warn at the line outside this package, and outside torch, that called into it."""
+    """Warn at the line outside this package, torch and contextlib that called into it."""
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in _OTHERS:
         frame, level = frame.f_back, level + 1

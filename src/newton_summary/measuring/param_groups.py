@@ -35,9 +35,12 @@ def held_by(optimizer: Optimizer, params: Mapping[str, Tensor]) -> dict[str, Ten
     known = set(map(id, held.values()))
     strange = [p for i, p in owned.items() if p.requires_grad and i not in known]
     if strange or not held:
+        what = "no parameter of the model that can move"
+        if strange:
+            what = f"a parameter of shape {tuple(strange[0].shape)} that is in no group"
         raise ValueError(
-            f"The optimizer holds {len(strange)} tensors that are not parameters of the model: it "
-            f"belongs to another model."
+            f"The optimizer holds {what}: it belongs to another model, or was frozen when the "
+            f"groups were made."
         )
     return held
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -160,7 +161,7 @@ def verify(
             )
         direction = {name: value.double() for name, value in direction.items()}
     # Not a list: a list of tensors would count as one batch.
-    first = None if data is None else UserList([widened(next(iter(as_batches(data))))])
+    first = None if data is None else UserList(map(widened, islice(as_batches(data), 1)))
     with (
         Journal(),
         _not_called(unwrap(model)),

@@ -92,10 +92,10 @@ class Curvature:
         assert model is not None
         with processes.joint(), torch.enable_grad(), thawed(partition):
             loss_fn, data = get()
-            if self._graphs is not None and isinstance(data, UserList) and len(data) == 1:
-                several = "there are several ranks" if processes.count > 1 else None
-                wanted = Wanted(model, partition, loss_fn, data[0], u, order)
-                summary = self._graphs.summarize(wanted, self._unfit or several)
+            if self._graphs is not None:
+                unfit = self._unfit or ("there are several ranks" if processes.count > 1 else None)
+                wanted = Wanted(model, partition, loss_fn, None if unfit else data[0], u, order)
+                summary = self._graphs.summarize(wanted, unfit)
                 if summary is not None:
                     return summary
             backends = backends_for(self.backend, self.microbatch, processes.sharded)
@@ -150,7 +150,10 @@ class Curvature:
 
     def _unfit_to_capture(self, given: Any) -> str | None:
         if given is None:
-            return "the batch of a closure cannot be replaced: give curvature=(loss_fn, loader)"
+            return (
+                "the batches of step(batch) and of a closure are not captured: give "
+                "curvature=(loss_fn, loader)"
+            )
         if self.microbatch is not None or self.backend not in ("auto", "sweep"):
             return (
                 f"it measures a whole batch with the sweep, and not with "

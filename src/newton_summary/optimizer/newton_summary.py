@@ -153,8 +153,9 @@ class NewtonSummary(Optimizer):
             to capture the measurement on a GPU as a CUDA graph after the first refreshes and replay
             it: several times faster for small models, whose kernels are shorter than their
             launches. The loss must then do the same at each call (no branch on values, steps or
-            random numbers), and the memory of a measurement stays taken. Falls back, with a
-            warning, where it cannot be done: dropout, batch norm in training, several ranks.
+            random numbers), and the memory of a measurement stays taken. For batches of
+            ``curvature``, and not for one group, whose refresh takes two gradients. Falls back,
+            with a warning, where it cannot be done: dropout, batch norm in training, several ranks.
 
     Attributes:
         model: The model of the partition.
@@ -226,6 +227,12 @@ class NewtonSummary(Optimizer):
         processes = find_processes(measuring.get("distributed", "auto"), partition.params)
         with processes.joint():
             self._curvature = Curvature(curvature, loss_fn, measuring)
+        without_summary = steered and len(partition) == 1 and settings["lambda_int"] == 0
+        if without_summary and measuring.get("cuda_graph"):
+            warn_user(
+                "cuda_graph=True has no effect, because a refresh of one group with lambda_int=0 "
+                "takes two gradients, and no summary."
+            )
         processes.agree(partition.facts() | settings | {"lr": float(settings["lr"])}, {})
         self._schedule = Schedule(variant, settings["summary_period"], settings["warmup"])
         self._average = WindowAverage(settings["summary_window"], as_run=variant == "as-run")

@@ -156,7 +156,12 @@ def write_text(path: Path, text: str) -> Path:
 
 def write_tensors(stream: Digested, value: Any) -> None:
     """Write plain values and tensors as ``torch.save`` does."""
-    torch.save(_dense(value), stream)  # type: ignore[arg-type]
+    try:
+        torch.save(_dense(value), stream)  # type: ignore[arg-type]
+    except RuntimeError as error:  # after an interrupt torch cannot end the file, and says so
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise error.__context__ from None
+        raise
 
 
 def save_tensors(path: str | os.PathLike[str], value: Any) -> None:

@@ -156,8 +156,11 @@ class SweepGraphs:
             raise CannotCapture(f"the batch holds a {odd.__module__}.{odd.__qualname__}")
         # Also buffers and frozen parameters: a graph reads them where they were at its capture.
         modules = list(model.modules())
-        tensors = [x for m in modules for own in (m._parameters, m._buffers) for x in own.values()]
-        tensors += (u or {}).values()
+        owned = [x for m in modules for own in (m._parameters, m._buffers) for x in own.values()]
+        tensors = [x for x in (*owned, *(u or {}).values()) if x is not None]
+        given = [*tensors, *(x for x in leaves if isinstance(x, Tensor))]
+        if any(x.layout is not torch.strided for x in given):  # its entries may lie elsewhere then
+            raise CannotCapture("the batch, a buffer or a parameter is sparse")
         try:
             key = (
                 order,
@@ -166,7 +169,7 @@ class SweepGraphs:
                 _weakly(loss_fn),
                 repr(structure),  # torch 2.6 cannot hash it
                 tuple(_kind(x) if isinstance(x, Tensor) else (type(x), x) for x in leaves),
-                tuple((x.data_ptr(), x.dtype) for x in tensors if x is not None),
+                tuple((x.data_ptr(), x.stride(), *_kind(x)) for x in tensors),
                 tuple(p.requires_grad for p in partition.params.values()),
                 tuple(module.training for module in modules),
                 torch.is_autocast_enabled("cuda"),

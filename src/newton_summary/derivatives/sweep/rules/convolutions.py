@@ -67,7 +67,7 @@ def convolution(transposed: bool, n: int) -> Callable[..., Any]:
 
         def left_into(rows: Tensor, out: Tensor, add: bool) -> None:
             """Write a few rows at a time: a convolution makes a tensor of its own for them."""
-            few = max(1, most // op.out.tensor.nbytes)
+            few = max(1, most // max(1, op.out.tensor.nbytes))
             for some in parts_of(len(rows), few):
                 y = left(rows[some])
                 out[some].add_(y) if add else out[some].copy_(y)

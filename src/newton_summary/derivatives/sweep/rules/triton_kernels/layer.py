@@ -24,6 +24,13 @@ def _rounded(x):  # type: ignore[no-untyped-def]
     return ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def _rest(x, high):  # type: ignore[no-untyped-def]
+    """Round what is left of a number; nan stays nan, though rounding its bits may give zero."""
+    low = x - high
+    return tl.where(low == low, _rounded(low), low)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _divide(w_in, high_out, low_out, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write numbers as sums of two."""
@@ -31,7 +38,7 @@ def _divide(w_in, high_out, low_out, n, BLOCK: tl.constexpr):  # type: ignore[no
     w = tl.load(w_in + entries, mask=entries < n, other=0.0)
     high = _rounded(w)
     tl.store(high_out + entries, high, mask=entries < n)
-    tl.store(low_out + entries, _rounded(w - high), mask=entries < n)
+    tl.store(low_out + entries, _rest(w, high), mask=entries < n)
 
 
 @triton.jit(do_not_specialize=["M", "tokens"])  # type: ignore[untyped-decorator]
@@ -70,7 +77,7 @@ def _layer(  # type: ignore[no-untyped-def]
         w_high = tl.load(high_in + w_at + k, mask=(n[:, None] < N) & (k < K), other=0.0)
         w_low = tl.load(low_in + w_at + k, mask=(n[:, None] < N) & (k < K), other=0.0)
         high = _rounded(x)
-        low = _rounded(x - high)
+        low = _rest(x, high)
         some = tl.dot(low, tl.trans(w_high), input_precision="tf32")
         some = tl.dot(high, tl.trans(w_low), some, input_precision="tf32")
         some = tl.dot(high, tl.trans(w_high), some, input_precision="tf32")
