@@ -401,12 +401,12 @@ def test_a_replay_raises_what_a_measurement_does(eager: None) -> None:
         ({"data": "several"}, "one batch"),
         ({"data": "iterator"}, "one batch"),
         ({"microbatch": 2}, "one batch, as a whole"),
-        ({"order": 1}, "this order"),
-        ({"backend": "nested"}, "this backend"),
-        ({"stack_limit": "1GB"}, "this stack_limit"),
-        ({"num_samples": 7}, "this num_samples"),
-        ({"progress": lambda done, total: None}, "this progress"),
-        ({"direction": "optimizer"}, "this direction"),
+        ({"order": 1}, "the given order"),
+        ({"backend": "nested"}, "the given backend"),
+        ({"stack_limit": "1GB"}, "the given stack_limit"),
+        ({"num_samples": 7}, "the given num_samples"),
+        ({"progress": lambda done, total: None}, "the given progress"),
+        ({"direction": "optimizer"}, "the given direction"),
     ],
 )
 def test_what_is_not_replayed_is_measured_with_a_warning(

@@ -181,7 +181,7 @@ def _replayed(probe: Probe, direction: Direction, order: int, **given: Any) -> S
         if isinstance(probe.data, Iterator) or not probe.in_one_piece:
             unfit = "it measures one batch, as a whole and in one process"
         elif others:
-            unfit = f"it does not go together with this {others[0]}"
+            unfit = f"it does not go together with the given {others[0]}"
         else:
             (batch,) = probe.batches
             if not (isinstance(direction, str) and direction == "gradient"):
