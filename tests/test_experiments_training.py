@@ -1,5 +1,6 @@
 """Recipes and training: every recipe runs; runs repeat, go on, and do not mix."""
 
+import copy
 import errno
 import json
 import math
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiment_cases import shrink, tiny, use_random_images
 from kills import OPTIMIZERS, metrics
+from newton_summary import NewtonSummary
 from newton_summary.errors import UserError
 from newton_summary.experiments import rundir, training
 from newton_summary.experiments.config import (
@@ -98,6 +100,33 @@ def test_hyperparameters_of_the_optimizer_are_those_of_the_paper():
         settings = Session(config, torch.device("cpu")).stepper.optimizer.defaults
         table = {"momentum": 0.9, "summary_period": 10, "summary_window": 3}
         assert table.items() <= settings.items()
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_the_package_s_defaults_train_as_its_optimizer_does_by_itself(name):
+    """On the batches of the training, and evaluated with the mean of the last parameters."""
+    optimizer = RECIPES[f"{name}_default"]().optimizer
+    session = Session(replace(tiny(), optimizer=optimizer, batch_size=5), torch.device("cpu"))
+    task, other = session.task, copy.deepcopy(session.task.model)
+    plain = NewtonSummary(other, task.loss)
+    session.generator.manual_seed(session.config.seed * 1_000_003)
+    batches = list(session.batches)
+    session.train_epoch(Reporter())
+    for batch in batches:
+        plain.zero_grad()
+        task.loss(other, batch).backward()
+        plain.step(batch)
+    assert session.stepper.optimizer.refreshes == plain.refreshes > 1
+    for a, b in zip(task.model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+    last = session.evaluate(session.data.test)["loss"]
+    with session._evaluating():
+        mean = session.evaluate(session.data.test)["loss"]
+    plain.eval()
+    (everything,) = session.data.test.parts(10**6)
+    with torch.no_grad():
+        assert mean == pytest.approx(float(task.loss(other.eval(), everything)), rel=1e-5)
+    assert mean != pytest.approx(last, rel=1e-5)
 
 
 def test_the_mlp_is_the_paper_s():

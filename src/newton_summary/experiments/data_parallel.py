@@ -43,6 +43,13 @@ class RankGroup:
         """Return which of ``length`` samples this process takes; none if there are too few."""
         return slice(length * self.rank // self.size, length * (self.rank + 1) // self.size)
 
+    def share(self, batch: Batch) -> Batch:
+        """Return the samples of a batch that this process takes."""
+        if self.size == 1:
+            return batch
+        part = self.part(len(batch[0]))
+        return batch[0][part], batch[1][part]
+
     def every(self, items: Iterable[T]) -> Iterator[T]:
         """Return every size-th item, starting with the rank-th."""
         return (item for i, item in enumerate(items) if i % self.size == self.rank)
@@ -65,8 +72,7 @@ class RankGroup:
             loss = loss_of(batch)
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
-        part = self.part(len(batch[0]))
-        mine = batch[0][part], batch[1][part]
+        mine = self.share(batch)
         share = batch[0].new_zeros((), dtype=params[0].dtype)
         if len(mine[0]):
             loss = loss_of(mine) * (len(mine[0]) / len(batch[0]))

@@ -50,8 +50,7 @@ class Stepper:
             self.optimizer.observe(batch[0])  # the whole batch, on every process
         loss = self.gradient(batch)
         if isinstance(self.optimizer, NewtonSummary):
-            part = self.ranks.part(len(batch[0]))
-            self.optimizer.step((batch[0][part], batch[1][part]))
+            self.optimizer.step(self.ranks.share(batch))
         else:
             self.optimizer.step()
         return loss
