@@ -13,7 +13,7 @@ from newton_summary import NewtonSummary, NotFiniteError, Summary, make_partitio
 from newton_summary.derivatives import BACKENDS
 from newton_summary.derivatives.sweep.cuda_graph import BEFORE_CAPTURE, SweepGraph, graphs_of
 from newton_summary.derivatives.sweep.kernels import kernels
-from newton_summary.derivatives.sweep.rules import convolutions, products
+from newton_summary.derivatives.sweep.rules import convolutions, fused_norms, products
 from newton_summary.derivatives.sweep.tape import gram
 from problems import PROBLEMS, cross_entropy, partition_of, partition_specs
 
@@ -461,6 +461,26 @@ FUSED = {
     "log-softmax in between": (Attention, squared_logs, texts),
     "gate": (Gated, next_word, texts),
 }
+
+
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize("name", ["batch norms", "layer norms"])
+def test_norms_pass_some_entries_at_a_time(name, order, monkeypatch):
+    torch.manual_seed(0)
+    make, loss_fn, draw = FUSED[name]
+    model, batch = make().double().cuda(), tuple(x.cuda() for x in draw())
+    how = {"order": order, "partition": "canonical", "backend": "sweep"}
+    expected = summarize(model, loss_fn, batch, **how)
+    monkeypatch.setattr(fused_norms, "AT_A_TIME", 1)
+    monkeypatch.setattr(fused_norms, "EVEN", 64)
+    calls = []
+    original = kernels().standardized
+    counted = lambda *given: (calls.append(given), original(*given))[1]  # noqa: E731
+    monkeypatch.setattr(kernels(), "standardized", counted)
+    actual = summarize(model, loss_fn, batch, **how)
+    assert len(calls) > 10
+    for field in ("gbar", "Hbar", "D3")[:order]:
+        torch.testing.assert_close(getattr(actual, field), getattr(expected, field))
 
 
 @pytest.mark.parametrize("order", [2, 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import newton_summary as ns
 from newton_summary.derivatives.sweep import engine, token_runs
 from newton_summary.derivatives.sweep.rules import elementwise
+from newton_summary.derivatives.sweep.tape import Tangent, Unjoined
 from newton_summary.derivatives.sweep.token_runs import TokenRun
 from newton_summary.experiments import models
 
@@ -141,3 +143,25 @@ def test_a_wide_layer_is_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> No
     whole = peak()
     monkeypatch.setattr(token_runs, "AT_A_TIME", {"cpu": 2**20})
     assert peak() < whole / 3
+
+
+@pytest.mark.parametrize("axis", [token_runs.Tokens(), token_runs._Channels()])
+def test_pieces_of_derivatives_are_cut_without_joining_them(axis):
+    y = torch.randn(2, 5, 3)
+    bias = torch.randn(1, 1, 1, 3).expand(1, 2, 5, 3)
+    pieces = [((4, 1), torch.randn(2, 2, 5, 3)), ((2,), bias)], [((4,), torch.randn(1, 2, 5, 3))]
+    t = Unjoined(*pieces, y)
+    cut = token_runs.some_rows(t, axis, slice(1, 4))
+    assert not t.joined
+    whole = token_runs.some_rows(Tangent(t.first, t.second, t.rows), axis, slice(1, 4))
+    assert (cut.first, cut.second, cut.shape) == (whole.first, whole.second, whole.shape)
+    assert torch.equal(cut.rows, whole.rows)
+
+
+def test_joined_derivatives_let_go_of_their_pieces():
+    rows = torch.randn(1, 4)
+    kept = weakref.ref(rows)
+    t = Unjoined([((0,), rows), ((1,), torch.randn(1, 4))], [], torch.randn(4))
+    del rows
+    assert t.rows.shape == (2, 4)
+    assert kept() is None

@@ -385,8 +385,10 @@ class Unjoined(Tangent):
 
     @cached_property
     def rows(self) -> Tensor:
-        """All rows in one tensor; made when they are first asked for."""
-        return torch.cat([rows for _, rows in (*self.first_terms, *self.second_terms)])
+        """All rows in one tensor; made when they are first asked for, instead of the pieces."""
+        joined = torch.cat([rows for _, rows in (*self.first_terms, *self.second_terms)])
+        self.__dict__.update(first_terms=(), second_terms=())
+        return joined
 
     @property
     def joined(self) -> bool:

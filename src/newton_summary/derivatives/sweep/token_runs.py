@@ -22,6 +22,7 @@ from newton_summary.derivatives.sweep.tape import (
     Op,
     Tangent,
     Tape,
+    Unjoined,
     Value,
     find_values,
     parts_of,
@@ -197,8 +198,7 @@ def pass_tokens(sweep: Sweep, run: TokenRun) -> None:
         piece = copy(sweep)
         piece.found = []
         piece.tangents = {
-            slot: Tangent(t.first, t.second, axis.part(t.rows, part, True)) if slot in tokens else t
-            for slot, t in inputs.items()
+            slot: some_rows(t, axis, part) if slot in tokens else t for slot, t in inputs.items()
         }
         piece.adjoints = {
             slot: axis.part(delta, part)
@@ -224,6 +224,17 @@ def pass_tokens(sweep: Sweep, run: TokenRun) -> None:
                 found[place] = entries.clone()
     sweep.tangents.update(results)
     sweep.found += found.items()
+
+
+def some_rows(t: Tangent, axis: Tokens, part: slice | Tensor) -> Tangent:
+    """Return the derivatives of some of the tokens; those in pieces are not joined for that."""
+    if not isinstance(t, Unjoined) or t.joined:
+        return Tangent(t.first, t.second, axis.part(t.rows, part, True))
+    first, second = (
+        [(groups, axis.part(rows, part, True)) for groups, rows in terms]
+        for terms in (t.first_terms, t.second_terms)
+    )
+    return Unjoined(first, second, axis.part(t.y, part))
 
 
 def some_tokens(op: Op, axis: Tokens, part: slice | Tensor) -> Op:

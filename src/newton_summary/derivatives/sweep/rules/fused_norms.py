@@ -17,7 +17,7 @@ from torch import Tensor
 
 from newton_summary.derivatives.sweep.kernels import Piece, kernels
 from newton_summary.derivatives.sweep.rules import fused
-from newton_summary.derivatives.sweep.tape import Tangent, gram
+from newton_summary.derivatives.sweep.tape import Tangent, gram, parts_of
 
 
 class Sums(NamedTuple):
@@ -34,6 +34,8 @@ class Sums(NamedTuple):
     c1_c2: Tensor
 
 
+AT_A_TIME = 2**28  # bytes of c1, with and without its weight
+EVEN = 2**16  # entries at a time are a multiple of this, which inner products are fast for
 FEWEST_TOGETHER = 8  # numbers side by side in memory; with fewer, reading them is slow
 
 
@@ -105,6 +107,15 @@ class FusedCentredRows:
         self, r: Tensor, r1: Tensor, r2: Tensor | None, weight: Tensor | None, wanted: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the rows of the result, and the weighted products of c1 with itself."""
-        given = (self.parts, self.c, self.means, [r, r1, r2, weight], self.sizes, wanted)
-        result, pair = kernels().standardized(*given)  # type: ignore[union-attr]
-        return result, None if pair is None else gram(pair[1], pair[0], symmetric=True)
+        k, n = len(r1), self.c.numel()
+        stack = self.parts[0].x1
+        rows = stack.new_empty(((1 if r2 is None else 2) * k, *self.c.shape)) if wanted else None
+        products = None if weight is None else self.c.new_zeros((k, k))
+        room = AT_A_TIME // (2 * k * stack.itemsize)
+        at_a_time = n if weight is None else max(1, room // EVEN) * EVEN
+        for some in parts_of(n, at_a_time):
+            given = (self.parts, self.c, self.means, [r, r1, r2, weight], self.sizes, rows, some)
+            pair = kernels().standardized(*given)  # type: ignore[union-attr]
+            if pair is not None and products is not None:
+                products += gram(pair[1], pair[0], symmetric=True)
+        return rows, products

@@ -137,7 +137,7 @@ def norm_sums(
     return means, sums
 
 
-@triton.jit(do_not_specialize=["start", "k", "k1", "k2"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["start", "k", "k1", "k2", "begin", "end"])  # type: ignore[untyped-decorator]
 def _standardized(  # type: ignore[no-untyped-def]
     x1_in,
     x2_in,
@@ -156,13 +156,15 @@ def _standardized(  # type: ignore[no-untyped-def]
     k2,
     cells,
     together,
+    begin,
+    end,
     WANTED: tl.constexpr,
     WEIGHTED: tl.constexpr,
     THIRD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    entries = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = entries < n
+    entries = begin + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = entries < end
     cell = (entries // together) % cells
     if WANTED:
         c = tl.load(c_in + entries, mask=inside, other=0.0)
@@ -186,8 +188,10 @@ def _standardized(  # type: ignore[no-untyped-def]
                 below = tl.cast(k + start + i, tl.int64) * n + entries
                 tl.store(rows_out + below, 2.0 * c1 * r1 + c * r2 + c2 * r, mask=inside)
         if WEIGHTED:
-            tl.store(pair_out + target, c1, mask=inside)
-            tl.store(pair_out + tl.cast(k, tl.int64) * n + target, c1 * weight, mask=inside)
+            some = tl.cast(end - begin, tl.int64)
+            pair = tl.cast(start + i, tl.int64) * some + entries - begin
+            tl.store(pair_out + pair, c1, mask=inside)
+            tl.store(pair_out + k * some + pair, c1 * weight, mask=inside)
 
 
 def standardized(
@@ -196,18 +200,18 @@ def standardized(
     means: Tensor,
     factors: list[Tensor | None],
     sizes: tuple[int, int, int],
-    wanted: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return y1 and y2, where wanted, and c1 without and with its weight, (2, k, ...).
+    rows: Tensor | None,
+    entries: slice,
+) -> Tensor | None:
+    """Write y1 and y2 to the rows, where wanted; return c1 without and with its weight, (2, k, n).
 
-    The factors are r, its derivatives r1 and r2, and the weight; the last two may be None.
+    Of all entries of c, n are done. The factors are r, its derivatives r1 and r2, and the weight;
+    the last two may be None.
     """
     r, r1, r2, weight = (x if x is None else x.contiguous() for x in factors)
     _, cells, together = sizes
-    k, n = means.shape[1], c.numel()
-    stack = parts[0].x1
-    rows = stack.new_empty(((1 if r2 is None else 2) * k, *c.shape)) if wanted else None
-    pair = None if weight is None else stack.new_empty((2, k, *c.shape))
+    k, n = means.shape[1], entries.stop - entries.start
+    pair = None if weight is None else parts[0].x1.new_empty((2, k, n))
     for part in parts:
         with torch.cuda.device(c.device):
             _standardized[(triton.cdiv(n, BLOCK),)](
@@ -223,14 +227,16 @@ def standardized(
                 c if pair is None else pair,
                 part.start,
                 k,
-                n,
+                c.numel(),
                 len(part.x1),
                 0 if part.x2 is None else len(part.x2),
                 cells,
                 together,
-                WANTED=wanted,
+                entries.start,
+                entries.stop,
+                WANTED=rows is not None,
                 WEIGHTED=weight is not None,
                 THIRD=r2 is not None,
                 BLOCK=BLOCK,
             )
-    return rows, pair
+    return pair
