@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from newton_summary.analysis import inverse_kept, layer_numbers, normalized
-from newton_summary.experiments.config import NewtonSummaryConfig, flatten
+from newton_summary.experiments.config import flatten
 from newton_summary.experiments.paper_figures import (
     eta_figure,
     hessian_figure,
@@ -424,27 +424,29 @@ def partition_section(runs: Runs) -> list[str]:
 
 
 def diagonal_section(runs: Runs) -> list[str]:
-    rows, ratios = [], {}
+    rows, found = [], {}
     for setup in ("lenet_cifar10", "vgg_cifar10"):
-        whole = runs.of(f"{setup}_newton_summary")
-        tried: dict[tuple[float, float], list[Run]] = {}
-        for run in runs.all:
-            o = run.config.optimizer
-            if run.config.recipe == f"{setup}_diagonal" and isinstance(o, NewtonSummaryConfig):
-                tried.setdefault((o.lr or 0.0, o.lambda_int or 0.0), []).append(run)
+        recipe, whole = f"{setup}_diagonal", runs.of(f"{setup}_newton_summary")
+        optimizers = {run.config.optimizer for run in runs.all if run.config.recipe == recipe}
+        tried = []
         rows.append((_setup(setup), "whole", "the table's", *_diagonal_cells(whole)))
-        for (lr, strength), group in sorted(tried.items()):
+        for lr, strength in sorted((o.lr, o.lambda_int) for o in optimizers):  # type: ignore[attr-defined]
+            group = runs.of(recipe, lr=lr, lambda_int=strength)
             setting = f"lambda_1 {lr:g}, lambda_int {strength:g}"
             rows.append((_setup(setup), "diagonal", setting, *_diagonal_cells(group)))
+            tried.append(group)
+        epochs = max((run.epoch for group in tried for run in group), default=0)
+        tried = [group for group in tried if 2 * group[-1].epoch >= epochs]
         if whole and tried:
-            common = common_epochs(whole, *tried.values())
-            best = min(median(lowest(run, common) for run in group) for group in tried.values())
-            ratio = best / median(lowest(run, common) for run in whole)
-            ratios[f"{_setup(setup)}, epoch {common}"] = ratio
+            common = common_epochs(whole, *tried)
+            best = min(tried, key=lambda group: median(lowest(run, common) for run in group))
+            loss = [median(lowest(run, common) for run in some) for some in (best, whole)]
+            jumped = [median(jumps(run) for run in some) for some in (best, whole)]
+            found[f"{_setup(setup)}, epoch {common}"] = (loss[0] / loss[1], *jumped)
     cell = judged(
-        ratios,
-        lambda name, ratio: f"{name}: {ratio:.3g}",
-        lambda ratio: ratio > 1,
+        found,
+        lambda name, x: f"{name}: {x[0]:.3g}, with {x[1]:.0f} jumps against {x[2]:.0f}",
+        lambda x: x[0] > 1 or x[1] > x[2],
         before="lowest loss of the best diagonal run over that with the whole Hbar: ",
     )
     header = "setup | Hbar | setting | seeds | epochs | lowest training loss | jumps | diverged"

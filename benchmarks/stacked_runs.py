@@ -92,7 +92,7 @@ class Stack:
         losses = vmap(self._loss)(leaves, train.inputs[self.index], train.targets[self.index])
         grads = torch.autograd.grad(losses.sum(), list(leaves.values()))
         for name, grad in zip(leaves, grads, strict=True):
-            for mine, its in zip(self.apart, grad, strict=True):
+            for mine, its in zip(self.apart, grad.contiguous(), strict=True):
                 mine[name].grad = its
         self.optimizer.step()
         self.total.add_(losses.detach(), alpha=self.size)
@@ -116,8 +116,8 @@ class Stack:
         sums = torch.zeros(2, len(self.configs), dtype=torch.float64, device=self.device)
         for batch in split.parts(EVALUATION_BATCH):
             outputs = vmap(self._call, in_dims=(0, None))(self.params, batch[0])
-            scores = [self.task.criterion, self.task.accuracy]
-            found = [vmap(lambda y, s=s: s(y, batch))(outputs).double() for s in scores]
+            scores = (self.task.criterion, self.task.accuracy)
+            found = [vmap(score, in_dims=(0, None))(outputs, batch).double() for score in scores]
             sums += torch.stack(found) * len(batch[0])
         loss, accuracy = (sums / len(split)).tolist()
         return list(zip(loss, accuracy, strict=True))

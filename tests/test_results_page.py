@@ -68,6 +68,20 @@ def test_medians_and_ranges_are_over_the_seeds_of_one_setting():
     assert any("Adam at 0.01, best of 2 rates | 1 | 2 | 1e-09" in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [([2.0, 0.5], "reproduced"), ([2.0, 0.2, 0.4, 0.1], "reproduced"), ([2.0, 0.1], "**not")],
+)
+def test_the_diagonal_is_worse_or_jumps_more_often(losses, said):
+    whole = run("vgg_cifar10_newton_summary", [2.0, 0.3, 0.29, 0.28])
+    short = run("vgg_cifar10_diagonal", [2.0])
+    other = run("vgg_cifar10_diagonal", losses + losses[-1:] * (4 - len(losses)))
+    worse = run("vgg_cifar10_diagonal", [2.0] * 4, lr=0.1)
+    lines = results_page.diagonal_section(results_page.Runs([whole, short, other, worse]))
+    assert claim(lines, "performs worse or is more unstable")[1].startswith(said)
+    assert any("lambda_1 0.3, lambda_int 1 | 1 | 4 |" in line for line in lines)
+
+
 @pytest.mark.parametrize(("lenet", "mlp", "said"), [(0.2, 1.5, "reproduced"), (1.5, 1.5, "**not")])
 def test_comparable_is_within_a_factor_of_two_but_for_the_mlp(lenet, mlp, said):
     runs = [
