@@ -24,7 +24,15 @@ NAMES = {
     "llama-lora": "Llama, adapters alone",
     "mlp12": "MLP of 12 layers of 256",
 }
-METHODS = {"sweep": "sweep", "hvp": "HVPs", "nested": "nested", "torch.func": "torch.func"}
+METHODS = {
+    "sweep": "sweep",
+    "hvp": "HVPs",
+    "nested": "nested",
+    "torch.func": "torch.func",
+    "curvlinops": "curvlinops",
+    "eigenthings": "hessian-eigenthings",
+    "jet": "jet, one direction",
+}
 
 Results = dict[tuple[str, str, int], dict[str, Any]]  # by model, method and order
 

@@ -21,6 +21,7 @@ def tables():
         ("engine-h200", ["cost", "against_nested", "memory"]),
         ("engine-h200-default", ["cost"]),
         ("engine-h200-sweep", ["peaks"]),
+        ("engine-h200-opponents", ["cost"]),
         ("engine-cpu", ["against_nested"]),
     ],
 )
