@@ -389,6 +389,28 @@ def test_in_a_long_training_the_rate_stays_below_one_that_falls(monkeypatch):
         assert any(r.why == "raise" for r in late) == falls
 
 
+def test_in_a_long_training_the_floor_rises_to_that_rate(monkeypatch):
+    """Where samples are forgotten no step lowers the loss of the next batch: that says little."""
+    settled, rate = 100, 0.01
+    monkeypatch.setattr("newton_summary.optimizer.controller.SETTLED", settled)
+
+    def along(self, batch, before, u):
+        slope = self._rate if self.steps <= settled else -self._rate
+        return 1.0, slope, self._rate**2 / rate
+
+    monkeypatch.setattr(ns.RateController, "_along", along)
+    monkeypatch.setattr(EndSlopes, "take", lambda self, params: None)
+    model = nn.Linear(4, 3).double()
+    sgd = torch.optim.SGD(model.parameters(), lr=rate)
+    controller = ns.RateController(sgd, model, squared)
+    train(model, sgd, controller, batches(settled), squared)
+    controller.multiplier = controller._envelope
+    for steps, floor in ((200, 0.3**0.5), (500, 0.3**0.2)):
+        train(model, sgd, controller, batches(steps - controller.steps), squared)
+        assert controller.history[-1].slope < 0
+        assert controller.multiplier == pytest.approx(floor * controller._envelope, rel=0.06)
+
+
 def test_the_rate_is_not_blamed_where_short_steps_do_not_help_either():
     """A surely negative slope leaves the floor under the rate where it is."""
 

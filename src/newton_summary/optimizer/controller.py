@@ -64,13 +64,13 @@ Why = Literal["start", "raise", "lower", "keep", "not finite"]
 SHORTEST = 1e-3  # of the norm of the parameters: the step from which the start searches upwards
 LONGEST = 0.1  # of the same: a step of this length is not lengthened where curvature is negative
 FARTHEST = 0.3  # of the same: the first step is no longer, as the network may be damaged there
-LOWEST = 0.3  # of the highest rate so far times 1 / sqrt(steps since then): no lower than that
+LOWEST = 0.3  # of the highest rate so far times 1 / sqrt(steps since then): no lower at first
 REACH = 0.5  # of the peak of a schedule: below, the rate is not raised against it
 FALLING = 0.83  # of the set point, while a schedule is below its peak
 TRIALS = 12  # gradients that the start may take
 STRIDE = 2  # one step in so many has its slope taken from the next gradient of the training
 PERIOD = 10  # steps from one measurement to the next, which gain and memory are meant for
-SETTLED = 2000  # steps after which a measurement counts for less, and the rate does not rise
+SETTLED = 2000  # steps after which measurements count for less: both limits of the rate close in
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ class RateController(ShownAsTable):
     The first step is lengthened or shortened to the best one on its line, of at most 0.3 times the
     norm of the parameters. A measurement takes two gradients; in the first fifty steps they are
     closer together. From 2,000 steps on the rate stays below its highest value so far divided by
-    the root of the steps since then, unless a schedule makes it fall.
+    the root of the steps since then, and comes closer and closer to that, unless a schedule makes
+    it fall.
 
     The optimizer's learning rates are multiplied while it takes a step, and put back: schedulers
     and loggers see their own, and the shape of a schedule multiplies what is found here
@@ -280,7 +281,8 @@ class RateController(ShownAsTable):
         # Where measurements are rare, each of them counts for more, up to twice as much; and for
         # less and less in a long training, where samples that are learnt by heart mislead.
         pace = min(max((self.steps - self.history[-1].step) / PERIOD, 1.0), 2.0)
-        pace *= min(1.0, SETTLED / self.steps)
+        young = min(1.0, SETTLED / self.steps)
+        pace *= young
         memory = self.memory**pace
         at_end = self._ends.mean(slope - curvature, self._rate, memory, shared)
         self._balance.add(at_end + curvature, curvature, self._rate, memory)
@@ -307,7 +309,7 @@ class RateController(ShownAsTable):
         if self._balance.surely_too_long(self._rate, memory):
             self._envelope = self.multiplier
         else:
-            change = max(change, min(1.0, LOWEST * self._envelope / self.multiplier))
+            change = max(change, min(1.0, LOWEST**young * self._envelope / self.multiplier))
         if settled and self._envelope < change * self.multiplier:
             change = self._envelope / self.multiplier
             why = "lower" if change < 1 else why
