@@ -8,9 +8,10 @@
 
 Sixteen trainings, those of optimizer_trainings.py and two more, three seeds, Adam at a constant
 rate. ``adam``: seven rates. ``once``: advice before the first step, from a rate 10 times too small,
-about right, and 10 times too large; again after ten steps if it says "not yet". ``step``: the same
-without a rehearsal, by the best next step. ``while``: from the same rates, advice before every
-epoch. ``finder``: the rate of Lightning's finder with its defaults. ``prodigy`` needs
+about right, and 10 times too large; again after ten steps if it says "not yet". ``order``: the rate
+that is about right, with the batches in another order, to see what chance alone does. ``step``:
+``once`` without a rehearsal, by the best next step. ``while``: from the same rates, advice before
+every epoch. ``finder``: the rate of Lightning's finder with its defaults. ``prodigy`` needs
 ``prodigyopt``.
 Cells are appended to a file as they end, so a run that was stopped goes on. Methods are run in the
 order in which they are given, each with all seeds.
@@ -53,7 +54,7 @@ ABOUT_RIGHT = defaultdict(
 )
 STARTS = {"10 times too small": 0.1, "about right": 1.0, "10 times too large": 10.0}
 BATCHES = {"once": 16, "step": 16, "while": 8}  # that the advice is measured on
-METHODS = ["once", "adam", "finder", "prodigy", "while", "step"]
+METHODS = ["once", "adam", "order", "finder", "prodigy", "while", "step"]
 RESULTS = Path(__file__).parent / "results" / "advice.jsonl"
 PAGE = Path(__file__).parent.parent / "docs" / "advise.md"
 
@@ -186,7 +187,8 @@ def train(cell: Cell, folder: Path) -> Cell:
     torch.manual_seed(seed)
     model = training.build()
     params = [p for p in model.parameters() if p.requires_grad]
-    order, draw = (torch.Generator().manual_seed(seed + k) for k in (0, 1000))
+    shift = 500 if method == "order" else 0
+    order, draw = (torch.Generator().manual_seed(seed + k) for k in (shift, 1000))
     lr = cell.get("lr", 1.0)
     start = time.perf_counter()
     if method == "finder":
@@ -235,9 +237,9 @@ def cells(args: argparse.Namespace) -> list[Cell]:
         if method == "prodigy" and not importlib.util.find_spec("prodigyopt"):
             continue
         starts = [float(f"{ABOUT_RIGHT[name] * k:.0e}") for k in STARTS.values()]
-        rates = RATES if method == "adam" else starts if method in BATCHES else [None]
+        rates = {"adam": RATES, "order": [ABOUT_RIGHT[name]], **dict.fromkeys(BATCHES, starts)}
         cell = {"training": name, "method": method, "seed": seed}
-        found += [cell | ({"lr": lr} if lr else {}) for lr in rates]
+        found += [cell | ({"lr": lr} if lr else {}) for lr in rates.get(method, [None])]
     return found
 
 
@@ -282,7 +284,7 @@ def summary(every: list[Cell]) -> str:
         best = min(rates.values())
         for start, k in STARTS.items():
             lr = float(f"{ABOUT_RIGHT[name] * k:.0e}")
-            rows[f"no advice, {start}"].append((name, rates[lr] / best, 1.0))
+            rows[f"no advice, {start}"].append((name, rates[lr] / best, math.nan))
             for method in BATCHES:
                 if (method, lr) in found:
                     cell = found[method, lr]
@@ -291,6 +293,10 @@ def summary(every: list[Cell]) -> str:
                     kept = all(said["change"] == 1 for said in cell.get("advice", ()))
                     worse = 1.0 if kept else loss / rates[lr]
                     rows[f"advice {method}, {start}"].append((name, loss / best, worse))
+        right = ABOUT_RIGHT[name]
+        if ("order", right) in found:
+            loss = final(found["order", right])
+            rows["order"].append((name, loss / best, loss / rates[right]))
         for method in ("finder", "prodigy"):
             if (method, None) in found:
                 rows[method].append((name, final(found[method, None]) / best, math.nan))
@@ -299,18 +305,19 @@ def summary(every: list[Cell]) -> str:
         "| worse by more than 10 % than without |",
         "|---|---|---|---|---|---|",
     ]
-    order = [*(f"no advice, {s}" for s in STARTS), *(f"advice once, {s}" for s in STARTS)]
-    order += [*(f"advice {m}, {s}" for m in ("while", "step") for s in STARTS)]
+    order = [*(f"no advice, {s}" for s in STARTS), "order"]
+    order += [*(f"advice {m}, {s}" for m in ("once", "while", "step") for s in STARTS)]
     order += ["finder", "prodigy"]
     names = {"finder": "Lightning's finder", "prodigy": "Prodigy"}
+    names["order"] = "no advice, about right, batches in another order"
     names |= {f"advice while, {s}": f"advice before every epoch, {s}" for s in STARTS}
     names |= {f"advice step, {s}": f"advice once, without rehearsal, {s}" for s in STARTS}
     for what in order:
         if not rows[what]:
             continue
         ratios, worse = [r for _, r, _ in rows[what]], [w for _, _, w in rows[what]]
-        advised = what.startswith("advice")
-        bad = f"{sum(w > 1.1 for w in worse)} of {len(worse)}" if advised else ""
+        is_compared = not all(map(math.isnan, worse))
+        bad = f"{sum(w > 1.1 for w in worse)} of {len(worse)}" if is_compared else ""
         near = f"{sum(r <= 1.5 for r in ratios)} of {len(ratios)}"
         lines.append(
             f"| {names.get(what, what)} | {len(ratios)} | {_mean(ratios):.2f} "

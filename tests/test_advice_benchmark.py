@@ -57,9 +57,11 @@ def test_tables_compare_with_the_best_rate():
     said = {"now": [-0.1, -0.1], "then": [-0.2, -0.2], "change": 3.0}
     cells.append({"training": "MLP", "method": "once", "seed": 0, "lr": 3e-4, "loss": 1.2})
     cells[-1]["advice"] = [said]
+    cells.append({"training": "MLP", "method": "order", "seed": 0, "lr": 3e-3, "loss": 1.3})
     cells.append({"training": "MLP", "method": "finder", "seed": 0, "loss": float("nan")})
     text = advice.summary(cells)
     assert "| advice once, 10 times too small | 1 | 1.20 | 1.2 | 1 of 1 | 0 of 1 |" in text
     assert "| no advice, 10 times too large | 1 | 2.00 | 2 | 0 of 1 |  |" in text
+    assert "batches in another order | 1 | 1.30 | 1.3 | 1 of 1 | 1 of 1 |" in text
     assert "| Lightning's finder | 1 | 1000.00 | failed | 0 of 1 |  |" in text
     assert "Of 1 pieces of advice 1 suggested a change; 0 predicted a higher loss" in text
