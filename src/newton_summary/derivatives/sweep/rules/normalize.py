@@ -76,20 +76,21 @@ def pass_softmax(
     weight: Tensor | None,
     d: int,
     log: bool,
+    overwrite: bool = False,
 ) -> Tangent | None:
     """Pass a softmax p of x, with derivatives t, or its logarithm.
 
     ``weight`` is what every entry of c_s c_t counts for in Hbar, if anything does, and d the
-    dimension, counted from the end.
+    dimension, counted from the end. ``overwrite``: whether t is needed no more.
     """
     third = sweep.order == 3
     how = (weight, third, wanted, log)
     passed = None if d != -1 else fused.run("pass_softmax", t, p, *how)
     if passed is not None:
         return fused.contributed(sweep, t, passed)
-    c = without_mean_under(p, t.y1, d)
     if not log:
-        return _pass_probabilities(sweep, wanted, t, p, weight, d, c)
+        return _pass_probabilities(sweep, wanted, t, p, weight, d, overwrite)
+    c = without_mean_under(p, t.y1, d)
     if weight is not None:
         _cumulants(sweep, t, c, weight)
     if not wanted:
@@ -114,29 +115,29 @@ def _pass_probabilities(
     p: Tensor,
     weight: Tensor | None,
     d: int,
-    c: Tensor,
+    overwrite: bool,
 ) -> Tangent | None:
-    """Pass a softmax, given the first derivatives of x less their means.
+    """Pass a softmax, its derivatives in the place of those of x: less memory, more of it cached.
 
     y1 = p c, y2 = p e and d3y[a, a, a] + 3 d2y[a, x2] = p (3 c e - 2 c^3 - ...), less its mean,
     with e = c^2 + x2 - <c^2 + x2>.
     """
     k, third = len(t.first), sweep.order == 3
-    result = p.new_empty(((2 if third else 1) * k, *p.shape))
-    torch.mul(c, p, out=result[:k])
-    weighted = None if weight is None else c * weight
-    if weighted is not None:
-        sweep.add_Hbar(t.first, t.first, gram(weighted, c))
+    rows = t.completed().rows if third else t.y1
+    rows = rows if overwrite else rows.clone()
+    c, e = rows[:k], rows[k:]
+    work = c * p
+    c -= work.sum(d, keepdim=True)
     if third:
-        e = c * c
-        for mine, theirs in stretches(t.second, t.first):
-            e[mine] += t.y2[theirs]
-        second = torch.mul(e, p, out=result[k:])
-        e -= second.sum(d, keepdim=True)
-        torch.mul(e, p, out=second)
-        if weighted is not None:
-            sweep.add_D3(t.first, 3 * sums(e.addcmul_(c, c, value=-2 / 3).mul_(weighted)))
-    return Tangent(t.first, t.first if third else (), result) if wanted else None
+        e.addcmul_(c, c)
+        e -= torch.mul(e, p, out=work).sum(d, keepdim=True)
+    if weight is not None:
+        weighted = torch.mul(c, weight, out=work)
+        sweep.add_Hbar(t.first, t.first, gram(weighted, c))
+        if third:
+            terms = torch.addcmul(e, c, c, value=-2 / 3).mul_(weighted)
+            sweep.add_D3(t.first, 3 * sums(terms))
+    return Tangent(t.first, t.first if third else (), rows.mul_(p)) if wanted else None
 
 
 def _cumulants(sweep: Contributions, t: Tangent, c: Tensor, weight: Tensor) -> None:
