@@ -204,28 +204,29 @@ def standardize(
     rows = FusedCentredRows.make(t, *how) or CentredRows(t.to(c.dtype), *how)
     s = rows.sums()
     # Derivatives of v are relative, over v: of small v, high powers of r are beyond float32.
-    v1 = 2 / n * r**2 * s.c_c1
-    r1 = -0.5 * r * v1
+    scale = 2 / n * r**2
+    v1 = scale * s.c_c1
+    r1 = v1 * (-0.5 * r)
     r2 = None
     if third:
-        v2 = 2 / n * r**2 * (s.c1_c1 + s.c_c2)
-        r2 = 0.75 * r * v1 * v1 - 0.5 * r * v2
+        v2 = scale * (s.c1_c1 + s.c_c2)
+        r2 = (v2 * -0.5).addcmul_(v1, v1, value=0.75).mul_(r)
     weight = None
     if delta is not None:
-        # <delta, c1_s r1_t + c1_t r1_s + c d2r[s, t]>
+        # <delta, c1_s r1_t + c1_t r1_s + c d2r[s, t]>, of which finish() adds what is not in v1
         beta = (delta * c).sum(d, keepdim=True)
-        M = gram(s.delta_c1, r1)
+        M = gram(s.delta_c1 - 0.75 * beta * v1, r1)
         sweep.add_Hbar(t.first, t.first, M + M.T)
-        sweep.add_Hbar(t.first, t.first, gram(v1 * (0.75 * beta * r), v1))
-        weight = -beta * r**3 / n
+        weight = beta * r * (-0.5 * scale)
         if r2 is not None:
             # <delta, 3 c1 r2 + 3 c2 r1 + c r3>, r3 from v1, v2 and v3 = 6 mean(c1 c2)
-            r3 = r * (-1.875 * v1**3 + 2.25 * v1 * v2 - 3 / n * r**2 * s.c1_c2)
-            sweep.add_D3(t.first, 3 * dots(s.delta_c1, r2) + 3 * dots(s.delta_c2, r1))
-            sweep.add_D3(t.first, gram(r3, beta[None]).reshape(-1))
+            r3 = (v2 * 2.25).addcmul_(v1, v1, value=-1.875).mul_(v1)
+            r3 = r3.addcmul_(scale, s.c1_c2, value=-1.5)
+            terms = (s.delta_c1 * r2).addcmul_(s.delta_c2, r1).mul_(3).addcmul_(r3, beta * r)
+            sweep.add_D3(t.first, sums(terms))
     result, products = rows.finish(r, r1, r2, weight, op.wanted)
     if products is not None:
-        sweep.add_Hbar(t.first, t.first, products)  # of c d2r: what is not in v1
+        sweep.add_Hbar(t.first, t.first, products)
     return None if result is None else Tangent(t.first, t.first if third else (), result)
 
 
