@@ -22,7 +22,6 @@ from newton_summary.derivatives.sweep.tape import (
     Value,
     add_up,
     cast,
-    dots,
     gram,
     pick,
     spread,
