@@ -19,7 +19,6 @@ from torch import Tensor
 from newton_summary.derivatives.sweep.memory import WORKING_COPIES
 from newton_summary.derivatives.sweep.rules.elementwise import CURVED
 from newton_summary.derivatives.sweep.rules.linear import SAME_ORDER
-from newton_summary.derivatives.sweep.rules.normalize import without_mean_under
 from newton_summary.derivatives.sweep.tape import (
     ChunkedLogits,
     Cut,
@@ -31,7 +30,6 @@ from newton_summary.derivatives.sweep.tape import (
     gram,
     parts_of,
     pick,
-    stretches,
     sums,
     union,
 )
@@ -212,7 +210,8 @@ def _pass_log_softmax(piece: Sweep, op: Op, layer: Op, h: Tangent) -> None:
     t, delta = piece.tangent(op.args[0]), piece.adjoint(op.out)
     assert t is not None and delta is not None
     p = op.out.now.exp()
-    c = without_mean_under(p, t.y1, -1)
+    # In place, and the mean under p as a product for each row: this is all a matter of memory.
+    c = t.y1.sub_(torch.bmm(p[:, None], t.y1.permute(1, 2, 0)).permute(2, 0, 1))
     v = c * (-p * delta.sum(-1, keepdim=True))
     G = v @ layer.args[1].now
     found = [piece.tangent(value) for value in find_values((layer.args[1:], layer.kwargs))]
@@ -221,12 +220,10 @@ def _pass_log_softmax(piece: Sweep, op: Op, layer: Op, h: Tangent) -> None:
     for groups, left, right in ((own, v, (t.first, c)), (others, G, (h.first, h.y1))):
         if groups:
             piece.add_Hbar(t.first, groups, gram(left, pick(*right, groups)))
-    c.mul_(c)
-    for mine, theirs in stretches(t.second, t.first):
-        c[mine].add_(t.y2[theirs], alpha=3)
-    piece.add_D3(t.first, sums(c.mul_(v)))
-    if h.second:
-        piece.add_D3(h.second, 3 * dots(pick(t.first, G, h.second), h.y2))
+    for left, x in ((v, t), (G, h)):
+        if x.second:
+            piece.add_D3(x.second, 3 * dots(pick(t.first, left, x.second), x.y2))
+    piece.add_D3(t.first, sums(v.mul_(c).mul_(c)))
 
 
 def _carry_over(piece: Sweep, op: Op) -> None:

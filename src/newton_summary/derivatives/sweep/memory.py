@@ -62,7 +62,8 @@ def stack_bytes(tape: Tape, partition: Partition, order: int) -> int:
     second_order: set[int] = set()  # slots with second derivatives
     sizes: dict[int, int] = {}
     alive = peak = 0
-    # The part of a value that is passed at a time; of what a run of tokens gives out, all is kept.
+    # The part of a value that is passed at a time once all groups are met, a larger one before; of
+    # what a run of tokens gives out, all is kept.
     share = {i: x.at_a_time / x.rows for x in tape.chunked for i in x.ops}
     share |= {i: x.at_a_time / x.tokens for x in tape.runs for i in x.ops}
     inside: set[int | None] = {s for x in tape.runs for i in x.ops for s in tape.ops[i].finishes}
@@ -76,7 +77,8 @@ def stack_bytes(tape: Tape, partition: Partition, order: int) -> int:
             for value in op.made:
                 entry = value.tensor.element_size()  # sparse tensors have no nbytes
                 size = len(union) * (2 if second else 1) * value.tensor.numel() * entry
-                passed = math.ceil(size * share.get(i, 1))
+                more = len(partition) / max(1, len(union))
+                passed = math.ceil(size * min(1, more * share.get(i, 1)))
                 work = max(work, 0 if in_parts else passed)
                 size = passed if value.slot in inside else size
                 if value.slot in tape.needed:

@@ -26,6 +26,7 @@ from newton_summary.derivatives.sweep.tape import (
     Value,
     find_values,
     parts_of,
+    union,
 )
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ class TokenRun:
 
     ops: list[int]  # places on the tape
     tokens: int  # in all
-    at_a_time: int
+    at_a_time: int  # if all groups are met
+    groups: int  # in all
     axis: Tokens
 
 
@@ -146,8 +148,7 @@ def find_token_runs(
         widest = max(y.nbytes for y in values) // count
         at_a_time = max(axis.fewest, most // max(1, widest * S * (2 if order == 3 else 1)))
         if at_a_time < count:
-            parts = -(-count // at_a_time)
-            found.append(TokenRun(run, count, -(-count // parts), axis))
+            found.append(TokenRun(run, count, at_a_time, S, axis))
             elsewhere.update(run)
     return found
 
@@ -194,7 +195,9 @@ def pass_tokens(sweep: Sweep, run: TokenRun) -> None:
     }
     results: dict[int, Tangent] = {}
     found: dict[Place, Tensor] = {}
-    for part in parts_of(run.tokens, run.at_a_time):
+    met = len(union(*(t.first for t in inputs.values())))
+    parts = -(-run.tokens * met // (run.at_a_time * run.groups))
+    for part in parts_of(run.tokens, -(-run.tokens // max(1, parts))):
         piece = copy(sweep)
         piece.found = []
         piece.tangents = {

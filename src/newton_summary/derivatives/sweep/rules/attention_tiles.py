@@ -227,7 +227,7 @@ class Tile:
         moved = None  # P1 and P2, (rows * N, R, T)
         if scores is not None:
             wanted = a.out is not None or self.keys.sums is not None
-            t = pass_softmax(a, wanted, scores, P, W, -1, log=False)
+            t = pass_softmax(a, wanted, scores, P, W, -1, log=False, overwrite=True)
             moved = None if t is None else t.rows.to(self.q.dtype).flatten(0, 1)
         if moved is not None and delta is not None and self.keys.sums is not None:
             adjoints = torch.bmm(moved.mT, stacked(delta, len(moved) // self.N))

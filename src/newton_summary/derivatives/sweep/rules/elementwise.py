@@ -86,7 +86,7 @@ def _pass_curved(
     y = x.new_empty((2 * k if third else k, x.shape[1])) if wanted else None
     arrays = *derivatives, None if delta is None else delta.conj()
     flat = [None if f is None else f.expand(t.shape).reshape(-1) for f in arrays]
-    Hbar, D3 = [], []
+    Hbar, D3, crossed = [], [], []
     at_a_time = x.shape[1] if x.is_cuda else max(1024, IN_CACHE // (6 * k * x.element_size()))
     for some in parts_of(x.shape[1], at_a_time):
         x1, x2 = x[:k, some], x[k:, some]
@@ -100,20 +100,18 @@ def _pass_curved(
                 for mine, theirs in same_groups:
                     y2[mine].addcmul_(x2[theirs], f1)
         if delta is not None:
-            curvature = delta * f2
-            work = x1 * curvature
+            work = x1 * (delta * f2)
             Hbar.append(gram(work.conj(), x1))
-            if squares is not None and f3 is not None:  # <x1, delta f3 x1^2 + 3 delta f2 x2>
-                torch.mul(squares, delta * f3, out=work)
-                for mine, theirs in same_groups:
-                    work[mine].addcmul_(x2[theirs], curvature, value=3)
-                D3.append(sums(work.mul_(x1)))
-            elif t.second and third:
-                D3.append(3 * sums(pick(t.first, work, t.second) * x2))
+            if squares is not None and f3 is not None:  # <delta f3, x1^3>
+                cubes = squares.mul_(x1).conj()
+                D3.append(gram(cubes, (delta * f3)[None]).reshape(-1))
+            if t.second and third:  # 3 <delta f2 x1, x2>
+                crossed.append(3 * sums(pick(t.first, work, t.second).mul_(x2)))
     if Hbar:
         sweep.add_Hbar(t.first, t.first, total(Hbar))
-    if D3:
-        sweep.add_D3(t.second if derivatives[2] is None else t.first, total(D3))
+    for groups, found in ((t.first, D3), (t.second, crossed)):
+        if found:
+            sweep.add_D3(groups, total(found))
     if y is None:
         return None
     return Tangent(t.first, t.first if third else (), y.reshape(len(y), *t.shape))
@@ -257,11 +255,18 @@ def _gelu(x: Tensor, y: Tensor, approximate: str = "none") -> Three:
         cdf = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
         pdf = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
         return cdf + x * pdf, pdf * (2 - x * x), pdf * x * (x * x - 4)
-    c, a = math.sqrt(2 / math.pi), 0.044715  # x (1 + tanh v) / 2, v = c (x + a x^3)
-    v = c * (1 + 3 * a * x * x), 6 * a * c * x, torch.full_like(x, 6 * a * c)
-    t = torch.tanh(c * (x + a * x**3))
-    f1, f2, f3 = _times_x(x, 1 + t, _chain(tanh(x, t), v))
-    return 0.5 * f1, 0.5 * f2, 0.5 * f3
+    c, a = math.sqrt(2 / math.pi), 0.044715  # x (1 + t) / 2, t = tanh v, v = c (x + a x^3)
+    squares = x * x
+    t = (squares * (a * c)).add_(c).mul_(x).tanh_()
+    v1, v2 = squares.mul_(3 * a * c).add_(c), x * (6 * a * c)
+    s = (t * t).neg_().add_(1)  # by v
+    t1 = s * v1
+    t_t1 = t * t1
+    t2 = (s * v2).addcmul_(t_t1, v1, value=-2)
+    t3 = (t1 * t1).addcmul_(t, t2).mul_(v1).addcmul_(t_t1, v2, value=2).mul_(-2)
+    t3.add_(s, alpha=6 * a * c)
+    f1 = t.add_(1).addcmul_(x, t1).mul_(0.5)
+    return f1, torch.addcmul(t1, x, t2, value=0.5), t3.mul_(x).add_(t2, alpha=3).mul_(0.5)
 
 
 def _silu(x: Tensor, y: Tensor, inplace: Any = None) -> Three:

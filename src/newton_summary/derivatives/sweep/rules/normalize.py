@@ -22,7 +22,6 @@ from newton_summary.derivatives.sweep.tape import (
     Value,
     add_up,
     cast,
-    dots,
     gram,
     pick,
     spread,
@@ -76,20 +75,21 @@ def pass_softmax(
     weight: Tensor | None,
     d: int,
     log: bool,
+    overwrite: bool = False,
 ) -> Tangent | None:
     """Pass a softmax p of x, with derivatives t, or its logarithm.
 
     ``weight`` is what every entry of c_s c_t counts for in Hbar, if anything does, and d the
-    dimension, counted from the end.
+    dimension, counted from the end. ``overwrite``: whether t is needed no more.
     """
     third = sweep.order == 3
     how = (weight, third, wanted, log)
     passed = None if d != -1 else fused.run("pass_softmax", t, p, *how)
     if passed is not None:
         return fused.contributed(sweep, t, passed)
-    c = without_mean_under(p, t.y1, d)
     if not log:
-        return _pass_probabilities(sweep, wanted, t, p, weight, d, c)
+        return _pass_probabilities(sweep, wanted, t, p, weight, d, overwrite)
+    c = without_mean_under(p, t.y1, d)
     if weight is not None:
         _cumulants(sweep, t, c, weight)
     if not wanted:
@@ -114,29 +114,29 @@ def _pass_probabilities(
     p: Tensor,
     weight: Tensor | None,
     d: int,
-    c: Tensor,
+    overwrite: bool,
 ) -> Tangent | None:
-    """Pass a softmax, given the first derivatives of x less their means.
+    """Pass a softmax, its derivatives in the place of those of x: less memory, more of it cached.
 
     y1 = p c, y2 = p e and d3y[a, a, a] + 3 d2y[a, x2] = p (3 c e - 2 c^3 - ...), less its mean,
     with e = c^2 + x2 - <c^2 + x2>.
     """
     k, third = len(t.first), sweep.order == 3
-    result = p.new_empty(((2 if third else 1) * k, *p.shape))
-    torch.mul(c, p, out=result[:k])
-    weighted = None if weight is None else c * weight
-    if weighted is not None:
-        sweep.add_Hbar(t.first, t.first, gram(weighted, c))
+    rows = t.completed().rows if third else t.y1
+    rows = rows if overwrite else rows.clone()
+    c, e = rows[:k], rows[k:]
+    work = c * p
+    c -= work.sum(d, keepdim=True)
     if third:
-        e = c * c
-        for mine, theirs in stretches(t.second, t.first):
-            e[mine] += t.y2[theirs]
-        second = torch.mul(e, p, out=result[k:])
-        e -= second.sum(d, keepdim=True)
-        torch.mul(e, p, out=second)
-        if weighted is not None:
-            sweep.add_D3(t.first, 3 * sums(e.addcmul_(c, c, value=-2 / 3).mul_(weighted)))
-    return Tangent(t.first, t.first if third else (), result) if wanted else None
+        e.addcmul_(c, c)
+        e -= torch.mul(e, p, out=work).sum(d, keepdim=True)
+    if weight is not None:
+        weighted = torch.mul(c, weight, out=work)
+        sweep.add_Hbar(t.first, t.first, gram(weighted, c))
+        if third:
+            terms = torch.addcmul(e, c, c, value=-2 / 3).mul_(weighted)
+            sweep.add_D3(t.first, 3 * sums(terms))
+    return Tangent(t.first, t.first if third else (), rows.mul_(p)) if wanted else None
 
 
 def _cumulants(sweep: Contributions, t: Tangent, c: Tensor, weight: Tensor) -> None:
@@ -203,28 +203,29 @@ def standardize(
     rows = FusedCentredRows.make(t, *how) or CentredRows(t.to(c.dtype), *how)
     s = rows.sums()
     # Derivatives of v are relative, over v: of small v, high powers of r are beyond float32.
-    v1 = 2 / n * r**2 * s.c_c1
-    r1 = -0.5 * r * v1
+    scale = 2 / n * r**2
+    v1 = scale * s.c_c1
+    r1 = v1 * (-0.5 * r)
     r2 = None
     if third:
-        v2 = 2 / n * r**2 * (s.c1_c1 + s.c_c2)
-        r2 = 0.75 * r * v1 * v1 - 0.5 * r * v2
+        v2 = scale * (s.c1_c1 + s.c_c2)
+        r2 = (v2 * -0.5).addcmul_(v1, v1, value=0.75).mul_(r)
     weight = None
     if delta is not None:
-        # <delta, c1_s r1_t + c1_t r1_s + c d2r[s, t]>
+        # <delta, c1_s r1_t + c1_t r1_s + c d2r[s, t]>, of which finish() adds what is not in v1
         beta = (delta * c).sum(d, keepdim=True)
-        M = gram(s.delta_c1, r1)
+        M = gram(s.delta_c1 - 0.75 * beta * v1, r1)
         sweep.add_Hbar(t.first, t.first, M + M.T)
-        sweep.add_Hbar(t.first, t.first, gram(v1 * (0.75 * beta * r), v1))
-        weight = -beta * r**3 / n
+        weight = beta * r * (-0.5 * scale)
         if r2 is not None:
             # <delta, 3 c1 r2 + 3 c2 r1 + c r3>, r3 from v1, v2 and v3 = 6 mean(c1 c2)
-            r3 = r * (-1.875 * v1**3 + 2.25 * v1 * v2 - 3 / n * r**2 * s.c1_c2)
-            sweep.add_D3(t.first, 3 * dots(s.delta_c1, r2) + 3 * dots(s.delta_c2, r1))
-            sweep.add_D3(t.first, gram(r3, beta[None]).reshape(-1))
+            r3 = (v2 * 2.25).addcmul_(v1, v1, value=-1.875).mul_(v1)
+            r3 = r3.addcmul_(scale, s.c1_c2, value=-1.5)
+            terms = (s.delta_c1 * r2).addcmul_(s.delta_c2, r1).mul_(3).addcmul_(r3, beta * r)
+            sweep.add_D3(t.first, sums(terms))
     result, products = rows.finish(r, r1, r2, weight, op.wanted)
     if products is not None:
-        sweep.add_Hbar(t.first, t.first, products)  # of c d2r: what is not in v1
+        sweep.add_Hbar(t.first, t.first, products)
     return None if result is None else Tangent(t.first, t.first if third else (), result)
 
 

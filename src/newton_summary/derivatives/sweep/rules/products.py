@@ -96,9 +96,13 @@ def product(sweep: Sweep, op: Op, h: Product, a: Value, b: Value) -> tuple[list[
 
 def _from_left(h: Product, A: Tangent, B: Tangent) -> bool:
     """Whether it is cheaper to multiply the adjoint with the rows of b than with those of a."""
-    if h.elementwise:
-        return len(B.rows) * A.shape.numel() <= len(A.rows) * B.shape.numel()
-    return len(B.rows) <= len(A.rows)
+    if not h.elementwise:
+        return len(B.rows) <= len(A.rows)
+    # Rows times the adjoint, which is as large as the larger factor, then the inner products of
+    # all pairs: these take an eighth as long for each number.
+    a, b = A.shape.numel(), B.shape.numel()
+    pairs, numbers = len(A.rows) * len(B.rows), 8 * max(a, b)
+    return len(B.rows) * numbers + pairs * a <= len(A.rows) * numbers + pairs * b
 
 
 def _moved(
