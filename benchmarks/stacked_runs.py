@@ -6,7 +6,8 @@ The plan is one of paper_runs.py whose runs differ in seeds and learning rates a
 its own initial parameters, order of samples and moments, and its own directory, as with
 paper_runs.py; but a layer is one batched product for all of them, and a step one CUDA graph. The
 numbers are the same up to rounding. For networks of linear layers: of convolutions a stack is slow.
-Starts from the beginning; a run that is finished is left alone.
+Starts from the beginning; a run that is finished is left alone, and one that paper_runs.py can
+resume is refused.
 """
 
 from __future__ import annotations
@@ -131,10 +132,12 @@ def _task(config: ExperimentConfig, data: Dataset, device: torch.device) -> Task
 
 
 def check_alike(configs: list[ExperimentConfig]) -> None:
-    """Refuse runs that differ in more than seeds and learning rates."""
+    """Refuse runs that differ in more than seeds and learning rates, or do more than train."""
     same = {repr(replace(c, seed=0, optimizer=AdamConfig())) for c in configs}
     if len(same) > 1 or not all(isinstance(c.optimizer, AdamConfig) for c in configs):
         raise SystemExit("The runs of a stack may differ in seeds and Adam's learning rate alone.")
+    if any(c.schedule.factor < 1 or c.measure.every for c in configs):
+        raise SystemExit("A stack has no schedule and measures nothing: use paper_runs.py.")
 
 
 def train_all(todo: list[tuple[ExperimentConfig, Path]], seconds: float) -> None:
@@ -150,10 +153,11 @@ def train_all(todo: list[tuple[ExperimentConfig, Path]], seconds: float) -> None
         raise SystemExit("The training set must be a multiple of the batch.")
     stack = Stack(configs, data, device)
     writers = [RunWriter(path, c) for c, path in todo]
-    for writer in writers:
-        writer.path.parent.mkdir(parents=True, exist_ok=True)
-        writer.start(environment(device) | {"side_by_side": len(todo)})
     try:
+        for writer in writers:
+            writer.path.parent.mkdir(parents=True, exist_ok=True)
+            if writer.start(environment(device) | {"side_by_side": len(todo)}) is not None:
+                raise SystemExit(f"{writer.path} can be resumed: use paper_runs.py.")
         write_rows(stack, writers, 0, None, 0.0)
         for epoch in range(1, config.epochs + 1):
             if time.time() > until:
