@@ -155,9 +155,9 @@ def spread(values: Sequence[float], form: str = ".3g") -> str:
     return text if len(finite) == 1 else f"{text} ({finite[0]:{form}} to {finite[-1]:{form}})"
 
 
-def jumps(run: Run) -> int:
-    """Return in how many epochs the training loss jumped."""
-    losses = run.column("train_loss")[1:]
+def jumps(run: Run, epochs: int | None = None) -> int:
+    """Return in how many of a run's first epochs, of all by default, the training loss jumped."""
+    losses = run.column("train_loss")[1 : None if epochs is None else epochs + 1]
     return sum(b > JUMP * a for a, b in pairwise(losses))
 
 
@@ -427,21 +427,22 @@ def diagonal_section(runs: Runs) -> list[str]:
     rows, found = [], {}
     for setup in ("lenet_cifar10", "vgg_cifar10"):
         recipe, whole = f"{setup}_diagonal", runs.of(f"{setup}_newton_summary")
-        optimizers = {run.config.optimizer for run in runs.all if run.config.recipe == recipe}
+        optimizers = [run.config.optimizer for run in runs.all if run.config.recipe == recipe]
+        settings = sorted({(o.lr, o.lambda_int) for o in optimizers})  # type: ignore[attr-defined]
         tried = []
         rows.append((_setup(setup), "whole", "the table's", *_diagonal_cells(whole)))
-        for lr, strength in sorted((o.lr, o.lambda_int) for o in optimizers):  # type: ignore[attr-defined]
-            group = runs.of(recipe, lr=lr, lambda_int=strength)
-            setting = f"lambda_1 {lr:g}, lambda_int {strength:g}"
-            rows.append((_setup(setup), "diagonal", setting, *_diagonal_cells(group)))
-            tried.append(group)
+        for lr, strength in settings:
+            if group := runs.of(recipe, lr=lr, lambda_int=strength):
+                setting = f"lambda_1 {lr:g}, lambda_int {strength:g}"
+                rows.append((_setup(setup), "diagonal", setting, *_diagonal_cells(group)))
+                tried.append(group)
         epochs = max((run.epoch for group in tried for run in group), default=0)
-        tried = [group for group in tried if 2 * group[-1].epoch >= epochs]
+        tried = [some for some in tried if 2 * max(run.epoch for run in some) >= epochs]
         if whole and tried:
             common = common_epochs(whole, *tried)
             best = min(tried, key=lambda group: median(lowest(run, common) for run in group))
             loss = [median(lowest(run, common) for run in some) for some in (best, whole)]
-            jumped = [median(jumps(run) for run in some) for some in (best, whole)]
+            jumped = [median(jumps(run, common) for run in some) for some in (best, whole)]
             found[f"{_setup(setup)}, epoch {common}"] = (loss[0] / loss[1], *jumped)
     cell = judged(
         found,

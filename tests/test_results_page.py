@@ -82,6 +82,27 @@ def test_the_diagonal_is_worse_or_jumps_more_often(losses, said):
     assert any("lambda_1 0.3, lambda_int 1 | 1 | 4 |" in line for line in lines)
 
 
+def test_diagonal_runs_that_do_not_count_are_left_out():
+    """One of a few epochs, for its times, and one of another partition."""
+    short = run("vgg_cifar10_diagonal", [2.0, 0.5], lr=0.1)
+    short = replace(short, config=replace(short.config, epochs=2))
+    runs = [
+        *(run("vgg_cifar10_newton_summary", [2.0, 0.3]), run("vgg_cifar10_diagonal", [2.0, 0.5])),
+        *(short, run("vgg_cifar10_diagonal", [2.0, 0.1], partition="trivial")),
+    ]
+    lines = results_page.diagonal_section(results_page.Runs(runs))
+    assert sum("| diagonal |" in line for line in lines) == 1
+    assert "1.67" in claim(lines, "performs worse or is more unstable")[0]
+
+
+def test_jumps_are_counted_in_the_epochs_that_all_runs_have():
+    whole = run("vgg_cifar10_newton_summary", [2.0, 0.3, 0.3, 0.9, 0.3, 0.9])
+    other = run("vgg_cifar10_diagonal", [2.0, 0.2, 0.4, 0.2])
+    lines = results_page.diagonal_section(results_page.Runs([whole, other]))
+    said = claim(lines, "performs worse or is more unstable")
+    assert "epoch 4: 0.667, with 1 jumps against 1" in said[0]
+
+
 @pytest.mark.parametrize(("lenet", "mlp", "said"), [(0.2, 1.5, "reproduced"), (1.5, 1.5, "**not")])
 def test_comparable_is_within_a_factor_of_two_but_for_the_mlp(lenet, mlp, said):
     runs = [
