@@ -78,10 +78,20 @@ def gated_loss(model: nn.Module, x: Tensor) -> Tensor:
     return (y.sin() * y.mean(1, keepdim=True)).sum()
 
 
+def square() -> tuple[nn.Module, Tensor]:
+    """As many tokens as features: the weights look like tokens."""
+    layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Softplus(), nn.Linear(8, 8)]
+    return nn.Sequential(*layers, nn.Sigmoid()).double(), torch.randn(8, 8).double()
+
+
+def mean_loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).sin().mean()
+
+
 @pytest.mark.parametrize(
     ("make", "loss"),
-    [(gated, gated_loss), (gpt, next_token_loss), (residual, gated_loss)],
-    ids=["gated", "gpt", "residual"],
+    [(gated, gated_loss), (gpt, next_token_loss), (residual, gated_loss), (square, mean_loss)],
+    ids=["gated", "gpt", "residual", "square"],
 )
 @pytest.mark.parametrize("tokens", [1, 4, 7])
 def test_some_tokens_at_a_time_change_nothing(make, loss, tokens, monkeypatch) -> None:
@@ -108,6 +118,22 @@ def test_some_tokens_at_a_time_change_nothing(make, loss, tokens, monkeypatch) -
     for name in ("gbar", "Hbar", "D3"):
         a, e = getattr(actual, name), getattr(expected, name)
         torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12 * float(e.abs().max()))
+
+
+def test_a_weight_that_is_also_a_token_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(6, 6).double(), torch.randn(6, 6).double()
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x).tanh() * model.weight).sin().mean()
+
+    expected = ns.summarize(model, loss, x, backend="nested")
+    monkeypatch.setattr(engine, "SMALL", 1)
+    monkeypatch.setattr(token_runs, "AT_A_TIME", {"cpu": 1})
+    monkeypatch.setattr(token_runs.Tokens, "fewest", 2)
+    actual = ns.summarize(model, loss, x, backend="sweep")
+    torch.testing.assert_close(actual.Hbar, expected.Hbar)
+    torch.testing.assert_close(actual.D3, expected.D3)
 
 
 def test_some_entries_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

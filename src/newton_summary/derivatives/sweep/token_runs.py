@@ -147,7 +147,8 @@ def find_token_runs(
         count = axis.count(values[0])
         widest = max(y.nbytes for y in values) // count
         at_a_time = max(axis.fewest, most // max(1, widest * S * (2 if order == 3 else 1)))
-        if at_a_time < count:
+        cut, whole = slots_of([tape.ops[i] for i in run], axis)
+        if at_a_time < count and cut.isdisjoint(whole):
             found.append(TokenRun(run, count, at_a_time, S, axis))
             elsewhere.update(run)
     return found
@@ -178,13 +179,25 @@ def is_simple(op: Op) -> bool:
     return bool(values) and y.dim() > 1 and y.layout == values[0].tensor.layout
 
 
+def slots_of(ops: list[Op], axis: Tokens) -> tuple[set[int], set[int]]:
+    """Return what a run takes some tokens of, and the weights of its layers, which it takes whole.
+
+    A weight may have as many rows as there are tokens.
+    """
+    y = ops[0].out.tensor
+    weights = [op.args[1] for op in ops if op.name == "linear"]
+    values = [x for op in ops for x in (op.args[:1] if op.name == "linear" else op.args)]
+    found = [x for x in values if isinstance(x, Value) and axis.has(x.tensor, y)]
+    cut, whole = ({x.slot for x in some if x.slot is not None} for some in (found, weights))
+    return cut, whole
+
+
 def pass_tokens(sweep: Sweep, run: TokenRun) -> None:
     """Pass the operations of a run for some tokens, then for the next ones."""
     ops = [sweep.tape.ops[i] for i in run.ops]
     ops = [op for op in ops if op.passed]
-    y = ops[0].out.tensor
     axis = run.axis
-    tokens = {v.slot for op in ops for v in find_values(op.args) if axis.has(v.tensor, y)}
+    tokens, _ = slots_of(ops, axis)
     made = {op.out.slot: op.out for op in ops if op.out.slot is not None}
     ended = {slot for op in ops for slot in op.finishes}
     inputs = {
