@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from newton_summary import Summary, make_partition, summarize
+from newton_summary.derivatives.sweep.rules.elementwise import _gelu
 from oracle import finite_differences
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -143,3 +144,11 @@ def test_the_same_in_float64_as_nested(loss: Loss) -> None:
     model, x = network(), inputs()
     actual, expected = (summarize(model, loss, x, backend=name) for name in ("sweep", "nested"))
     assert_close(actual, expected, 1e-12, 1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_derivatives_of_gelu_are_finite_where_it_is_straight(dtype):
+    x = torch.tensor([-500.0, -300.0, -30.0, 30.0, 300.0, 500.0], dtype=dtype)
+    first, second, third = _gelu(x, x, "tanh")
+    assert torch.equal(first, (x > 0).to(dtype))
+    assert not second.any() and not third.any()

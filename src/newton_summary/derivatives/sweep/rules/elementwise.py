@@ -256,9 +256,9 @@ def _gelu(x: Tensor, y: Tensor, approximate: str = "none") -> Three:
         pdf = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
         return cdf + x * pdf, pdf * (2 - x * x), pdf * x * (x * x - 4)
     c, a = math.sqrt(2 / math.pi), 0.044715  # x (1 + t) / 2, t = tanh v, v = c (x + a x^3)
-    squares = x * x
-    t = (squares * (a * c)).add_(c).mul_(x).tanh_()
-    v1, v2 = squares.mul_(3 * a * c).add_(c), x * (6 * a * c)
+    squares = (x * math.sqrt(a * c)).square_()
+    t = (squares + c).mul_(x).tanh_()
+    v1, v2 = squares.mul_(3).add_(c), x * (6 * a * c)
     s = (t * t).neg_().add_(1)  # by v
     t1 = s * v1
     t_t1 = t * t1
