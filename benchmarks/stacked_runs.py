@@ -28,11 +28,12 @@ from torch.optim import Adam
 from newton_summary.experiments.config import AdamConfig, ExperimentConfig
 from newton_summary.experiments.datasets import Dataset, Split, load_dataset
 from newton_summary.experiments.rundir import RunWriter
-from newton_summary.experiments.tasks import Task, make_task
 from newton_summary.experiments.training import (
     EVALUATION_BATCH,
     environment,
     find_device,
+    initial_task,
+    order_seed,
     peak_memory,
 )
 
@@ -45,7 +46,7 @@ class Stack:
     def __init__(self, configs: list[ExperimentConfig], data: Dataset, device: torch.device):
         config = configs[0]
         self.configs, self.data, self.device, self.size = configs, data, device, config.batch_size
-        tasks = [_task(c, data, device) for c in configs]
+        tasks = [initial_task(c, data, device) for c in configs]
         self.task = tasks[0]
         state = stack_module_state([task.model for task in tasks])[0]
         self.params: dict[str, Tensor] = {n: x.detach() for n, x in state.items()}
@@ -102,7 +103,7 @@ class Stack:
         """Make a pass over the training set; return the mean loss of the batches of each run."""
         orders = []
         for config in self.configs:
-            generator = torch.Generator().manual_seed(config.seed * 1_000_003 + epoch)
+            generator = torch.Generator().manual_seed(order_seed(config, epoch))
             orders.append(torch.randperm(len(self.data.train), generator=generator))
         index = torch.stack(orders).to(self.device).view(len(orders), -1, self.size)
         self.total.zero_()
@@ -122,13 +123,6 @@ class Stack:
             sums += torch.stack(found) * len(batch[0])
         loss, accuracy = (sums / len(split)).tolist()
         return list(zip(loss, accuracy, strict=True))
-
-
-def _task(config: ExperimentConfig, data: Dataset, device: torch.device) -> Task:
-    torch.manual_seed(config.seed)
-    task = make_task(config.model, data)
-    task.model.to(device, getattr(torch, config.dtype))
-    return task
 
 
 def check_alike(configs: list[ExperimentConfig]) -> None:

@@ -136,9 +136,7 @@ class Session:
         dtype = getattr(torch, config.dtype)
         load = partial(load_dataset, config.data, dtype, device)
         self.data: Dataset = ranks.first_on_each_machine(load)
-        torch.manual_seed(config.seed)
-        self.task: Task = make_task(config.model, self.data)  # on the CPU, the same for all devices
-        self.task.model.to(device, dtype)
+        self.task: Task = initial_task(config, self.data, device)
         _check_fit(self.task, self.data, config)
         _check_divisible(self.task, ranks)
         self.stepper = make_stepper(config.optimizer, self.task, self.data.train, ranks)
@@ -190,7 +188,7 @@ class Session:
 
     def train_epoch(self, reporter: Reporter) -> float:
         """Make a pass over the training set; return the mean loss of its batches."""
-        self.generator.manual_seed(self.config.seed * 1_000_003 + self.epoch)
+        self.generator.manual_seed(order_seed(self.config, self.epoch))
         self.task.model.train()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         interval = max(1, len(self.batches) // 50)
@@ -364,6 +362,22 @@ def _check_moments(moments: Any, p: Tensor) -> None:
             raise ValueError(f"{name} has the shape {tuple(value.shape)}, not {tuple(p.shape)}")
     if "step" in moments and not 0 <= float(moments["step"]) < math.inf:
         raise ValueError(f"step is {float(moments['step'])}")
+
+
+# --- what a run starts from ----------------------------------------------------------------------
+
+
+def initial_task(config: ExperimentConfig, data: Dataset, device: torch.device) -> Task:
+    """Return the model of a run before its first step, the same for all devices."""
+    torch.manual_seed(config.seed)
+    task = make_task(config.model, data)  # on the CPU
+    task.model.to(device, getattr(torch, config.dtype))
+    return task
+
+
+def order_seed(config: ExperimentConfig, epoch: int) -> int:
+    """Return the seed of the order of the samples after so many epochs."""
+    return config.seed * 1_000_003 + epoch
 
 
 # --- the machine ---------------------------------------------------------------------------------
