@@ -55,6 +55,7 @@ from newton_summary.derivatives.sweep.tape import (
     gram,
     groups_in,
 )
+from newton_summary.derivatives.sweep.sample_runs import find_sample_runs
 from newton_summary.derivatives.sweep.token_runs import find_token_runs, pass_tokens
 from newton_summary.errors import CannotDifferentiate, is_out_of_memory
 from newton_summary.partition import Params, Partition
@@ -437,7 +438,8 @@ def prepared(closure: Closure, leaves: Leaves, order: int, stack_limit: int | No
         tape.small = 10 * S * sum(sizes) <= min(SMALL, stack_limit or SMALL)
         if leaves.chunks_logits and not tape.small:
             tape.chunked = find_chunked_logits(tape, S, order, stack_limit)
-            tape.runs = find_token_runs(tape, S, order, stack_limit)
+            tape.runs = find_sample_runs(tape, S, order, stack_limit)
+            tape.runs += find_token_runs(tape, S, order, stack_limit)
     return tape
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # Bytes of the widest derivatives that are taken at a time.
 AT_A_TIME = {"cpu": 2**24}
-AT_A_TIME_ELSEWHERE = 2**30
+AT_A_TIME_ELSEWHERE = 2**29
 ONE_VALUE = {*CURVED, *RELATIVE, *PIECEWISE_LINEAR, *SAME_ORDER, "neg", "negative"}
 LOG_SOFTMAX = ("log_softmax", "special_log_softmax")
 TWO_VALUES = {*("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide")}
@@ -70,9 +70,19 @@ class Tokens:
         """Whether a value has the same tokens as a result."""
         return x.dim() == y.dim() and x.shape[:-1] == y.shape[:-1]
 
-    def part(self, x: Tensor, some: slice | Tensor, stacked: bool = False) -> Tensor:
-        """Return some of them, of a value or of a stack of its derivatives."""
+    def part(
+        self, x: Tensor, some: slice | Tensor, stacked: bool = False, slot: int | None = None
+    ) -> Tensor:
+        """Return some of them, of the value in a slot or of a stack of its derivatives."""
         return x.flatten(1, -2)[:, some] if stacked else x.flatten(0, -2)[some]
+
+    def cut_slots(self, ops: list[Op]) -> set[int]:
+        """Return the slots of which a run takes some tokens at a time."""
+        return slots_of(ops, self)[0]
+
+    def cut_op(self, op: Op, some: slice | Tensor) -> Op:
+        """Return an operation as it would have been for some of the tokens."""
+        return some_tokens(op, self, some)
 
 
 class _Channels(Tokens):
@@ -99,7 +109,9 @@ class _Channels(Tokens):
     def has(self, x: Tensor, y: Tensor) -> bool:
         return x.dim() == y.dim() and x.shape[1] == y.shape[1]
 
-    def part(self, x: Tensor, some: slice | Tensor, stacked: bool = False) -> Tensor:
+    def part(
+        self, x: Tensor, some: slice | Tensor, stacked: bool = False, slot: int | None = None
+    ) -> Tensor:
         return x[:, :, some] if stacked else x[:, some]
 
 
@@ -107,7 +119,7 @@ class _Channels(Tokens):
 class TokenRun:
     """Consecutive operations that take each token on its own, passed some tokens at a time.
 
-    Or each channel, in the place of tokens.
+    Or each channel, or each sample, in the place of tokens.
     """
 
     ops: list[int]  # places on the tape
@@ -129,10 +141,10 @@ def find_token_runs(
 ) -> list[TokenRun]:
     """Return runs of operations whose derivatives would take much memory.
 
-    What is needed, and what is chunked, is marked on the tape. All stacks may take ``stack_limit``
+    What is needed, and what is passed in pieces already, is marked on the tape. All stacks may take ``stack_limit``
     bytes, if there is a limit.
     """
-    elsewhere = {i for logits in tape.chunked for i in logits.ops}
+    elsewhere = {i for some in (*tape.chunked, *tape.runs) for i in some.ops}
     cpu = tape.loss.device.type == "cpu"  # elsewhere channels are not measured yet
     axes = (Tokens(), _Channels()) if cpu else (Tokens(),)
     both = [(run, axis) for axis in axes for run in consecutive(tape, axis, elsewhere)]
@@ -142,16 +154,23 @@ def find_token_runs(
         alone = cpu and tape.ops[run[0]].name == "standardize"  # takes several stacks to work with
         if len(values) < (1 if alone else 2) or not elsewhere.isdisjoint(run):
             continue
-        most = AT_A_TIME.get(values[0].device.type, AT_A_TIME_ELSEWHERE)
-        most = min(most, (stack_limit or 8 * most) // 8)  # the rest is for what is held whole
         count = axis.count(values[0])
-        widest = max(y.nbytes for y in values) // count
-        at_a_time = max(axis.fewest, most // max(1, widest * S * (2 if order == 3 else 1)))
+        some = at_a_time(values, axis, count, S, order, stack_limit)
         cut, whole = slots_of([tape.ops[i] for i in run], axis)
-        if at_a_time < count and cut.isdisjoint(whole):
-            found.append(TokenRun(run, count, at_a_time, S, axis))
+        if some < count and cut.isdisjoint(whole):
+            found.append(TokenRun(run, count, some, S, axis))
             elsewhere.update(run)
     return found
+
+
+def at_a_time(
+    values: list[Tensor], axis: Tokens, count: int, S: int, order: int, stack_limit: int | None
+) -> int:
+    """Return how many tokens of these values to pass at a time, once all groups are met."""
+    most = AT_A_TIME.get(values[0].device.type, AT_A_TIME_ELSEWHERE)
+    most = min(most, (stack_limit or 8 * most) // 8)  # the rest is for what is held whole
+    widest = max(y.nbytes for y in values) // count
+    return max(axis.fewest, most // max(1, widest * S * (2 if order == 3 else 1)))
 
 
 def consecutive(tape: Tape, axis: Tokens, elsewhere: set[int]) -> Iterator[list[int]]:
@@ -197,8 +216,8 @@ def pass_tokens(sweep: Sweep, run: TokenRun) -> None:
     ops = [sweep.tape.ops[i] for i in run.ops]
     ops = [op for op in ops if op.passed]
     axis = run.axis
-    tokens, _ = slots_of(ops, axis)
-    made = {op.out.slot: op.out for op in ops if op.out.slot is not None}
+    tokens = axis.cut_slots(ops)
+    made = {value.slot: value for op in ops for value in op.made if value.slot is not None}
     ended = {slot for op in ops for slot in op.finishes}
     inputs = {
         slot: sweep.tangents[slot]
@@ -214,16 +233,17 @@ def pass_tokens(sweep: Sweep, run: TokenRun) -> None:
         piece = copy(sweep)
         piece.found = []
         piece.tangents = {
-            slot: some_rows(t, axis, part) if slot in tokens else t for slot, t in inputs.items()
+            slot: some_rows(t, axis, part, slot) if slot in tokens else t
+            for slot, t in inputs.items()
         }
         piece.adjoints = {
-            slot: axis.part(delta, part)
+            slot: axis.part(delta, part, slot=slot)
             for slot in made
             if (delta := sweep.adjoints.get(slot)) is not None
         }
         for op in ops:
             if any(slot in piece.tangents for slot in op.inputs):
-                piece.pass_op(some_tokens(op, axis, part))
+                piece.pass_op(axis.cut_op(op, part))
             for slot in op.finishes:
                 piece.tangents.pop(slot, None)
         for slot, value in made.items():
@@ -232,7 +252,7 @@ def pass_tokens(sweep: Sweep, run: TokenRun) -> None:
                 if slot not in results:
                     rows = t.rows.new_empty((len(t.rows), *value.tensor.shape))
                     results[slot] = Tangent(t.first, t.second, rows)
-                axis.part(results[slot].rows, part, True).copy_(t.rows)
+                axis.part(results[slot].rows, part, True, slot).copy_(t.rows)
         for place, entries in piece.found:
             if place in found:
                 found[place] += entries
@@ -242,15 +262,15 @@ def pass_tokens(sweep: Sweep, run: TokenRun) -> None:
     sweep.found += found.items()
 
 
-def some_rows(t: Tangent, axis: Tokens, part: slice | Tensor) -> Tangent:
+def some_rows(t: Tangent, axis: Tokens, part: slice | Tensor, slot: int | None = None) -> Tangent:
     """Return the derivatives of some of the tokens; those in pieces are not joined for that."""
     if not isinstance(t, Unjoined) or t.joined:
-        return Tangent(t.first, t.second, axis.part(t.rows, part, True))
+        return Tangent(t.first, t.second, axis.part(t.rows, part, True, slot))
     first, second = (
-        [(groups, axis.part(rows, part, True)) for groups, rows in terms]
+        [(groups, axis.part(rows, part, True, slot)) for groups, rows in terms]
         for terms in (t.first_terms, t.second_terms)
     )
-    return Unjoined(first, second, axis.part(t.y, part))
+    return Unjoined(first, second, axis.part(t.y, part, slot=slot))
 
 
 def some_tokens(op: Op, axis: Tokens, part: slice | Tensor) -> Op:
