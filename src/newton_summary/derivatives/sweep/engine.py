@@ -44,6 +44,7 @@ from newton_summary.derivatives.sweep.memory import (
 from newton_summary.derivatives.sweep.recorder import Recorder, values_read
 from newton_summary.derivatives.sweep.rules import BILINEAR, COMPLEX, RULES, STRAIGHT, generic
 from newton_summary.derivatives.sweep.rules.linear import MASKED, SAME_ORDER, warn_of_hidden_rows
+from newton_summary.derivatives.sweep.sample_runs import find_sample_runs
 from newton_summary.derivatives.sweep.tape import (
     Cut,
     Groups,
@@ -55,7 +56,6 @@ from newton_summary.derivatives.sweep.tape import (
     gram,
     groups_in,
 )
-from newton_summary.derivatives.sweep.sample_runs import find_sample_runs
 from newton_summary.derivatives.sweep.token_runs import find_token_runs, pass_tokens
 from newton_summary.errors import CannotDifferentiate, is_out_of_memory
 from newton_summary.partition import Params, Partition

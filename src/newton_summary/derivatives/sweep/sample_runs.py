@@ -33,6 +33,12 @@ ALIGNED = {*ONE_VALUE, *TWO_VALUES, *ATTENTION} - {*SAME_ORDER}  # whose argumen
 VIEWS = {*("transpose", "permute", "unbind", "split", "chunk", "split_with_sizes", "__getitem__")}
 
 
+def some_of(x: Tensor, dim: int, some: slice | Tensor) -> Tensor:
+    """Return some entries along a dimension."""
+    index = (slice(None),) * dim + (some,)
+    return x[index]
+
+
 class Samples(Tokens):
     """The samples of a run; each value has them in a dimension of its own."""
 
@@ -45,13 +51,16 @@ class Samples(Tokens):
     def part(
         self, x: Tensor, some: slice | Tensor, stacked: bool = False, slot: int | None = None
     ) -> Tensor:
+        """Return some samples of the value in a slot, or of a stack of its derivatives."""
         assert slot is not None
-        return x[(*[slice(None)] * (self.dims[slot] + stacked), some)]
+        return some_of(x, self.dims[slot] + stacked, some)
 
     def cut_slots(self, ops: list[Op]) -> set[int]:
+        """Return the slots of which a run takes some samples at a time."""
         return set(self.dims)
 
     def cut_op(self, op: Op, some: slice | Tensor) -> Op:
+        """Return an operation as it would have been for some of the samples."""
         y = op.out
 
         def cut(x: Any) -> Any:
@@ -59,7 +68,7 @@ class Samples(Tokens):
                 return x
             is_mask = x.slot is None and op.name in ALIGNED
             dim = self._beside(x, y) if is_mask else self.dims.get(x.slot)  # type: ignore[arg-type]
-            return x if dim is None else x.cut(lambda t: t[(*[slice(None)] * dim, some)])
+            return x if dim is None else x.cut(lambda t: some_of(t, dim, some))
 
         return replace(
             op,

@@ -141,8 +141,8 @@ def find_token_runs(
 ) -> list[TokenRun]:
     """Return runs of operations whose derivatives would take much memory.
 
-    What is needed, and what is passed in pieces already, is marked on the tape. All stacks may take ``stack_limit``
-    bytes, if there is a limit.
+    What is needed, and what is passed in pieces already, is marked on the tape. All stacks may take
+    ``stack_limit`` bytes, if there is a limit.
     """
     elsewhere = {i for some in (*tape.chunked, *tape.runs) for i in some.ops}
     cpu = tape.loss.device.type == "cpu"  # elsewhere channels are not measured yet
