@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # Bytes of the widest derivatives that are taken at a time.
 AT_A_TIME = {"cpu": 2**24}
-AT_A_TIME_ELSEWHERE = 2**29
+AT_A_TIME_ELSEWHERE = 2**30
 ONE_VALUE = {*CURVED, *RELATIVE, *PIECEWISE_LINEAR, *SAME_ORDER, "neg", "negative"}
 LOG_SOFTMAX = ("log_softmax", "special_log_softmax")
 TWO_VALUES = {*("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide")}
@@ -144,7 +144,8 @@ def find_token_runs(
     What is needed, and what is passed in pieces already, is marked on the tape. All stacks may take
     ``stack_limit`` bytes, if there is a limit.
     """
-    elsewhere = {i for some in (*tape.chunked, *tape.runs) for i in some.ops}
+    elsewhere = {i for logits in tape.chunked for i in logits.ops}
+    elsewhere |= {i for run in tape.runs for i in run.ops}
     cpu = tape.loss.device.type == "cpu"  # elsewhere channels are not measured yet
     axes = (Tokens(), _Channels()) if cpu else (Tokens(),)
     both = [(run, axis) for axis in axes for run in consecutive(tape, axis, elsewhere)]

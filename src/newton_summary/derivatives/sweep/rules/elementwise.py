@@ -67,10 +67,18 @@ def curved(derivatives: Callable[..., Derivatives], relative: bool = False) -> C
             return t.map(lambda rows: rows * f1)
         delta = sweep.adjoint(op.out)
         if f1.is_cuda and f1.dtype == known[1].dtype:  # not so under autocast
-            how = (f2, f3, delta, sweep.order == 3, op.wanted)
-            passed = fused.run("pass_elementwise", t, f1, *how)
+            # First what is summed up, then the rows: two arrays as large as those are not held.
+            third, is_summed = sweep.order == 3, delta is not None
+            how = ("pass_elementwise", t, f1, f2, f3)
+            passed = fused.run(*how, delta, third, op.wanted and not is_summed)
             if passed is not None:
-                return fused.contributed(sweep, t, passed)
+                made = fused.contributed(sweep, t, passed)
+                del passed
+                if is_summed and op.wanted:
+                    rows = fused.run(*how, None, third, True)
+                    assert rows is not None
+                    made = fused.contributed(sweep, t, rows)
+                return made
         return _pass_curved(sweep, t, (f1, f2, f3), delta, op.wanted)
 
     return rule

@@ -91,7 +91,8 @@ def pass_elementwise(
     alone, blocks = len(parts) == 1, triton.cdiv(n, BLOCK)
     stack = parts[0].x1
     rows = stack.new_empty(((2 if third else 1) * k, *f1.shape)) if wanted else None
-    x1 = stack if alone else stack.new_empty((k, *f1.shape))
+    copied = delta is not None and not alone
+    x1 = stack.new_empty((k, *f1.shape)) if copied else stack
     work = None if delta is None else stack.new_empty((k, *f1.shape))
     sums = f1.new_empty((k, blocks)) if third and delta is not None else None
     f1, f2 = f1.contiguous(), f2.to(f1.dtype).contiguous()
@@ -116,7 +117,7 @@ def pass_elementwise(
                 HAS_F3=f3 is not None,
                 HAS_DELTA=delta is not None,
                 WANTED=wanted,
-                COPY=not alone,
+                COPY=copied,
                 THIRD=third,
                 BLOCK=BLOCK,
             )
