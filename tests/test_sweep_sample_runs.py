@@ -78,6 +78,31 @@ def grouped_queries(self: Attends, x: Tensor) -> Tensor:
     return merged(F.scaled_dot_product_attention(q, k, v, enable_gqa=True))
 
 
+def by_rows(self: Attends, x: Tensor) -> Tensor:
+    """Tokens of all samples in one dimension, as GPT-2 of Transformers has its layers."""
+    y = torch.addmm(self.qkv.bias, x.view(-1, C), self.qkv.weight.t()).view(B, T, 3 * C)
+    q, k, v = (split_heads(y) for y in y.split(C, dim=2))
+    return merged(F.scaled_dot_product_attention(q, k, v)).reshape(-1, C).reshape(B, T, C)
+
+
+def rotated(self: Attends, x: Tensor) -> Tensor:
+    """Rotary embeddings, keys and values joined to an empty cache, and heads that are repeated."""
+    y = self.qkv(x)
+    q, k, v, _ = y.split((C, C // 2, C // 2, C), dim=-1)
+    q = q.view(B, T, 4, 2).transpose(1, 2)
+    k, v = (z.view(B, T, 2, 2).transpose(1, 2) for z in (k, v))
+    q = q + torch.cat((-q[..., 1:], q[..., :1]), dim=-1) * self.gain[:2]
+    k, v = (torch.cat([x.new_empty(0), z], dim=-2) for z in (k, v))
+    k, v = (z[:, :, None].expand(B, 2, 2, T, 2).reshape(B, 4, T, 2) for z in (k, v))
+    return merged(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+def joined_samples(self: Attends, x: Tensor) -> Tensor:
+    """Twice as many samples go in as come out: a join along the samples."""
+    q, k, v = (split_heads(y) for y in self.qkv(torch.cat([x, x.flip(1)], dim=0)[:B]).chunk(3, -1))
+    return merged(F.scaled_dot_product_attention(q, k, v))
+
+
 def of_heads_in_rows(self: Attends, x: Tensor) -> Tensor:
     """Samples and heads are one dimension: nothing can be told apart."""
     q, k, v = (split_heads(y).reshape(2 * B, T, C // 2) for y in self.qkv(x).chunk(3, -1))
@@ -123,6 +148,9 @@ WAYS = [
     (by_chunks_and_mask, 2),
     (by_split_and_same_mask, 2),
     (grouped_queries, 2),
+    (by_rows, 2),
+    (rotated, 2),
+    (joined_samples, 2),
     (of_heads_in_rows, 0),
     (with_a_table, 2),
     (across_samples, None),

@@ -84,14 +84,40 @@ def square() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*layers, nn.Sigmoid()).double(), torch.randn(8, 8).double()
 
 
+class Joined(nn.Module):
+    """Tokens of all texts in one dimension, and apart again, as GPT-2 of Transformers has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(n, m)) for n, m in ((6, 9), (9, 6)))
+        self.up_bias, self.down_bias = (nn.Parameter(torch.randn(n)) for n in (9, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            h = torch.addmm(self.up_bias, x.view(-1, 6), self.up).view(*x.shape[:2], 9)
+            h = torch.addmm(self.down_bias, F.gelu(h).view(-1, 9), self.down)
+            x = x + h.view(x.shape)
+        return x
+
+
+def joined() -> tuple[nn.Module, Tensor]:
+    return Joined().double(), torch.randn(3, 5, 6).double()
+
+
 def mean_loss(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).sin().mean()
 
 
 @pytest.mark.parametrize(
     ("make", "loss"),
-    [(gated, gated_loss), (gpt, next_token_loss), (residual, gated_loss), (square, mean_loss)],
-    ids=["gated", "gpt", "residual", "square"],
+    [
+        (gated, gated_loss),
+        (gpt, next_token_loss),
+        (residual, gated_loss),
+        (square, mean_loss),
+        (joined, gated_loss),
+    ],
+    ids=["gated", "gpt", "residual", "square", "joined"],
 )
 @pytest.mark.parametrize("tokens", [1, 4, 7])
 def test_some_tokens_at_a_time_change_nothing(make, loss, tokens, monkeypatch) -> None:

@@ -43,7 +43,11 @@ from newton_summary.derivatives.sweep.memory import (
 )
 from newton_summary.derivatives.sweep.recorder import Recorder, values_read
 from newton_summary.derivatives.sweep.rules import BILINEAR, COMPLEX, RULES, STRAIGHT, generic
-from newton_summary.derivatives.sweep.rules.linear import MASKED, SAME_ORDER, warn_of_hidden_rows
+from newton_summary.derivatives.sweep.rules.linear import (
+    MASKED,
+    is_view_of_leaf,
+    warn_of_hidden_rows,
+)
 from newton_summary.derivatives.sweep.sample_runs import find_sample_runs
 from newton_summary.derivatives.sweep.tape import (
     Cut,
@@ -249,13 +253,6 @@ def is_curved(op: Op) -> bool:
     if op.name in BILINEAR:
         return len(op.inputs) > 1
     return op.name not in STRAIGHT
-
-
-def is_view_of_leaf(op: Op, tape: Tape) -> bool:
-    """Whether an operation only changes the shape of a parameter."""
-    x, y = op.args[0], op.outputs[0]
-    leaf = op.name in SAME_ORDER and op.inputs[0] in tape.leaves and op.inputs[0] == x.slot
-    return leaf and y is not None and y.tensor.dtype == x.tensor.dtype
 
 
 def leaf_tangent(U: Tensor, label: int | Tensor, chosen: set[int]) -> Tangent | None:

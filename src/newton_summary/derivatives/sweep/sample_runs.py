@@ -10,15 +10,14 @@ are never held as a whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from newton_summary.derivatives.sweep.rules.attention import ATTENTION
-from newton_summary.derivatives.sweep.rules.linear import SAME_ORDER
+from newton_summary.derivatives.sweep.rules.linear import SAME_ORDER, is_view_of_leaf
 from newton_summary.derivatives.sweep.tape import Op, Tape, Value, find_values, map_tree
 from newton_summary.derivatives.sweep.token_runs import (
     ONE_VALUE,
@@ -28,38 +27,47 @@ from newton_summary.derivatives.sweep.token_runs import (
     at_a_time,
 )
 
-REACH = 40  # operations before and behind an attention, at most
+REACH = 60  # operations before and behind an attention, at most
 ALIGNED = {*ONE_VALUE, *TWO_VALUES, *ATTENTION} - {*SAME_ORDER}  # whose arguments are broadcast
-VIEWS = {*("transpose", "permute", "unbind", "split", "chunk", "split_with_sizes", "__getitem__")}
+JOINS = ("cat", "concat", "concatenate")
+VIEWS = {
+    *("transpose", "permute", "unbind", "split", "chunk", "split_with_sizes", "expand"),
+    "__getitem__",
+}
 
 
-def some_of(x: Tensor, dim: int, some: slice | Tensor) -> Tensor:
-    """Return some entries along a dimension."""
-    index = (slice(None),) * dim + (some,)
-    return x[index]
+class Where(NamedTuple):
+    """Where a value has its samples: in one of its dimensions, each with so many entries there."""
+
+    dim: int
+    entries: int = 1  # more where samples and tokens were joined to one dimension
+
+    def part(self, x: Tensor, some: slice, stacked: bool = False) -> Tensor:
+        """Return some samples of a value, or of a stack of its derivatives."""
+        some = slice(some.start * self.entries, some.stop * self.entries)
+        return x[(slice(None),) * (self.dim + stacked) + (some,)]
 
 
 class Samples(Tokens):
-    """The samples of a run; each value has them in a dimension of its own."""
+    """The samples of a run, of which each value knows where it has them."""
 
     fewest = 1
 
     def __init__(self, count: int):
         self.samples = count
-        self.dims: dict[int, int] = {}  # slot -> where its samples are
+        self.places: dict[int | None, Where] = {}  # by slot
 
-    def part(
-        self, x: Tensor, some: slice | Tensor, stacked: bool = False, slot: int | None = None
+    def part(  # type: ignore[override]
+        self, x: Tensor, some: slice, stacked: bool = False, slot: int | None = None
     ) -> Tensor:
         """Return some samples of the value in a slot, or of a stack of its derivatives."""
-        assert slot is not None
-        return some_of(x, self.dims[slot] + stacked, some)
+        return self.places[slot].part(x, some, stacked)
 
     def cut_slots(self, ops: list[Op]) -> set[int]:
         """Return the slots of which a run takes some samples at a time."""
-        return set(self.dims)
+        return {slot for slot in self.places if slot is not None}
 
-    def cut_op(self, op: Op, some: slice | Tensor) -> Op:
+    def cut_op(self, op: Op, some: slice) -> Op:  # type: ignore[override]
         """Return an operation as it would have been for some of the samples."""
         y = op.out
 
@@ -67,8 +75,8 @@ class Samples(Tokens):
             if not isinstance(x, Value):
                 return x
             is_mask = x.slot is None and op.name in ALIGNED
-            dim = self._beside(x, y) if is_mask else self.dims.get(x.slot)  # type: ignore[arg-type]
-            return x if dim is None else x.cut(lambda t: some_of(t, dim, some))
+            place = self._beside(x, y) if is_mask else self.places.get(x.slot)
+            return x if place is None else x.cut(lambda tensor: place.part(tensor, some))
 
         return replace(
             op,
@@ -77,11 +85,12 @@ class Samples(Tokens):
             outputs=[cut(value) for value in op.outputs],
         )
 
-    def _beside(self, x: Value, y: Value) -> int | None:
+    def _beside(self, x: Value, y: Value) -> Where | None:
         """Return where an argument that is broadcast with y has the samples, if it has them."""
-        assert y.slot is not None
-        dim = self.dims[y.slot] - y.tensor.dim() + x.tensor.dim()
-        return dim if dim >= 0 and x.tensor.shape[dim] == self.samples else None
+        dim, entries = self.places[y.slot]
+        dim += x.tensor.dim() - y.tensor.dim()
+        has_them = dim >= 0 and x.tensor.shape[dim] == self.samples * entries
+        return Where(dim, entries) if has_them else None
 
     # --- which operations take each sample on its own ---------------------------------------------
 
@@ -91,45 +100,58 @@ class Samples(Tokens):
         What comes from outside of the run has its samples first.
         """
         found = find_values((op.args, op.kwargs))
-        given = [x for x in found if x.slot in self.dims]
+        given = [x for x in found if x.slot in self.places]
         if op.complex or not given or len(op.made) < len(op.outputs):
             return False
         for y in op.made:
-            dim = self._dim_of(op, given, y)
-            if dim is None or y.slot is None or y.tensor.layout is not torch.strided:
+            place = self._place_of(op, given, y)
+            if place is None or y.tensor.layout is not torch.strided:
                 return False
-            self.dims[y.slot] = dim
+            self.places[y.slot] = place
         return op.name not in ALIGNED or all(
-            self._beside(x, op.out) == self.dims.get(x.slot) for x in found if x.slot is not None
+            self._beside(x, op.out) == self.places.get(x.slot) for x in found if x.slot is not None
         )
 
-    def _dim_of(self, op: Op, given: list[Value], y: Value) -> int | None:
+    def _place_of(self, op: Op, given: list[Value], y: Value) -> Where | None:
         x = given[0]
-        assert x.slot is not None
-        dim, shape, result = self.dims[x.slot], x.tensor.shape, y.tensor.shape
+        place, shape, result = self.places[x.slot], x.tensor.shape, y.tensor.shape
+        dim, entries = place
         if op.name in ALIGNED:
             last = 3 if op.name in ATTENTION else 0  # dimensions in which a sample is one thing
-            return dim + len(result) - len(shape) if dim < len(shape) - last else None
+            moved = Where(dim + len(result) - len(shape), entries)
+            return moved if dim < len(shape) - last and (entries == 1 or not last) else None
+        if op.name in JOINS:
+            along = (op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)) % len(shape)
+            others = [v for v in find_values(op.args) if v.tensor.shape != (0,)]
+            same = all(self.places.get(v.slot) == place for v in others)
+            return place if same and along != dim else None
         if len(given) > 1:
             return None
         if op.name == "linear":
             is_input = x is op.args[0] and op.args[1].tensor.dim() == 2
-            return dim if is_input and dim < len(shape) - 1 else None
+            return place if is_input and dim < len(shape) - 1 else None
         if op.name == "standardize":
-            return None if dim in [d % len(shape) for d in op.args[1]] else dim
-        places: Iterator[int] = iter(())
+            return None if dim in [d % len(shape) for d in op.args[1]] else place
         if op.name in SAME_ORDER:
-            before = math.prod(shape[:dim])
-            places = (e for e in range(len(result)) if math.prod(result[:e]) == before)
-        elif op.name in VIEWS and not any(value is not x for value in find_values(op.args)):
+            return self._same_order(place, shape, result)
+        if op.name in VIEWS and find_values(op.args) == [x]:
             strides = [int(d == dim) for d in range(len(shape))]
-            marked = torch.empty(self.samples, device="meta").as_strided(shape, strides)
-            args = map_tree(lambda v: marked if v is x else v, op.args)
-            views = op.func(*args, **op.kwargs)
+            marked = torch.empty(shape[dim], device="meta").as_strided(shape, strides)
+            views = op.func(*map_tree(lambda v: marked if v is x else v, op.args), **op.kwargs)
             view = views if isinstance(views, Tensor) else views[op.outputs.index(y)]
             if view._is_view():  # not an index of several numbers, which copies
-                places = (e for e, step in enumerate(view.stride()) if step == 1)
-        return next((e for e in places if result[e] == self.samples), None)
+                there = (e for e, step in enumerate(view.stride()) if step == 1)
+                return next((Where(e, entries) for e in there if result[e] == shape[dim]), None)
+        return None
+
+    def _same_order(self, place: Where, shape: torch.Size, result: torch.Size) -> Where | None:
+        """Return where samples are after a change of shape, one behind the other as before."""
+        before, size = math.prod(shape[: place.dim]), math.prod(shape[place.dim :]) // self.samples
+        for dim, length in enumerate(result):
+            rest = math.prod(result[dim:]) // self.samples
+            if math.prod(result[:dim]) == before and rest == size and length % self.samples == 0:
+                return Where(dim, length // self.samples)
+        return None
 
 
 def find_sample_runs(
@@ -162,7 +184,7 @@ def carried(tape: Tape) -> list[int]:
     for op in tape.ops:
         found.append(alive)
         for value in op.made:
-            if value.slot in tape.needed:
+            if value.slot in tape.needed and not is_view_of_leaf(op, tape):
                 sizes[value.slot] = value.tensor.numel() * value.tensor.element_size()
                 alive += sizes[value.slot]
         alive -= sum(sizes.pop(slot, 0) for slot in op.finishes)
@@ -183,7 +205,7 @@ def samples_from(
         for x in find_values((op.args, op.kwargs)):
             outside = x.slot is not None and x.slot not in inside and x.slot not in tape.leaves
             if outside and x.tensor.dim() > 1 and x.tensor.shape[0] == count:
-                samples.dims[x.slot] = 0  # type: ignore[index]
+                samples.places[x.slot] = Where(0)
     end = start
     while end < min(len(tape.ops), attention + REACH) and end not in elsewhere:
         op = tape.ops[end]

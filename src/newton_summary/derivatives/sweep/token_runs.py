@@ -55,11 +55,15 @@ class Tokens:
         if op.name in TWO_VALUES:
             found = [x.tensor for x in values if isinstance(x, Value)]
             lengths = {x.shape[-1] for x in found if x.dim()}
+            beside = [x.shape[:-1] == y.shape[:-1] for x in found]
             return (
-                all(self.has(x, y) or x.dim() < 2 for x in found)
+                all(b or x.dim() < 2 for b, x in zip(beside, found, strict=True))
                 and lengths <= {y.shape[-1], 1}
-                and any(self.has(x, y) for x in found)
+                and any(beside)
             )
+        if op.name in SAME_ORDER and isinstance(values[0], Value):  # texts joined to one, or apart
+            x = values[0].tensor
+            return self.has(x, y) and x.shape[-1] == y.shape[-1]
         return op.name in ONE_VALUE and one_of_its_shape(op)
 
     def count(self, y: Tensor) -> int:
@@ -67,8 +71,8 @@ class Tokens:
         return y.shape[:-1].numel()
 
     def has(self, x: Tensor, y: Tensor) -> bool:
-        """Whether a value has the same tokens as a result."""
-        return x.dim() == y.dim() and x.shape[:-1] == y.shape[:-1]
+        """Whether a value has as many tokens as a result."""
+        return x.dim() > 1 and x.shape[:-1].numel() == y.shape[:-1].numel()
 
     def part(
         self, x: Tensor, some: slice | Tensor, stacked: bool = False, slot: int | None = None

@@ -17,6 +17,7 @@ from newton_summary.derivatives.sweep.rules.per_row import ROW_BY_ROW
 from newton_summary.derivatives.sweep.tape import (
     Op,
     Tangent,
+    Tape,
     Value,
     add_tangents,
     align,
@@ -375,6 +376,18 @@ SAME_ORDER = names("""
     view reshape flatten unflatten squeeze unsqueeze view_as reshape_as ravel contiguous clone to
     float double half bfloat16 type type_as cuda cpu
 """)
+
+
+def is_view_of_leaf(op: Op, tape: Tape) -> bool:
+    """Whether an operation only changes the shape of a parameter, or transposes a matrix."""
+    x, y = op.args[0], op.outputs[0]
+    leaf = (
+        op.name in (*SAME_ORDER, "t", "T", "mT")
+        and op.inputs[0] in tape.leaves
+        and op.inputs[0] == x.slot
+    )
+    return leaf and y is not None and y.tensor.dtype == x.tensor.dtype
+
 
 LINEAR: dict[str, Rule] = {
     **dict.fromkeys(SAME_ORDER, same_order),

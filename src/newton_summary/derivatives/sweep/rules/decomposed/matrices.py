@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -191,8 +192,16 @@ def cholesky_inverse(L: Tensor, upper: bool = False) -> Any:
     return cholesky_solve(eye, L, upper)
 
 
+def addmm(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """c + a b, as a layer where c is a bias: so the first models of Transformers write theirs."""
+    if c.dim() == 1 and len(c) == b.shape[1] and beta == alpha == 1:
+        return F.linear(a, b.t(), c)
+    return plus(torch.matmul)(c, a, b, beta=beta, alpha=alpha)
+
+
 MATRICES: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(["addmm", "addmv", "baddbmm"], plus(torch.matmul)),
+    "addmm": addmm,
+    **dict.fromkeys(["addmv", "baddbmm"], plus(torch.matmul)),
     "addbmm": plus(lambda a, b: torch.matmul(a, b).sum(0)),
     "addr": plus(outer),
     **dict.fromkeys(["outer", "ger"], outer),
