@@ -381,16 +381,16 @@ def _escaping(g: Array, H: Array, free: NDArray[np.bool_]) -> tuple[int, ...]:
 def _cubic(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, str]:
     """Return the minimum where the groups with d_s = 0 have a positive definite block (App. D)."""
     rounding = 8 * len(g) * _EPS
-    sigma0 = _SMALLEST
-    if _cholesky(H) is None:
-        lifted = H + rounding * np.diag(np.abs(np.diag(H)))
-        if _cholesky(lifted) is None:
-            sigma0 = _definite_shift(H, D)
-        else:
-            H = lifted  # semi-definite but for rounding, which is not negative curvature
-    eta, status = np.full_like(g, math.nan), "overflow"
     Dg, size = np.column_stack([np.diag(D), g]), np.abs(g)
-    for attempt in range(20):
+    L = _cholesky(H)
+    if L is None:
+        lifted = H + rounding * np.diag(np.abs(np.diag(H)))
+        L = _cholesky(lifted)
+        if L is not None:
+            H = lifted  # semi-definite but for rounding, which is not negative curvature
+    sigma0 = _definite_shift(H, D) if L is None else _shift_below(_solve(L, Dg), lambda_int)
+    eta, status = np.full_like(g, math.nan), "overflow"
+    for _ in range(20):
         L = _cholesky(H + np.diag(sigma0 * D * D))
         if L is None:
             sigma0 *= 2
@@ -404,10 +404,31 @@ def _cubic(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, str]
         sigma, y, status = _secular(c, w, sigma0, lambda_int, unsure, side)
         eta = V @ y
         # The decomposition is as exact as Cholesky's as long as sigma is not far from sigma0.
-        if (sigma - sigma0) * w[0] ** 2 <= 1 and (attempt == 0 or sigma0 <= 4 * sigma):
+        if (sigma - sigma0) * w[0] ** 2 <= 1 and sigma0 <= max(4 * sigma, _SMALLEST):
             break
         sigma0 = sigma
     return eta, status
+
+
+def _shift_below(x: Array, lambda_int: float) -> float:
+    """Return a sigma below the answer, and near it, for a positive definite Hbar = L L^T.
+
+    Along sigma, 1 / ||D eta|| is concave: its tangent at 0 is above it, and gives an answer that is
+    too small.
+
+    Args:
+        x: L^-1 D, and L^-1 gbar as the last column, (S, S + 1).
+        lambda_int: Strength of the cubic term.
+    """
+    A, b = x[:, :-1], x[:, -1]
+    D_eta = b @ A
+    slope = A @ D_eta  # its square is -1/2 d ||D eta||^2 / d sigma
+    square = float(D_eta @ D_eta)
+    if not 0 < square < math.inf:
+        return _SMALLEST
+    a, k = float(slope @ slope) / square, lambda_int / 2 * math.sqrt(square)
+    sigma = 2 * k / (1 + math.sqrt(1 + 4 * a * k))  # sigma (1 + a sigma) = k
+    return sigma if _SMALLEST < sigma < math.inf else _SMALLEST
 
 
 def _definite_shift(H: Array, D: Array) -> float:
@@ -524,25 +545,28 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _linalg(function: Callable[..., Any], *arrays: Array, **options: bool) -> tuple[Array, ...]:
+def _linalg(function: Callable[..., Any], *arrays: Array) -> tuple[Array, ...]:
     """Call a function of torch.linalg on arrays; raise numpy's error for what it cannot do."""
-    for array in arrays:
-        if not np.isfinite(array).all():
-            raise np.linalg.LinAlgError("The matrix has entries that are not finite.")
+    if not all(np.isfinite(array).all() for array in arrays):
+        raise np.linalg.LinAlgError("The matrix has entries that are not finite.")
     try:
-        found = function(*map(torch.from_numpy, arrays), **options)
+        found = function(*map(torch.from_numpy, arrays))
     except RuntimeError as error:
         raise np.linalg.LinAlgError(str(error)) from error
     return tuple(x.numpy() for x in ((found,) if isinstance(found, Tensor) else found))
 
 
-def _cholesky(M: Array) -> Array | None:
+def _cholesky(M: Array) -> Tensor | None:
     """Return the lower factor; None if M is not positive definite."""
     factor, info = torch.linalg.cholesky_ex(torch.from_numpy(M))
-    return None if info.item() else factor.numpy()
+    if info.item():
+        return None
+    if not np.isfinite(factor.numpy()).all():
+        raise np.linalg.LinAlgError("The matrix has entries that are not finite.")
+    return factor
 
 
-def _solve(L: Array, x: Array, transposed: bool = False) -> Array:
+def _solve(L: Tensor, x: Array, transposed: bool = False) -> Array:
     """Return L^-1 x, or L^-T x, for a lower triangular L."""
-    matrix = L.T if transposed else L
-    return _linalg(torch.linalg.solve_triangular, matrix, x, upper=transposed)[0]
+    matrix, columns = L.T if transposed else L, torch.from_numpy(x)
+    return torch.linalg.solve_triangular(matrix, columns, upper=transposed).numpy()
