@@ -558,6 +558,7 @@ def _linalg(function: Callable[..., Any], *arrays: Array) -> tuple[Array, ...]:
 
 def _cholesky(M: Array) -> Tensor | None:
     """Return the lower factor; None if M is not positive definite."""
+    factor: Tensor
     factor, info = torch.linalg.cholesky_ex(torch.from_numpy(M))
     if info.item():
         return None
@@ -569,4 +570,5 @@ def _cholesky(M: Array) -> Tensor | None:
 def _solve(L: Tensor, x: Array, transposed: bool = False) -> Array:
     """Return L^-1 x, or L^-T x, for a lower triangular L."""
     matrix, columns = L.T if transposed else L, torch.from_numpy(x)
-    return torch.linalg.solve_triangular(matrix, columns, upper=transposed).numpy()
+    y: Tensor = torch.linalg.solve_triangular(matrix, columns, upper=transposed)
+    return y.numpy()

@@ -105,10 +105,10 @@ class SweepGraphs:
         self._check(wanted.partition)
         wanted = wanted._replace(u=wanted.u and self._hold(wanted.u))
         key = self._key(wanted)
-        if key not in self._graphs and len(self._graphs) >= MOST_GRAPHS:
-            self._graphs.clear()
-        graph = self._graphs.setdefault(key, 0)
+        graph = self._graphs.get(key, 0)
         if isinstance(graph, int):
+            if graph == 0 and len(self._graphs) >= MOST_GRAPHS:
+                self._graphs.clear()
             if graph < BEFORE_CAPTURE:
                 self._graphs[key] = graph + 1
                 return None
@@ -254,7 +254,7 @@ class SweepGraph:
     def replay(self, batch: Any, partition: Partition) -> Summary:
         """Measure a summary of a batch of the same shape."""
         numbers = self._launch(batch)
-        loss, hidden = numbers[:2]
+        loss, hidden = numbers[0], numbers[1]
         check_finite(loss)
         warn_of_hidden_rows([hidden])
         totals = totals_at(self._where, numbers[2:].numpy(), len(partition))
