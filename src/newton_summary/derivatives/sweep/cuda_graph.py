@@ -162,24 +162,24 @@ class SweepGraphs:
         if any(x.layout is not torch.strided for x in given):  # its entries may lie elsewhere then
             raise CannotCapture("the batch, a buffer or a parameter is sparse")
         try:
-            key = (
-                order,
-                partition.names,
-                tuple(partition.labels.items()),
-                _weakly(loss_fn),
-                repr(structure),  # torch 2.6 cannot hash it
-                tuple(_kind(x) if isinstance(x, Tensor) else (type(x), x) for x in leaves),
-                tuple((x.data_ptr(), x.stride(), *_kind(x)) for x in tensors),
-                tuple(p.requires_grad for p in partition.params.values()),
-                tuple(module.training for module in modules),
-                torch.is_autocast_enabled("cuda"),
-                torch.get_autocast_dtype("cuda"),
-                (products_take_tf32(), convolutions_take_tf32()),
-            )
-            hash(key)
+            loss = _weakly(loss_fn)
+            hash(loss)
         except TypeError as error:
             raise CannotCapture(f"loss_fn cannot be compared: {error}") from error
-        return key
+        return (
+            order,
+            partition.names,
+            tuple(partition.labels.items()),
+            loss,
+            repr(structure),  # torch 2.6 cannot hash it
+            tuple(_kind(x) if isinstance(x, Tensor) else (type(x), x) for x in leaves),
+            tuple((x.data_ptr(), x.stride(), *_kind(x)) for x in tensors),
+            tuple(p.requires_grad for p in partition.params.values()),
+            tuple(module.training for module in modules),
+            torch.is_autocast_enabled("cuda"),
+            torch.get_autocast_dtype("cuda"),
+            (products_take_tf32(), convolutions_take_tf32()),
+        )
 
 
 _GRAPHS: WeakKeyDictionary[nn.Module, SweepGraphs] = WeakKeyDictionary()
