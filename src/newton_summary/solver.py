@@ -553,7 +553,8 @@ def _linalg(function: Callable[..., Any], *arrays: Array) -> tuple[Array, ...]:
         found = function(*map(torch.from_numpy, arrays))
     except RuntimeError as error:
         raise np.linalg.LinAlgError(str(error)) from error
-    return tuple(x.numpy() for x in ((found,) if isinstance(found, Tensor) else found))
+    found = (found,) if isinstance(found, Tensor) else found
+    return tuple(x.contiguous().numpy() for x in found)
 
 
 def _cholesky(M: Array) -> Tensor | None:
@@ -569,6 +570,6 @@ def _cholesky(M: Array) -> Tensor | None:
 
 def _solve(L: Tensor, x: Array, transposed: bool = False) -> Array:
     """Return L^-1 x, or L^-T x, for a lower triangular L."""
-    matrix, columns = L.T if transposed else L, torch.from_numpy(x)
-    y: Tensor = torch.linalg.solve_triangular(matrix, columns, upper=transposed)
-    return y.numpy()
+    matrix = (L.T if transposed else L).contiguous()
+    y: Tensor = torch.linalg.solve_triangular(matrix, torch.from_numpy(x), upper=transposed)
+    return y.contiguous().numpy()
