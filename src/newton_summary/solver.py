@@ -395,6 +395,8 @@ def _cubic(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, str]
         if L is None:
             sigma0 *= 2
             continue
+        if not np.isfinite(L.numpy()).all():
+            raise np.linalg.LinAlgError("The factor has entries that are not finite.")
         x = _solve(L, Dg)
         Q, w, _ = _linalg(torch.linalg.svd, x[:, :-1])
         V = _solve(L, Q, transposed=True)  # V^T M(sigma0) V = I and V^T D^2 V = Diag(w^2)
@@ -559,13 +561,8 @@ def _linalg(function: Callable[..., Any], *arrays: Array) -> tuple[Array, ...]:
 
 def _cholesky(M: Array) -> Tensor | None:
     """Return the lower factor; None if M is not positive definite."""
-    factor: Tensor
     factor, info = torch.linalg.cholesky_ex(torch.from_numpy(M))
-    if info.item():
-        return None
-    if not np.isfinite(factor.numpy()).all():
-        raise np.linalg.LinAlgError("The matrix has entries that are not finite.")
-    return factor
+    return None if info.item() else factor
 
 
 def _solve(L: Tensor, x: Array, transposed: bool = False) -> Array:
