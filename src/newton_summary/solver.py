@@ -17,9 +17,10 @@ which allows d_s = 0 (then w = 0) and is as exact as Cholesky's method, whatever
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -163,10 +164,11 @@ def learning_rates(
         if all(np.isfinite(x).all() for x in (g, H, D3) if x is not None):
             model_H = np.diag(np.diag(H)) if diagonal else H
             model_D = D if lambda_int > 0 else np.zeros_like(g)
-            eta, status = _minimise(g, model_H, model_D, lambda_int)
+            idle = (g == 0) & (model_D == 0) & ~model_H.any(axis=1)  # the model has no such group
+            eta, status = _minimise(g, model_H, model_D, lambda_int, idle)
             if status == "no-minimum":
                 escaping = _escaping(g, model_H, free=model_D == 0)
-            no_effect = tuple(np.flatnonzero(_without_effect(g, model_H, model_D)).tolist())
+            no_effect = tuple(np.flatnonzero(idle).tolist())
         rates = torch.from_numpy(eta).to(dtype)
         if status not in ("no-minimum", "not-finite") and not np.isfinite(rates.numpy()).all():
             eta, status = np.full_like(g, math.nan), "overflow"
@@ -277,22 +279,22 @@ def _checked(summary: Summary, lambda_int: float) -> tuple[Array, Array, Array |
 
 
 def _array(tensor: Tensor) -> Array:
-    return np.array(tensor.detach().cpu().double().numpy())
+    return np.asarray(tensor.detach().to("cpu", torch.float64))
 
 
-def _without_effect(g: Array, H: Array, D: Array) -> NDArray[np.bool_]:
-    """Return which groups the model does not depend on."""
-    return np.asarray((g == 0) & (D == 0) & ~H.any(axis=1))
+def _minimise(
+    g: Array, H: Array, D: Array, lambda_int: float, idle: NDArray[np.bool_]
+) -> tuple[Array, str]:
+    """Return the minimum of the cubic model and its status; nan where there is none.
 
-
-def _minimise(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, str]:
-    """Return the minimum of the cubic model and its status; nan where there is none."""
+    The model does not depend on the groups that are ``idle``.
+    """
     nowhere = np.full_like(g, math.nan)
-    idle = _without_effect(g, H, D)
     if idle.any():
         eta, rest, status = np.zeros_like(g), ~idle, "minimum"
         if rest.any():
-            eta[rest], status = _minimise(g[rest], H[np.ix_(rest, rest)], D[rest], lambda_int)
+            left = g[rest], H[np.ix_(rest, rest)], D[rest]
+            eta[rest], status = _minimise(*left, lambda_int, idle[rest])
         status = "flat" if status in ("minimum", "newton") else status
         return eta if np.isfinite(eta).all() else nowhere, status
     try:
@@ -303,7 +305,7 @@ def _minimise(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, s
             eta, status = _cubic(g, H, D, lambda_int)
             return eta, "flat" if (status, kind) == ("minimum", "flat") else status
         c = _scale(g, H)
-        eta = _linalg("solve", H / c[:, None] / c, g / c)[0] / c
+        eta = _linalg(torch.linalg.solve, H / c[:, None] / c, g / c)[0] / c
     except np.linalg.LinAlgError:  # inf or nan inside: entries near the ends of float64
         return nowhere, "overflow"
     return eta, {"definite": "newton", "flat": "flat", "indefinite": "saddle"}[kind]
@@ -355,7 +357,7 @@ def _free_block(
     """
     block = H[np.ix_(free, free)]
     c = _scale(g[free], block)
-    e, V = _linalg("eigh", block / c[:, None] / c)
+    e, V = _linalg(torch.linalg.eigh, block / c[:, None] / c)
     x = np.column_stack([g[free], H[np.ix_(free, ~free)]]) / c[:, None]
     return block, c, e, V, x, 8 * len(e) * _EPS * np.abs(e).max()
 
@@ -379,32 +381,56 @@ def _escaping(g: Array, H: Array, free: NDArray[np.bool_]) -> tuple[int, ...]:
 def _cubic(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, str]:
     """Return the minimum where the groups with d_s = 0 have a positive definite block (App. D)."""
     rounding = 8 * len(g) * _EPS
-    sigma0 = _SMALLEST
-    if _cholesky(H) is None:
+    Dg, size = np.column_stack([np.diag(D), g]), np.abs(g)
+    L = _cholesky(H)
+    if L is None:
         lifted = H + rounding * np.diag(np.abs(np.diag(H)))
-        if _cholesky(lifted) is None:
-            sigma0 = _definite_shift(H, D)
-        else:
+        L = _cholesky(lifted)
+        if L is not None:
             H = lifted  # semi-definite but for rounding, which is not negative curvature
+    sigma0 = _definite_shift(H, D) if L is None else _shift_below(_solve(L, Dg), lambda_int)
     eta, status = np.full_like(g, math.nan), "overflow"
-    for attempt in range(20):
+    for _ in range(20):
         L = _cholesky(H + np.diag(sigma0 * D * D))
         if L is None:
             sigma0 *= 2
             continue
-        x = _solve(L, np.column_stack([np.diag(D), g]))
-        Q, w, _ = _linalg("svd", x[:, :-1])
+        if not np.isfinite(L.numpy()).all():
+            raise np.linalg.LinAlgError("The factor has entries that are not finite.")
+        x = _solve(L, Dg)
+        Q, w, _ = _linalg(torch.linalg.svd, x[:, :-1])
         V = _solve(L, Q, transposed=True)  # V^T M(sigma0) V = I and V^T D^2 V = Diag(w^2)
         c = Q.T @ x[:, -1]
-        unsure = np.abs(c) <= rounding * (np.abs(V).T @ np.abs(g))
+        unsure = np.abs(c) <= rounding * (np.abs(V).T @ size)
         side = 1.0 if float(D @ V[:, 0]) >= 0 else -1.0
         sigma, y, status = _secular(c, w, sigma0, lambda_int, unsure, side)
         eta = V @ y
         # The decomposition is as exact as Cholesky's as long as sigma is not far from sigma0.
-        if (sigma - sigma0) * w[0] ** 2 <= 1 and (attempt == 0 or sigma0 <= 4 * sigma):
+        if (sigma - sigma0) * w[0] ** 2 <= 1 and sigma0 <= max(4 * sigma, _SMALLEST):
             break
         sigma0 = sigma
     return eta, status
+
+
+def _shift_below(x: Array, lambda_int: float) -> float:
+    """Return a sigma below the answer, and near it, for a positive definite Hbar = L L^T.
+
+    Along sigma, 1 / ||D eta|| is concave: its tangent at 0 is above it, and gives an answer that is
+    too small.
+
+    Args:
+        x: L^-1 D, and L^-1 gbar as the last column, (S, S + 1).
+        lambda_int: Strength of the cubic term.
+    """
+    A, b = x[:, :-1], x[:, -1]
+    D_eta = b @ A
+    slope = A @ D_eta  # its square is -1/2 d ||D eta||^2 / d sigma
+    square = float(D_eta @ D_eta)
+    if not 0 < square < math.inf:
+        return _SMALLEST
+    a, k = float(slope @ slope) / square, lambda_int / 2 * math.sqrt(square)
+    sigma = 2 * k / (1 + math.sqrt(1 + 4 * a * k))  # sigma (1 + a sigma) = k
+    return sigma if _SMALLEST < sigma < math.inf else _SMALLEST
 
 
 def _definite_shift(H: Array, D: Array) -> float:
@@ -442,11 +468,12 @@ def _secular(
         sigma, y = Q^T L^T eta, and the status.
     """
     rounding = 8 * len(c) * _EPS
-    omega = (w / w[0]) ** 2
+    ratio = w / w[0]
+    omega = ratio * ratio
     pole = float(sigma0 * w[0] ** 2 - 1)
     indefinite = pole > rounding
     b = pole if indefinite else 0.0
-    beta = (1 - w / w[0]) * (1 + w / w[0]) if indefinite else 1 - np.minimum(1, (pole + 1) * omega)
+    beta = (1 - ratio) * (1 + ratio) if indefinite else 1 - np.minimum(1, (pole + 1) * omega)
     lowest = beta <= rounding  # the first, and others that w does not tell apart from it
     c = np.where(lowest & unsure, 0, c)
     size = math.hypot(*c)  # no square overflows
@@ -477,19 +504,19 @@ def _root(c: Array, omega: Array, beta: Array, b: float, log_kappa: float, start
         """Return log(left / right) and its derivative by log tau."""
         f = beta + tau * omega
         u = sizes / f
-        top = float(u.max())  # the squares alone could overflow
+        top = float(np.maximum.reduce(u))  # the squares alone could overflow
         u /= top
         weight = u * u
-        total, right = float(weight.sum()), b + tau
+        total, right = float(np.add.reduce(weight)), b + tau
         value = log_kappa + _log(top) + 0.5 * _log(total) - math.log(right)
         return value, -tau * (float(weight @ (omega / f)) / total + 1 / right)
 
     low, high = 1e-300, 1e300
-    if not gap(low)[0] > 0:
-        return 0.0
     tau = min(max(start, low), high)
-    for _ in range(100):
+    for attempt in range(100):
         value, slope = gap(tau)
+        if attempt == 0 and not value > 0 and not gap(low)[0] > 0:
+            return 0.0
         low, high = (tau, high) if value > 0 else (low, tau)
         exponent = -value / slope if slope else math.nan
         step = tau * math.exp(exponent) if abs(exponent) < 600 else math.nan
@@ -520,27 +547,26 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _linalg(name: str, *arrays: Array, **options: bool) -> tuple[Array, ...]:
+def _linalg(function: Callable[..., Any], *arrays: Array) -> tuple[Array, ...]:
     """Call a function of torch.linalg on arrays; raise numpy's error for what it cannot do."""
     if not all(np.isfinite(array).all() for array in arrays):
         raise np.linalg.LinAlgError("The matrix has entries that are not finite.")
-    tensors = (torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
     try:
-        found = getattr(torch.linalg, name)(*tensors, **options)
+        found = function(*map(torch.from_numpy, arrays))
     except RuntimeError as error:
         raise np.linalg.LinAlgError(str(error)) from error
     found = (found,) if isinstance(found, Tensor) else found
-    return tuple(np.ascontiguousarray(tensor.numpy(), dtype=np.float64) for tensor in found)
+    return tuple(x.contiguous().numpy() for x in found)
 
 
-def _cholesky(M: Array) -> Array | None:
+def _cholesky(M: Array) -> Tensor | None:
     """Return the lower factor; None if M is not positive definite."""
     factor, info = torch.linalg.cholesky_ex(torch.from_numpy(M))
-    return None if int(info) else np.ascontiguousarray(factor.numpy())
+    return None if info.item() else factor
 
 
-def _solve(L: Array, x: Array, transposed: bool = False) -> Array:
+def _solve(L: Tensor, x: Array, transposed: bool = False) -> Array:
     """Return L^-1 x, or L^-T x, for a lower triangular L."""
-    matrix, columns = L.T if transposed else L, x.reshape(len(x), -1)
-    (y,) = _linalg("solve_triangular", matrix, columns, upper=transposed)
-    return y.reshape(x.shape)
+    matrix = (L.T if transposed else L).contiguous()
+    y: Tensor = torch.linalg.solve_triangular(matrix, torch.from_numpy(x), upper=transposed)
+    return y.contiguous().numpy()

@@ -71,14 +71,13 @@ class Summary(ShownAsTable):
 
     def __post_init__(self) -> None:
         """Check types and shapes."""
-        for name, ndim in {
-            "gbar": 1,
-            "Hbar": 2,
-            "D3": 1,
-            "gbar_stderr": 1,
-            "Hbar_stderr": 2,
-        }.items():
-            value = getattr(self, name)
+        for name, value, ndim in (
+            ("gbar", self.gbar, 1),
+            ("Hbar", self.Hbar, 2),
+            ("D3", self.D3, 1),
+            ("gbar_stderr", self.gbar_stderr, 1),
+            ("Hbar_stderr", self.Hbar_stderr, 2),
+        ):
             if value is None and name != "gbar":
                 continue
             if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -86,7 +85,7 @@ class Summary(ShownAsTable):
                 raise TypeError(f"{name} is {what}: it must be a tensor of real numbers.")
             if self.gbar.ndim != 1:
                 raise ValueError(f"gbar has shape {tuple(value.shape)}: it must be a vector, (S,).")
-            if tuple(value.shape) != (len(self),) * ndim:
+            if value.shape != self.gbar.shape * ndim:
                 raise ValueError(
                     f"{name} has shape {tuple(value.shape)}, but gbar has {len(self)} entries: "
                     f"it must have shape {(len(self),) * ndim}."
@@ -152,18 +151,18 @@ class Summary(ShownAsTable):
                     f"summaries of the same partition can be averaged."
                 )
         order = min(summary.order for summary in summaries)
-        factors = [w / total for w in weights]
-
-        def average(name: str) -> Tensor:
-            terms = torch._foreach_mul([getattr(s, name) for s in summaries], factors)
-            return torch.stack(terms).sum(0)
-
+        names = ("loss", "gbar", "Hbar", "D3")[: order + 1]
+        numbers = [getattr(summary, name) for name in names for summary in summaries]
+        terms = torch._foreach_mul(numbers, [w / total for w in weights] * len(names))
+        count = len(summaries)
+        means = [torch.stack(terms[i : i + count]).sum(0) for i in range(0, len(terms), count)]
+        loss, gbar, *higher = means
         return replace(
             summaries[-1],
-            gbar=average("gbar"),
-            Hbar=average("Hbar") if order >= 2 else None,
-            D3=average("D3") if order >= 3 else None,
-            loss=average("loss"),
+            gbar=gbar,
+            Hbar=higher[0] if order >= 2 else None,
+            D3=higher[1] if order >= 3 else None,
+            loss=loss,
             num_samples=sum(summary.num_samples for summary in summaries),
             approximate=any(summary.approximate for summary in summaries),
             gbar_stderr=None,

@@ -429,7 +429,7 @@ class NewtonSummary(Optimizer):
         before = copy.copy(self._schedule)
         self._schedule.begin()
         try:
-            yield update.direction(), 3 if self.param_groups[0]["lambda_int"] > 0 else 2
+            yield update.direction, 3 if self.param_groups[0]["lambda_int"] > 0 else 2
         except NotFiniteError as error:
             self._fail(self._not_finite(), str(error))
         except BaseException:
@@ -452,12 +452,13 @@ class NewtonSummary(Optimizer):
             return
         settings = self.param_groups[0]
         rates = self._solve(self._average.mean())
-        if rates.ok and not bool((rates.eta > 0).any()):
+        found = rates.eta.tolist()
+        if rates.ok and not any(value > 0 for value in found):
             rates = replace(rates, status="no-positive-rate")
         self._last_rates = rates
         if not rates.ok:
             self._fail(rates, rates.detail)
-        if not rates.eta.isfinite().all():
+        if not all(map(math.isfinite, found)):
             return
         eta = rates.eta.double().clamp_min(0)
         if self._eta is not None:

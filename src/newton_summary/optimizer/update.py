@@ -41,6 +41,7 @@ class Bucket:
         self.sizes = [p.numel() for p in self.params]
         first = self.params[0]
         self.u = torch.zeros(sum(self.sizes), dtype=first.dtype, device=first.device)
+        self.on_cpu = self.u.device.type == "cpu"
         self.views = self.split(self.u)
         self.dtype = torch.promote_types(torch.float32, first.dtype)  # of rates and norms
         self.group_numbers = [label for label in labels if isinstance(label, int)]
@@ -77,18 +78,18 @@ class Bucket:
             momenta: Of each group; of all groups, if there is but one.
         """
         places, grads = [], []
-        for i, p in enumerate(self.live):
+        for p, view, shape, name in zip(self.live, self.views, self.shapes, self.names):
             grad = p.grad
             if not p.requires_grad:  # frozen since
-                self.views[i].zero_()
+                view.zero_()
             elif grad is not None:
                 grad = local_part(grad) if self.sharded else grad
-                if grad.shape != self.shapes[i] or grad.layout is not torch.strided:
-                    raise ValueError(unfit(self.names[i], self.shapes[i], grad))
-                places.append(self.views[i])
+                if grad.shape != shape or grad.layout is not torch.strided:
+                    raise ValueError(unfit(name, shape, grad))
+                places.append(view)
                 grads.append(grad)
         one = len(set(momenta)) == 1
-        if one and len(grads) == len(self.live) and self.u.device.type == "cpu":
+        if one and len(grads) == len(self.live) and self.on_cpu:
             for view, grad in zip(places, grads):  # one pass over memory, not two
                 torch.add(grad, view, alpha=momenta[0], out=view)
             return
@@ -102,15 +103,15 @@ class Bucket:
     def zero_unless(self, condition: Tensor | bool) -> None:
         """Set the direction to zero unless the condition holds."""
         if isinstance(condition, Tensor):
-            condition = condition.to(self.u.device, non_blocking=True)
+            if condition.device != self.u.device:
+                condition = condition.to(self.u.device, non_blocking=True)
             torch.where(condition, self.u, self._zero, out=self.u)
         elif not condition:
             self.u.zero_()
 
     def move(self, rates: Tensor) -> None:
         """Subtract from each parameter its direction times the rate of its group, (S,)."""
-        on_cpu = rates.device.type == self.u.device.type == "cpu"
-        if on_cpu and not self.divided:  # one pass over memory, and no rate of each entry
+        if self.on_cpu and rates.is_cpu and not self.divided:  # one pass, no rate of each entry
             values = rates.tolist()
             for p, view, s in zip(self.params, self.views, self.group_numbers):
                 p.sub_(view, alpha=values[s])
@@ -133,6 +134,9 @@ class Update:
         partition: The groups, and with them the live parameters.
         state: The state of the optimizer, where ``momentum_buffer`` is kept for each parameter.
         skipped: How many steps were not made before.
+
+    Attributes:
+        direction: By name, as views of the buffers.
     """
 
     def __init__(
@@ -151,16 +155,19 @@ class Update:
             labels = [local_rows(partition.labels[name], partition.params[name]) for name in names]
             self.buckets.append(Bucket(names, params, labels))
         self.sharded = any(bucket.sharded for bucket in self.buckets)
+        u = {}
         for bucket in self.buckets:
-            for p, view in zip(bucket.live, bucket.views):
+            for name, p, view in zip(bucket.names, bucket.live, bucket.views):
                 if "momentum_buffer" in state[p]:
                     view.copy_(local_part(state[p]["momentum_buffer"]))
-                state[p]["momentum_buffer"] = like_sharded(view, p)
+                state[p]["momentum_buffer"] = u[name] = like_sharded(view, p)
+        self.direction: Params = {name: u[name] for name in partition.params}
         devices = [p.device for p in partition.params.values()]
         self.device = next((d for d in devices if d.type != "cpu"), devices[0])
         self.dtype = result_dtype(partition.params)
         self._eta: Tensor | None = None  # the rates that are held, (S,), on the CPU
         self._last: tuple[list[Any], Tensor] | None = None  # lr of each group, and rates
+        self._extent = torch.zeros(())  # of the direction, before it is set to zero
         self._made: Tensor | int = 0  # how many of the steps asked for were
         self._asked = skipped
 
@@ -174,7 +181,8 @@ class Update:
         """
         for bucket in self.buckets:
             bucket.advance(momenta)
-        finite = _is_finite(self._total(_extent))
+        self._extent = self._total(_extent)
+        finite = _is_finite(self._extent)
         for bucket in self.buckets:
             bucket.zero_unless(finite)
         self._made = self._made + finite
@@ -183,17 +191,14 @@ class Update:
     @property
     def usable(self) -> bool:
         """Whether the direction is not zero, as one that was not finite is (waits)."""
-        return bool(self._total(Tensor.any))
+        if any(bucket.on_cpu for bucket in self.buckets):
+            return bool(self._total(Tensor.any))
+        return 0 < self._extent.item() < math.inf
 
     @property
     def skipped(self) -> int:
         """How many steps were not made because of a gradient that was not finite (waits)."""
         return self._asked - int(self._made)
-
-    def direction(self) -> Params:
-        """Return the present direction by name, as views."""
-        u = {n: view for b in self.buckets for n, view in zip(b.names, b.views)}
-        return {name: like_sharded(u[name], p) for name, p in self.partition.params.items()}
 
     def _total(self, of: Callable[[Tensor], Tensor]) -> Tensor:
         """Add up a number of each bucket's direction, over the buckets of all ranks."""

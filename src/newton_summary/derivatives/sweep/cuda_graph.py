@@ -105,10 +105,10 @@ class SweepGraphs:
         self._check(wanted.partition)
         wanted = wanted._replace(u=wanted.u and self._hold(wanted.u))
         key = self._key(wanted)
-        if key not in self._graphs and len(self._graphs) >= MOST_GRAPHS:
-            self._graphs.clear()
-        graph = self._graphs.setdefault(key, 0)
+        graph = self._graphs.get(key, 0)
         if isinstance(graph, int):
+            if graph == 0 and len(self._graphs) >= MOST_GRAPHS:
+                self._graphs.clear()
             if graph < BEFORE_CAPTURE:
                 self._graphs[key] = graph + 1
                 return None
@@ -162,24 +162,24 @@ class SweepGraphs:
         if any(x.layout is not torch.strided for x in given):  # its entries may lie elsewhere then
             raise CannotCapture("the batch, a buffer or a parameter is sparse")
         try:
-            key = (
-                order,
-                partition.names,
-                tuple(partition.labels.items()),
-                _weakly(loss_fn),
-                repr(structure),  # torch 2.6 cannot hash it
-                tuple(_kind(x) if isinstance(x, Tensor) else (type(x), x) for x in leaves),
-                tuple((x.data_ptr(), x.stride(), *_kind(x)) for x in tensors),
-                tuple(p.requires_grad for p in partition.params.values()),
-                tuple(module.training for module in modules),
-                torch.is_autocast_enabled("cuda"),
-                torch.get_autocast_dtype("cuda"),
-                (products_take_tf32(), convolutions_take_tf32()),
-            )
-            hash(key)
+            loss = _weakly(loss_fn)
+            hash(loss)
         except TypeError as error:
             raise CannotCapture(f"loss_fn cannot be compared: {error}") from error
-        return key
+        return (
+            order,
+            partition.names,
+            tuple(partition.labels.items()),
+            loss,
+            repr(structure),  # torch 2.6 cannot hash it
+            tuple(_kind(x) if isinstance(x, Tensor) else (type(x), x) for x in leaves),
+            tuple((x.data_ptr(), x.stride(), *_kind(x)) for x in tensors),
+            tuple(p.requires_grad for p in partition.params.values()),
+            tuple(module.training for module in modules),
+            torch.is_autocast_enabled("cuda"),
+            torch.get_autocast_dtype("cuda"),
+            (products_take_tf32(), convolutions_take_tf32()),
+        )
 
 
 _GRAPHS: WeakKeyDictionary[nn.Module, SweepGraphs] = WeakKeyDictionary()
@@ -254,7 +254,7 @@ class SweepGraph:
     def replay(self, batch: Any, partition: Partition) -> Summary:
         """Measure a summary of a batch of the same shape."""
         numbers = self._launch(batch)
-        loss, hidden = numbers[:2]
+        loss, hidden = numbers[0], numbers[1]
         check_finite(loss)
         warn_of_hidden_rows([hidden])
         totals = totals_at(self._where, numbers[2:].numpy(), len(partition))
