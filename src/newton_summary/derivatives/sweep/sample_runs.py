@@ -28,6 +28,7 @@ from newton_summary.derivatives.sweep.token_runs import (
 )
 
 REACH = 60  # operations before and behind an attention, at most
+STARTS = 4  # places that are tried, the narrowest first
 ALIGNED = {*ONE_VALUE, *TWO_VALUES, *ATTENTION} - {*SAME_ORDER}  # whose arguments are broadcast
 JOINS = ("cat", "concat", "concatenate")
 VIEWS = {
@@ -164,8 +165,10 @@ def find_sample_runs(
     for i, op in enumerate(tape.ops):
         if op.name not in ATTENTION or i in elsewhere or not op.passed:
             continue
+        if op.out.tensor.shape[0] < 2:
+            continue
         free = [j for j in range(max(0, i - REACH), i + 1) if elsewhere.isdisjoint(range(j, i + 1))]
-        for start in sorted(free, key=lambda j: (narrow[j], -j)):
+        for start in sorted(free, key=lambda j: (narrow[j], -j))[:STARTS]:
             run, samples = samples_from(tape, start, i, narrow, elsewhere)
             if run:
                 values = [y.tensor for j in run for y in tape.ops[j].made]
@@ -213,7 +216,7 @@ def samples_from(
         if another or not samples.follow(op) or (tape.cut is not None and end == tape.cut.index):
             break
         end += 1
-    if count < 2 or end <= attention:
+    if end <= attention:
         return [], samples
     last = min(range(attention + 1, end + 1), key=lambda j: (narrow[j], j))
     return list(range(start, last)), samples
