@@ -28,7 +28,6 @@ from newton_summary.derivatives.sweep.token_runs import (
 )
 
 REACH = 60  # operations before and behind an attention, at most
-STARTS = 4  # places that are tried, the narrowest first
 ALIGNED = {*ONE_VALUE, *TWO_VALUES, *ATTENTION} - {*SAME_ORDER}  # whose arguments are broadcast
 JOINS = ("cat", "concat", "concatenate")
 VIEWS = {
@@ -163,13 +162,13 @@ def find_sample_runs(
     narrow = carried(tape)
     found: list[TokenRun] = []
     for i, op in enumerate(tape.ops):
-        if op.name not in ATTENTION or i in elsewhere or not op.passed:
+        is_one = op.name in ATTENTION and op.passed and i not in elsewhere
+        if not is_one or op.out.tensor.shape[0] < 2:
             continue
-        if op.out.tensor.shape[0] < 2:
-            continue
-        free = [j for j in range(max(0, i - REACH), i + 1) if elsewhere.isdisjoint(range(j, i + 1))]
-        for start in sorted(free, key=lambda j: (narrow[j], -j))[:STARTS]:
-            run, samples = samples_from(tape, start, i, narrow, elsewhere)
+        starts = range(max(0, i - REACH), i + 1)
+        while starts:
+            start = min(starts, key=lambda j: (narrow[j], -j))
+            run, end, samples = samples_from(tape, start, i, narrow, elsewhere)
             if run:
                 values = [y.tensor for j in run for y in tape.ops[j].made]
                 some = at_a_time(values, samples, samples.samples, S, order, stack_limit)
@@ -177,6 +176,7 @@ def find_sample_runs(
                     found.append(TokenRun(run, samples.samples, some, S, samples))
                     elsewhere.update(run)
                 break
+            starts = range(end + 1, i + 1)  # behind what cannot be passed so
     return found
 
 
@@ -196,10 +196,10 @@ def carried(tape: Tape) -> list[int]:
 
 def samples_from(
     tape: Tape, start: int, attention: int, narrow: list[int], elsewhere: set[int]
-) -> tuple[list[int], Samples]:
+) -> tuple[list[int], int, Samples]:
     """Return the run from a place, through an attention, to the next narrow place; or an empty one.
 
-    Also the samples of its values.
+    Also where it cannot go on, and the samples of its values.
     """
     count = tape.ops[attention].out.tensor.shape[0]
     samples = Samples(count)
@@ -217,6 +217,6 @@ def samples_from(
             break
         end += 1
     if end <= attention:
-        return [], samples
+        return [], end, samples
     last = min(range(attention + 1, end + 1), key=lambda j: (narrow[j], j))
-    return list(range(start, last)), samples
+    return list(range(start, last)), end, samples
