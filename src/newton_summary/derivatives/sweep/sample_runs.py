@@ -170,8 +170,8 @@ def find_sample_runs(
             start = min(starts, key=lambda j: (narrow[j], -j))
             run, end, samples = samples_from(tape, start, i, narrow, elsewhere)
             if run:
-                values = [y.tensor for j in run for y in tape.ops[j].made]
-                some = at_a_time(values, samples, samples.samples, S, order, stack_limit)
+                ops = [tape.ops[j] for j in run]
+                some = at_a_time(ops, samples, samples.samples, S, order, stack_limit)
                 if some < samples.samples:
                     found.append(TokenRun(run, samples.samples, some, S, samples))
                     elsewhere.update(run)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 # Bytes of the widest derivatives that are taken at a time.
 AT_A_TIME = {"cpu": 2**24}
 AT_A_TIME_ELSEWHERE = 2**30
+WITHOUT_LAYER_ELSEWHERE = 2**28  # in a run that reads no weights for each piece
 ONE_VALUE = {*CURVED, *RELATIVE, *PIECEWISE_LINEAR, *SAME_ORDER, "neg", "negative"}
 LOG_SOFTMAX = ("log_softmax", "special_log_softmax")
 TWO_VALUES = {*("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide")}
@@ -160,7 +161,7 @@ def find_token_runs(
         if len(values) < (1 if alone else 2) or not elsewhere.isdisjoint(run):
             continue
         count = axis.count(values[0])
-        some = at_a_time(values, axis, count, S, order, stack_limit)
+        some = at_a_time([tape.ops[i] for i in run], axis, count, S, order, stack_limit)
         cut, whole = slots_of([tape.ops[i] for i in run], axis)
         if some < count and cut.isdisjoint(whole):
             found.append(TokenRun(run, count, some, S, axis))
@@ -169,10 +170,13 @@ def find_token_runs(
 
 
 def at_a_time(
-    values: list[Tensor], axis: Tokens, count: int, S: int, order: int, stack_limit: int | None
+    ops: list[Op], axis: Tokens, count: int, S: int, order: int, stack_limit: int | None
 ) -> int:
-    """Return how many tokens of these values to pass at a time, once all groups are met."""
-    most = AT_A_TIME.get(values[0].device.type, AT_A_TIME_ELSEWHERE)
+    """Return how many tokens of these operations to pass at a time, once all groups are met."""
+    values = [value.tensor for op in ops if op.passed for value in op.made]
+    has_layer = any(op.name == "linear" for op in ops)
+    most = AT_A_TIME_ELSEWHERE if has_layer else WITHOUT_LAYER_ELSEWHERE
+    most = AT_A_TIME.get(values[0].device.type, most)
     most = min(most, (stack_limit or 8 * most) // 8)  # the rest is for what is held whole
     widest = max(y.nbytes for y in values) // count
     return max(axis.fewest, most // max(1, widest * S * (2 if order == 3 else 1)))
