@@ -785,8 +785,8 @@ ERRORS = {
         ("The checkpoint has the groups", loaded(ours(groups=["a"]))),
         ("saved with other settings", loaded(lambda_int=2.0)),
         ("was made without curvature", loaded(curvature=None)),
-        ("Its param_groups have", loaded(lambda s: s["param_groups"].pop())),
-        ("eta = .* of 6 groups", loaded(ours(eta=torch.ones(2)))),
+        ("The param_groups of the checkpoint have", loaded(lambda s: s["param_groups"].pop())),
+        ("eta = .*: expected 6 finite numbers", loaded(ours(eta=torch.ones(2)))),
         ("Counts must be whole", loaded(ours("counts", refreshes=-1))),
         ("Counts must be whole", loaded(ours("data", index=-1))),
         ("damaged or incomplete", loaded(ours(counts=3))),
@@ -1027,7 +1027,7 @@ WARNINGS = {
     "measuring/measurement.py": [
         ("Standard errors need at least two batches", lambda p: p.measure(stderr=True)),
         ("Falling back from 'sweep' to 'nested'", of(lambda m, b: SCRIPT(weights(m)))),
-        ("By backend='sweep', ", swept(root)),
+        ("With backend='sweep', ", swept(root)),
         (
             "order=9 of 1 groups takes 9",
             lambda p: ns.taylor_terms(OTHER, squares, torch.ones(1), order=9),

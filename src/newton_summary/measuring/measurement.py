@@ -264,7 +264,7 @@ def measure(
         reason = f"{name}: {why}"
         warn_user(f"Falling back from {name!r} to {following!r}, because {why}")
     assert found is not None
-    warn_user(f"By backend={found.backend!r}, {not_finite(found)}.")
+    warn_user(f"With backend={found.backend!r}, {not_finite(found)}.")
     return found
 
 
