@@ -803,9 +803,6 @@ ERRORS = {
         ("summary_period=0", newton(summary_period=0)),
         ("momentum=2", newton(momentum=2)),
         ("for the paper's algorithm only", newton(eta_momentum=0.5)),
-        ("called backward", closure_of(calls_backward)),
-        ("closure returned float", closure_of(lambda m, b: 1.0)),
-        ("loss that is detached", closure_of(lambda m, b: OURS(m, b).detach())),
         ("Register it in the model first", added(lambda model: nn.Parameter(torch.ones(2)))),
         ("is in the partition already", added(lambda model: model.a.weight)),
     ],
@@ -818,7 +815,7 @@ ERRORS = {
         ("Not a RateController state_dict", steered(other=1)),
         ("of a model with other parameters", steered(before=[torch.ones(2)])),
         ("an optimizer with 2 parameter groups", steered(first_lrs=[1.0, 1.0])),
-        ("multiplier -1.0: it is above 0", steered(multiplier=-1.0)),
+        ("multiplier -1.0: expected one above 0", steered(multiplier=-1.0)),
         ("lr=nan of", stepped(rate_of_nan)),
     ],
     "optimizer/curvature.py": [
@@ -929,6 +926,9 @@ ERRORS = {
         ),
     ],
     "probe/inputs.py": [
+        ("called backward", closure_of(calls_backward)),
+        ("closure returned float", closure_of(lambda m, b: 1.0)),
+        ("loss that is detached", closure_of(lambda m, b: OURS(m, b).detach())),
         (
             "a set of samples",
             lambda p: ns.summarize(p.model, OURS, torch.utils.data.TensorDataset(*p.batch)),
