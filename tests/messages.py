@@ -785,8 +785,8 @@ ERRORS = {
         ("The checkpoint has the groups", loaded(ours(groups=["a"]))),
         ("saved with other settings", loaded(lambda_int=2.0)),
         ("was made without curvature", loaded(curvature=None)),
-        ("Its param_groups have", loaded(lambda s: s["param_groups"].pop())),
-        ("eta = .* of 6 groups", loaded(ours(eta=torch.ones(2)))),
+        ("The param_groups of the checkpoint have", loaded(lambda s: s["param_groups"].pop())),
+        ("eta = .*: expected 6 finite numbers", loaded(ours(eta=torch.ones(2)))),
         ("Counts must be whole", loaded(ours("counts", refreshes=-1))),
         ("Counts must be whole", loaded(ours("data", index=-1))),
         ("damaged or incomplete", loaded(ours(counts=3))),
@@ -803,9 +803,6 @@ ERRORS = {
         ("summary_period=0", newton(summary_period=0)),
         ("momentum=2", newton(momentum=2)),
         ("for the paper's algorithm only", newton(eta_momentum=0.5)),
-        ("called backward", closure_of(calls_backward)),
-        ("closure returned float", closure_of(lambda m, b: 1.0)),
-        ("loss that is detached", closure_of(lambda m, b: OURS(m, b).detach())),
         ("Register it in the model first", added(lambda model: nn.Parameter(torch.ones(2)))),
         ("is in the partition already", added(lambda model: model.a.weight)),
     ],
@@ -818,7 +815,7 @@ ERRORS = {
         ("Not a RateController state_dict", steered(other=1)),
         ("of a model with other parameters", steered(before=[torch.ones(2)])),
         ("an optimizer with 2 parameter groups", steered(first_lrs=[1.0, 1.0])),
-        ("multiplier -1.0: it is above 0", steered(multiplier=-1.0)),
+        ("multiplier -1.0: expected one above 0", steered(multiplier=-1.0)),
         ("lr=nan of", stepped(rate_of_nan)),
     ],
     "optimizer/curvature.py": [
@@ -929,6 +926,9 @@ ERRORS = {
         ),
     ],
     "probe/inputs.py": [
+        ("called backward", closure_of(calls_backward)),
+        ("closure returned float", closure_of(lambda m, b: 1.0)),
+        ("loss that is detached", closure_of(lambda m, b: OURS(m, b).detach())),
         (
             "a set of samples",
             lambda p: ns.summarize(p.model, OURS, torch.utils.data.TensorDataset(*p.batch)),
@@ -1027,7 +1027,7 @@ WARNINGS = {
     "measuring/measurement.py": [
         ("Standard errors need at least two batches", lambda p: p.measure(stderr=True)),
         ("Falling back from 'sweep' to 'nested'", of(lambda m, b: SCRIPT(weights(m)))),
-        ("By backend='sweep', ", swept(root)),
+        ("With backend='sweep', ", swept(root)),
         (
             "order=9 of 1 groups takes 9",
             lambda p: ns.taylor_terms(OTHER, squares, torch.ones(1), order=9),

@@ -18,6 +18,7 @@ from distributed_cases import (
 )
 from ranks import run_once
 
+pytestmark = pytest.mark.slow  # two processes and then four do all of it first
 FIELDS = ("loss", "gbar", "Hbar", "D3")
 MEETING = ("all_reduce", 24)  # whether all ranks are well, and at the same place
 

@@ -26,6 +26,7 @@ PAGES = [
     ROOT / "README.md",
     *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "distributed.md"),
 ]  # the scripts of distributed.md are run by test_distributed_run.py, on several processes
+SLOW = {"integrations.md", "tutorial.md"}
 BLOCK = re.compile(
     r"^(?:<!-- needs (?P<needs>\w+) -->\n)?```python\n(?P<code>.*?)^```$"
     r"(?P<between>\n\n```text\n)?(?P<output>(?(between).*?))(?(between)^```$)",
@@ -66,7 +67,13 @@ def differences(actual, expected):
     return [pair for pair in zip(actual, expected) if not same(*pair)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow if page.name in SLOW else (), id=page.name)
+        for page in PAGES
+    ],
+)
 def test_python_blocks_run_and_print_what_is_shown(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for block, printed in run_blocks(page):
@@ -115,6 +122,7 @@ def test_links_to_files_lead_somewhere(page):
             assert (page.parent / target).exists(), target
 
 
+@pytest.mark.slow
 def test_documentation_builds_without_a_warning(tmp_path):
     pytest.importorskip("sphinx")
     pytest.importorskip("furo")

@@ -13,6 +13,7 @@ import torch
 import newton_summary as ns
 from newton_summary.data import load_mnist_subset
 
+pytestmark = pytest.mark.slow  # each is a process of its own, and trains
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NUMBER = r"([-+]?\d+\.?\d*(?:e[-+]\d+)?)"
 

@@ -224,6 +224,7 @@ def test_a_new_report_leaves_nothing_of_an_earlier_one(runs, tmp_path):
     assert left == {"notes.txt", "files.json", *(file.name for file in now)}
 
 
+@pytest.mark.slow
 def test_report_from_the_command_line(runs, tmp_path, capsys):
     folder = runs[0].path
     assert cli.main(["report", str(folder), "--out", str(tmp_path / "out"), "--json"]) == 0

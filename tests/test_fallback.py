@@ -189,7 +189,7 @@ def test_a_result_that_is_not_finite_is_measured_by_the_next_backend(monkeypatch
     assert "D3 is not finite (first for '0.weight')" in said[0]
     alone, said = measured(*vars(problem).values(), backend="sweep")
     assert bool(alone.D3.isnan().any())
-    assert said == ["By backend='sweep', D3 is not finite (first for '0.weight')."]
+    assert said == ["With backend='sweep', D3 is not finite (first for '0.weight')."]
 
 
 def test_a_loss_that_is_finite_but_for_the_sweep(monkeypatch):

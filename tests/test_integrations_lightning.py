@@ -316,6 +316,7 @@ def test_wrong_numbers_are_told(options):
         SummaryCallback(**options)
 
 
+@pytest.mark.slow
 def test_works_with_pytorch_lightning_alone(tmp_path):
     """In a new process in which the package ``lightning`` does not exist."""
     code = f"""
@@ -461,6 +462,7 @@ def test_steering_needs_one_optimizer(tmp_path):
 # --- the budget -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_budget_makes_measurements_rarer_and_smaller(tmp_path):
     """By a clock that advances by 1 s a training batch and 0.02 s a batch of a measurement."""
     now = [0.0]

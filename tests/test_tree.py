@@ -148,15 +148,23 @@ def walks():
     paper = ns.NewtonSummary.paper(
         partition, curvature=(loss_fn, [batch]), summary_period=1, warmup=1
     )
-    loss_fn(net, batch).backward()
+    closed = ns.NewtonSummary(partition, summary_period=1)
+
+    def closure():
+        return loss_fn(net, batch)
+
+    closure().backward()
     for _ in range(2):  # what is found out once, and rates
         ns.summarize(net, loss_fn, batch)
         optimizer.step()
         paper.step()
+    while not (closed.refreshes > 3 and closed.refresh_due):
+        closed.step(closure)
     return {
         "summarize": entered(lambda: ns.summarize(net, loss_fn, batch, partition=partition)),
         "refresh": entered(optimizer.step),
         "refresh of the paper": entered(paper.step),
+        "refresh by a closure": entered(lambda: closed.step(closure)),
     }
 
 
@@ -168,7 +176,13 @@ def test_alone_nothing_of_several_processes_is_entered(walks):
 
 
 @pytest.mark.parametrize(
-    ("walk", "most"), [("summarize", 15), ("refresh", 20), ("refresh of the paper", 20)]
+    ("walk", "most"),
+    [
+        ("summarize", 15),
+        ("refresh", 20),
+        ("refresh of the paper", 20),
+        ("refresh by a closure", 20),
+    ],
 )
 def test_few_files_are_passed_through(walks, walk, most):
     """The sweep's rules included, of which the model needs three."""

@@ -122,6 +122,7 @@ def test_no_environment_is_one_line(versions, monkeypatch, capsys):
     assert "'python3.10'" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_test_that_fails_is_told(versions, monkeypatch, tmp_path, capsys):
     interpreter = tmp_path / "environment/bin/python"
     (tmp_path / "tests").mkdir()

@@ -18,15 +18,53 @@ class NewtonSummaryError(Exception):
 
 
 class CannotDifferentiate(NewtonSummaryError):
-    """A backend cannot handle this model; the message names the operation."""
+    """A backend cannot handle this model; the message names the operation.
+
+    >>> import torch
+    >>> from newton_summary import summarize
+    >>> net = torch.nn.Linear(1, 1)
+    >>> class Twice(torch.autograd.Function):
+    ...     forward = staticmethod(lambda ctx, x: 2 * x)
+    ...     backward = staticmethod(lambda ctx, grad: 2 * grad)
+    >>> def loss_fn(model, x):
+    ...     return Twice.apply(model(x)).square().mean()
+    >>> try:
+    ...     summarize(net, loss_fn, torch.ones(2, 1), backend="sweep")
+    ... except CannotDifferentiate as error:
+    ...     print(error)
+    sweep: TwiceBackward made a tensor of shape (2, 1) in a way that cannot be recorded, such as a
+    custom autograd function, TorchScript or torch.autograd.grad. Try backend='auto'.
+    """
 
 
 class NotFiniteError(NewtonSummaryError, ValueError):
-    """The loss is infinite or nan."""
+    """The loss is infinite or nan.
+
+    >>> import torch
+    >>> from newton_summary import summarize
+    >>> net = torch.nn.Linear(1, 1)
+    >>> try:
+    ...     summarize(net, lambda model, x: (0 * model(x)).log().mean(), torch.ones(2, 1))
+    ... except NotFiniteError as error:
+    ...     print(error)
+    The loss is -inf, ...
+    """
 
 
 class CoupledSamplesError(NewtonSummaryError, ValueError):
-    """A batch was to be split although the loss depends on it as a whole."""
+    """A batch was to be split although the loss depends on it as a whole.
+
+    >>> import torch
+    >>> from newton_summary import summarize
+    >>> net = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1))
+    >>> data = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    >>> try:
+    ...     summarize(net, lambda model, x: model(x).exp().mean(), data, microbatch=2)
+    ... except CoupledSamplesError:
+    ...     summary = summarize(net, lambda model, x: model(x).exp().mean(), data)
+    >>> summary.num_samples
+    4
+    """
 
     def __init__(self) -> None:
         super().__init__(
@@ -47,6 +85,14 @@ class RankNotFiniteError(NotFiniteError, RankError):
 class UserError(NewtonSummaryError):
     """A mistake that the user can fix; the command line prints the message and exits with 2.
 
+    >>> import torch
+    >>> from newton_summary import Summary
+    >>> try:
+    ...     Summary(gbar=torch.ones(1)).save("nowhere/summary.pt")
+    ... except UserError as error:
+    ...     type(error).__name__
+    'CannotWriteError'
+
     Attributes:
         rank: The process that it happened on, where several train together.
     """
@@ -59,7 +105,16 @@ class OtherRankError(UserError):
 
 
 class CannotWriteError(UserError, OSError):
-    """A file that cannot be written; the message has the reason, such as a full disk."""
+    """A file that cannot be written; the message has the reason, such as a full disk.
+
+    >>> import torch
+    >>> from newton_summary import Summary
+    >>> try:
+    ...     Summary(gbar=torch.ones(1)).save("nowhere/summary.pt")
+    ... except CannotWriteError as error:
+    ...     print(error)
+    nowhere/summary.pt cannot be written: there is no folder nowhere.
+    """
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -74,7 +74,7 @@ def _must_be_differentiable(node: Any) -> Callable[..., None]:
             if ends:
                 raise CannotDifferentiate(
                     f"nested: the backward pass of the custom function {name} cannot be "
-                    f"differentiated again."
+                    f"differentiated again"
                 )
 
     return hook

@@ -45,6 +45,12 @@ def training_loss(module: Any, batch: Any) -> Tensor:
     Args:
         module: A LightningModule with automatic optimization, attached to a trainer.
         batch: A batch of the data loader.
+
+    >>> from lightning.pytorch import LightningModule
+    >>> from newton_summary import NewtonSummary
+    >>> class Model(LightningModule):
+    ...     def configure_optimizers(self):
+    ...         return NewtonSummary(self, curvature=(training_loss, self.train_dataloader()))
     """
     return step_loss(module, to_device(module, batch))
 

@@ -18,7 +18,17 @@ GROUPS = f"{PREFIX}_groups"  # a section of its own in TensorBoard: there may be
 
 
 class Logger(Protocol):
-    """A place that keeps numbers and pictures over the steps of a training."""
+    """A place that keeps numbers and pictures over the steps of a training.
+
+    >>> class Printed:
+    ...     def scalars(self, values, step):
+    ...         print(step, *values.items())
+    ...     def figure(self, name, figure, step):
+    ...         figure.savefig(f"{name}-{step}.png")
+    >>> log: Logger = Printed()
+    >>> log.scalars({"newton_summary/loss": 0.5}, step=3)
+    3 ('newton_summary/loss', 0.5)
+    """
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Write numbers by name."""

@@ -27,6 +27,16 @@ class TensorBoard:
     Args:
         writer: ``torch.utils.tensorboard.SummaryWriter``, or an object with the same methods. Its
             tab Custom Scalars gets one chart for all groups.
+
+    >>> class Printer:
+    ...     def add_custom_scalars(self, layout):
+    ...         print(*layout["newton_summary"], sep="; ")
+    ...     def add_scalar(self, name, value, step):
+    ...         print(step, name, value)
+    >>> board = TensorBoard(Printer())  # or TensorBoard(SummaryWriter("runs"))
+    factor of the learning rate; rates of groups
+    >>> board.scalars({"newton_summary/loss": 0.5}, step=3)
+    3 newton_summary/loss 0.5
     """
 
     def __init__(self, writer: SummaryWriter):
@@ -68,6 +78,15 @@ def log_summary(
         rates: From :func:`newton_summary.learning_rates`.
         step: Step of the training.
         figures: Whether to write the pictures too.
+
+    >>> import torch
+    >>> from unittest.mock import Mock
+    >>> from newton_summary import learning_rates
+    >>> summary = Summary(gbar=torch.tensor([1.0]), Hbar=torch.tensor([[2.0]]))
+    >>> writer = Mock()  # or SummaryWriter("runs")
+    >>> log_summary(writer, summary, learning_rates(summary, 0), step=7, figures=False)
+    >>> [call.args[0] for call in writer.add_scalar.call_args_list]
+    ['newton_summary/loss', 'newton_summary/predicted_change', 'newton_summary_groups/0']
     """
     history = History()
     history.add(0, summary, rates)

@@ -42,6 +42,18 @@ def model_loss(model: nn.Module, batch: Any) -> Tensor:
     To train with :class:`newton_summary.NewtonSummary`, pass it ``curvature=(model_loss, loader)``,
     and pass the optimizer to the Trainer: ``optimizers=(optimizer, scheduler)``, with None for the
     scheduler of the arguments.
+
+    >>> from types import SimpleNamespace
+    >>> class Model(nn.Module):  # as those of Transformers are
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.head = nn.Linear(2, 3)
+    ...     def forward(self, inputs, labels):
+    ...         loss = nn.functional.cross_entropy(self.head(inputs), labels)
+    ...         return SimpleNamespace(loss=loss)
+    >>> batch = {"inputs": torch.zeros(4, 2), "labels": torch.tensor([0, 1, 2, 0])}
+    >>> model_loss(Model(), batch).shape
+    torch.Size([])
     """
     output = model(**to_device(batch, next(model.parameters()).device))
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)

@@ -21,6 +21,12 @@ class WeightsAndBiases:
 
     Args:
         run: The run that ``wandb.init()`` returns.
+
+    >>> from unittest.mock import Mock
+    >>> run = Mock()  # or wandb.init()
+    >>> WeightsAndBiases(run).scalars({"newton_summary/loss": 0.5}, step=3)
+    >>> run.log.call_args.args
+    ({'newton_summary/loss': 0.5, 'newton_summary/step': 3},)
     """
 
     def __init__(self, run: Any):

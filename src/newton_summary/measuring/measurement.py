@@ -248,7 +248,8 @@ def measure(
         except CannotDifferentiate as error:
             if following is None and found is None:
                 if name in AUTO[:-1] and not probe.processes.sharded:
-                    raise CannotDifferentiate(f"{error}. Try backend='auto'.") from error
+                    why = str(error).rstrip(".")
+                    raise CannotDifferentiate(f"{why}. Try backend='auto'.") from error
                 raise
             why = str(error).removeprefix(f"{name}: ")
         else:
@@ -263,7 +264,7 @@ def measure(
         reason = f"{name}: {why}"
         warn_user(f"Falling back from {name!r} to {following!r}, because {why}")
     assert found is not None
-    warn_user(f"By backend={found.backend!r}, {not_finite(found)}.")
+    warn_user(f"With backend={found.backend!r}, {not_finite(found)}.")
     return found
 
 

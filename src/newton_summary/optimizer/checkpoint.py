@@ -91,7 +91,10 @@ def check_groups(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, An
     saved = state_dict["param_groups"]
     sizes = [[len(group["params"]) for group in x] for x in (saved, groups)]
     if sizes[0] != sizes[1]:
-        raise ValueError(f"Its param_groups have {sizes[0]} parameters, and these {sizes[1]}.")
+        raise ValueError(
+            f"The param_groups of the checkpoint have {sizes[0]} parameters, and those of this "
+            f"optimizer {sizes[1]}."
+        )
     for theirs, mine in zip(saved, groups):
         check_settings(theirs)
         for index, p in zip(theirs["params"], mine["params"]):
@@ -120,7 +123,9 @@ def read_vector(values: Tensor | None, partition: Partition, name: str) -> Tenso
     if values is None:
         return None
     if values.shape != (len(partition),) or not (values.isfinite() & (values >= 0)).all():
-        raise ValueError(f"{name} = {values}, of {len(partition)} groups.")
+        raise ValueError(
+            f"The state has {name} = {values}: expected {len(partition)} finite numbers, 0 or more."
+        )
     return values.to(torch.float64)
 
 

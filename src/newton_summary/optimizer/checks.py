@@ -1,4 +1,4 @@
-"""What NewtonSummary is given: checks with clear errors, closures as losses, groups added later."""
+"""What NewtonSummary is given: checks with clear errors, groups added later."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from newton_summary.measuring.param_groups import held_by
 from newton_summary.partition import Partition, make_partition
-from newton_summary.probe.probe import Closure, LossFn
+from newton_summary.probe.inputs import as_loss_fn as as_loss_fn  # for curvature.py
 
 Variant = Literal["steered", "as-run", "as-published"]
 
@@ -75,30 +74,6 @@ def check_direction(direction: Optimizer, partition: Partition) -> None:
             "The optimizer given as direction does not hold all parameters of the partition. Give "
             "it the others too, or leave them out of the partition."
         )
-
-
-def as_loss_fn(closure: Closure, partition: Partition) -> LossFn:
-    """Return the closure as a function of model and batch that checks what comes back."""
-    asked = (
-        "A closure of step() returns the loss of a curvature batch as a tensor, without backward()"
-    )
-
-    def grads() -> list[Tensor | None]:
-        with torch._C.DisableTorchFunction():  # or the sweep thinks that the loss reads them
-            return [p.grad for p in partition.params.values()]
-
-    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-        before = grads()
-        loss = closure()
-        if any(new is not old for new, old in zip(grads(), before)):
-            raise ValueError(f"The closure called backward() or zero_grad(). {asked}.")
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"The closure returned {type(loss).__name__}. {asked}.")
-        if not loss.requires_grad:
-            raise ValueError(f"The closure returned a loss that is detached. {asked}.")
-        return loss
-
-    return loss_fn
 
 
 def holds_all(optimizer: Optimizer, partition: Partition) -> bool:

@@ -491,7 +491,9 @@ class RateController(ShownAsTable):
             values = [numbers, first_lrs, list(asdict(balance).values())]
             check_finite([*values, before, list(asdict(ends).values())], "The state")
             if not numbers[0] > 0:
-                raise ValueError(f"The state has the multiplier {numbers[0]}: it is above 0.")
+                raise ValueError(
+                    f"The state has the multiplier {numbers[0]}: expected one above 0."
+                )
         self.multiplier, self._rate, self._envelope = numbers
         self.steps, self._due, self._started = steps, due, bool(state["started"])
         self._first_lrs, self._balance, self.history = first_lrs, balance, history

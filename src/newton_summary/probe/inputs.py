@@ -17,8 +17,10 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Dataset, IterableDataset
 
 from newton_summary.display.warn import warn_user
+from newton_summary.partition import Partition
 
 LossFn = Callable[[nn.Module, Any], Tensor]
+Closure = Callable[[], Tensor]
 NumSamples = int | Callable[[Any], int]
 
 _WANTED = (
@@ -51,6 +53,30 @@ def check_loss_fn(loss_fn: Any) -> None:
         raise TypeError(
             f"loss_fn has the arguments {signature} ({error}). {_WANTED} {_EXAMPLE}."
         ) from None
+
+
+def as_loss_fn(closure: Closure, partition: Partition) -> LossFn:
+    """Return the closure as a function of model and batch that checks what comes back."""
+    asked = (
+        "A closure of step() returns the loss of a curvature batch as a tensor, without backward()"
+    )
+
+    def grads() -> list[Tensor | None]:
+        with torch._C.DisableTorchFunction():  # or the sweep thinks that the loss reads them
+            return [p.grad for p in partition.params.values()]
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        before = grads()
+        loss = closure()
+        if any(new is not old for new, old in zip(grads(), before)):
+            raise ValueError(f"The closure called backward() or zero_grad(). {asked}.")
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"The closure returned {type(loss).__name__}. {asked}.")
+        if not loss.requires_grad:
+            raise ValueError(f"The closure returned a loss that is detached. {asked}.")
+        return loss
+
+    return loss_fn
 
 
 def explain(error: Exception, model: nn.Module, data: Any) -> TypeError | None:

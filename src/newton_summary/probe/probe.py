@@ -14,7 +14,7 @@ checkpoints, run as they are written.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +35,7 @@ from newton_summary.probe.eager import (
     refuse_unknown_checkpoints,
     start_measuring,
 )
+from newton_summary.probe.inputs import Closure as Closure
 from newton_summary.probe.inputs import LossFn as LossFn
 from newton_summary.probe.inputs import (
     NumSamples,
@@ -56,8 +57,6 @@ from newton_summary.probe.state import (
     TorchState,
     own_generators,
 )
-
-Closure = Callable[[], Tensor]
 
 
 class WholeBatchOnly(TorchFunctionMode):
