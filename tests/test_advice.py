@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import newton_summary as ns
+from newton_summary.integrations.console import sentence
 from newton_summary.measuring import rehearsal
 from newton_summary.measuring.advice import VERDICTS, _Trials
 from newton_summary.measuring.factors import Estimate, FactorModel
@@ -227,6 +228,65 @@ def test_groups_that_are_noise_alone_share_a_factor():
     assert alone.together is None and alone.changes == pytest.approx([4.0, 0.2])
     third = factors_of([[4.0, 0.2]] * 4, [[[1.0, 0.0], [0.0, 1.0]]] * 4, fraction=0.5)
     assert third.own[0].factor == 4.0 and third.changes == pytest.approx([2.0, 0.1])
+
+
+class Valley(nn.Module):
+    """Two numbers that matter only by their sum, or nearly so."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(2))
+
+    def loss(self, slopes):
+        x = torch.cat([self.a, self.b])
+        return -(slopes @ x).mean() + 0.5 * (x.sum() ** 2 - 0.002 * x.prod())
+
+
+def valley_advice(lr, apart, shared, **options):
+    """Of eight batches whose slopes differ, for each of two groups or for their sum."""
+    signs = [((-1) ** i * apart, (-1) ** (i // 2) * shared) for i in range(8)]
+    slopes = [(torch.tensor([[9 + d + s, 9 - d + s]], dtype=torch.float64),) for d, s in signs]
+    model = Valley()
+    sgd = torch.optim.SGD([{"params": [model.a]}, {"params": [model.b]}], lr=lr)
+    return ns.suggest_lrs(model, lambda model, batch: model.loss(*batch), slopes, sgd, **options)
+
+
+def test_what_noisy_groups_are_told_is_what_is_suggested():
+    """A common factor with the change by the rehearsal; nothing of it where that is noise too."""
+    advice = valley_advice(lr=0.111, apart=1.0, shared=0.0)
+    change = advice.groups[0].change
+    assert [g.verdict for g in advice.groups] == ["noise"] * 2 and 2 < change < 4
+    assert f"together: x{change:.3g} (best next step: x4.5" in str(advice)
+    said = "all together (too noisy one by one): lr 0.111 could be x2.8 by a rehearsal (the best"
+    assert said in sentence(advice)
+    plain = valley_advice(lr=0.111, apart=1.0, shared=0.0, rehearsal=False)
+    assert "'group1'; together: x4.5" in str(plain)
+    for lr, shared in ((0.111, 9.0), (0.01, 12.0)):  # its factor is noise, or its gain
+        nothing = valley_advice(lr, 1.0, shared)
+        assert [(g.verdict, g.change) for g in nothing.groups] == [("noise", 1.0)] * 2
+        assert nothing.together is None and "together" not in str(nothing)
+        assert sentence(nothing).count("too noisy to say") == 2
+
+
+def test_a_rate_that_stays_is_not_called_noisy_as_well(monkeypatch):
+    """The rehearsal keeps the rates of groups that share a factor: there are no others."""
+    monkeypatch.setattr(
+        "newton_summary.measuring.advice.rehearse",
+        lambda *_: (rehearsal.Rehearsal(16, 1.0, 2.0, 8), None),
+    )
+    advice = valley_advice(lr=0.111, apart=1.0, shared=0.0)
+    assert [g.verdict for g in advice.groups] == ["keep"] * 2 and advice.together is None
+    assert "noisy" not in str(advice) + sentence(advice)
+
+
+def test_losses_of_a_rehearsal_can_be_told_apart():
+    advice = valley_advice(lr=0.111, apart=1.0, shared=0.0)
+    for now, then, told in ((2.0, 1.0, "2 in 16"), (4.21734e10, 4.21731e10, "4.21734e+10 in 16")):
+        advice.rehearsal = rehearsal.Rehearsal(16, now, then, 10)
+        assert f"reaches {told} steps now" in str(advice)
+        assert "says little" not in str(advice)
+    advice.rehearsal = rehearsal.Rehearsal(2, 2.0, 1.0, 1)  # of one batch
+    assert "says little: give sixteen batches" in str(advice)
 
 
 def test_the_error_of_a_factor_is_that_of_the_mean():
@@ -691,7 +751,7 @@ def test_an_optimizer_that_does_not_move_yet():
     advice = ns.suggest_lrs(model, loss_fn, DATA, sgd, "canonical")
     assert [(g.verdict, g.factor, g.change) for g in advice.groups] == [("no step", 1.0, 1.0)] * 4
     assert advice.now == advice.then == (0.0, 0.0) and advice.rehearsal is None
-    assert VERDICTS["no step"] in str(advice)
+    assert VERDICTS["no step"] in str(advice) and "ask before the scheduler" in str(advice)
 
 
 SCHEDULERS = {
@@ -710,6 +770,9 @@ SCHEDULERS = {
     "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=9),
     "CyclicLR": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 1e-4, 0.1, 4),
     "ReduceLROnPlateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o),
+    "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o, [SCHEDULERS["LinearLR"](o), SCHEDULERS["CosineAnnealingLR"](o)], [3]
+    ),
 }
 
 
@@ -732,6 +795,8 @@ def test_apply_warns_where_a_scheduler_undoes_it(kind, recwarn):
     warned = [str(w.message) for w in recwarn if "scheduler" in str(w.message)]
     assert bool(warned) == (not kept), rates
     assert all(kind in text for text in warned)
+    peak = "highest rate of its cycle"  # the present one is a fraction of it
+    assert all((peak in text) == (kind in ("OneCycleLR", "CyclicLR")) for text in warned)
 
 
 def test_apply_warns_where_a_scheduler_was_made_for_fewer_groups():

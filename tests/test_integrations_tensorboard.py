@@ -1,5 +1,6 @@
 """Logs of measurements, read back: TensorBoard, Weights & Biases, and a loop of one's own."""
 
+import copy
 import io
 import sys
 from types import SimpleNamespace
@@ -119,6 +120,24 @@ def test_a_loop_of_ones_own(setup, tmp_path):
         monitor.history.rates[:, 3].tolist(), rel=1e-6
     )
     assert [len(entry.trials) for entry in monitor.history.measured] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("lr", [0.01, 1.0, 30.0])
+def test_rates_along_an_optimizer_are_those_of_its_trial(lr, setup):
+    """And not the best next step, which a rehearsal may have refused."""
+    model, batch = setup
+    sgd = torch.optim.SGD(model.parameters(), lr=lr)
+    measured = Monitor(loss_fn=loss_fn, data=[batch] * 2, console=False).measure(
+        model, 0, optimizer=sgd
+    )
+    twin = copy.deepcopy(model)
+    before = loss_fn(twin, batch)
+    gradients = torch.autograd.grad(before, list(twin.parameters()))
+    with torch.no_grad():
+        for p, g in zip(twin.parameters(), gradients, strict=True):
+            p -= float(measured.eta) * lr * g
+        change = float(loss_fn(twin, batch) - before)
+    assert measured.trial.real == pytest.approx(change, rel=1e-4)
 
 
 @pytest.mark.parametrize(("given", "missing"), [({"data": torch.ones(2)}, "loss_fn"), ({}, "data")])

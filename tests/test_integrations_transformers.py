@@ -178,7 +178,7 @@ def test_history_goes_on_from_a_checkpoint(tmp_path):
         [7 / 3, 8 / 3, 3]
     )
     saved = json.loads((tmp_path / "checkpoint-9" / "trainer_state.json").read_text())
-    tag = f"newton_summary/factor/{callback.history.names[0]}"
+    tag = f"newton_summary/suggested/{callback.history.names[0]}"
     rates = [row[tag] for row in saved["log_history"] if tag in row]
     assert rates == pytest.approx(callback.history.rates[:, 0].tolist())
 

@@ -104,6 +104,7 @@ def test_rates_that_are_no_use_are_not_tried():
     assert saddle.rates.status == "saddle" and math.isnan(saddle.real)
     assert other.real == pytest.approx(change(model, batch, other.rates.eta))
     assert found.best is other and "saddle" in str(found)
+    assert "nan" not in str(found).partition("The loss is")[0]
 
 
 def test_where_no_strength_can_help_no_larger_one_is_recommended():

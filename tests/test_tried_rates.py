@@ -9,7 +9,11 @@ import torch
 from torch import nn
 
 import newton_summary as ns
+from newton_summary.figures import rate_bars
+from newton_summary.figures import rates as drawn_rates
 from newton_summary.history import History
+from newton_summary.integrations.loggers import rate_scalars
+from newton_summary.integrations.monitor import Monitor
 from newton_summary.measuring.tried_rates import _absolute
 from newton_summary.page.document import page
 from test_no_trace import Trace
@@ -58,6 +62,31 @@ def test_a_strength_of_ones_own_is_refuted_by_its_trial():
     history.add(0, summary, rates)
     assert history.measured[0].refuted and "refuted" in str(history)
     assert 'role="alert">Do not use the learning rates. Refuted' in page([history])
+    assert rate_bars(rates).axes[0].get_title(loc="left") == "Learning rates: minimum, refuted"
+    drawn = drawn_rates(history).axes[0].get_title(loc="left")
+    assert drawn == "Learning rates, words; refuted by trials: epoch 0"
+    assert rate_scalars(history.measured[0]) == {}
+
+
+def test_a_monitor_warns_of_a_strength_that_is_refuted():
+    model, batch = problem()
+    monitor = Monitor(loss_fn=loss_fn, data=batch, lambda_int=1.0)
+    with pytest.warns(UserWarning, match=r"After epoch 0: Refuted.*Shown once"):
+        measured = monitor.measure(model, 0)
+    assert measured.refuted
+    assert not Monitor(loss_fn=loss_fn, data=batch).measure(model, 0).refuted
+
+
+def test_a_monitor_of_relu_with_squared_error_has_rates_that_lower_the_loss(recwarn):
+    """And not the saddle, which it used to log."""
+    model, batch = relu_regression(2, seed=0)
+    summary = ns.summarize(model, squared_error, batch)
+    assert ns.learning_rates(summary).status == "saddle"
+    measured = Monitor(loss_fn=squared_error, data=batch).measure(model, 0)
+    assert measured.status == "absolute" and measured.trial.real < 0
+    expected = ns.learning_rates(summary, model=model, loss_fn=squared_error, data=batch)
+    torch.testing.assert_close(measured.eta, expected.eta)
+    assert not [w for w in recwarn if "unusable" in str(w.message)]
 
 
 def test_a_page_warns_of_a_saddle_and_of_a_promise_but_not_of_good_rates():

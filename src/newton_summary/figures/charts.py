@@ -172,6 +172,9 @@ def rates(history: History, window: int | None = None) -> Figure:
     if not history.measured:
         raise ValueError(f"The history {history.name!r} has no measurements.")
     title = f"Learning rates, {figure_text(history.name)}"
+    if refuted := [f"{m.epoch:g}" for m in history.measured if m.refuted]:
+        more = ", ..." if len(refuted) > 8 else ""
+        title += f"; refuted by trials: {history.unit} {', '.join(refuted[:8])}{more}"
     figure, axis = titled_figure(title, 1.9 * PANEL[0], 1.3 * PANEL[1])
     draw_rates(axis, history, window)
     return figure
@@ -195,7 +198,7 @@ def rate_bars(summary: Summary | LearningRates, lambda_int: float = 1.0) -> Figu
     error = found.eta_stderr
     errors = np.zeros_like(eta) if error is None else error.detach().double().cpu().numpy()
     row = 0.24 if len(eta) <= 45 else 0.09  # inches
-    title = f"Learning rates: {found.status}"
+    title = f"Learning rates: {found.status}{', refuted' if found.refuted else ''}"
     figure, axis = titled_figure(title, 1.6 * PANEL[0], 0.9 + row * len(eta))
     rows = np.arange(len(eta))
     handles = []

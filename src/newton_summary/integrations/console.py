@@ -40,12 +40,16 @@ class Console:
 
 def sentence(advice: Advice, steered: bool = False) -> str:
     """Return what advice says in one line: the loss, and a clause for each group."""
-    several = len(advice.groups) > 1
-    shared = advice.together is not None  # by those that are too noisy one by one
-    said = [clause(g, several) for g in advice.groups if not (shared and g.verdict == "noise")]
-    if advice.together is not None:
-        found = _times(advice.together.factor, advice.together.stderr)
-        said.append(f"{'the others' if said else 'all'} together {found} (too noisy one by one)")
+    several, together = len(advice.groups) > 1, advice.together
+    noisy = [g for g in advice.groups if g.verdict == "noise"] if together is not None else []
+    said = [clause(g, several) for g in advice.groups if g not in noisy]
+    if together is not None:
+        lrs = tuple(dict.fromkeys(lr for group in noisy for lr in group.lrs))
+        who = "the others" if said else "all"
+        one = GroupAdvice(
+            who, lrs, together.factor, together.stderr, noisy[0].change, together.verdict
+        )
+        said.append(f"{who} together (too noisy one by one): {clause(one)}")
     return f"loss {float(advice.summary.loss):.4g}; {'; '.join(said)}{' (steered)' * steered}"
 
 

@@ -79,7 +79,9 @@ def scalars_of(measured: Measured) -> dict[str, float]:
 
 
 def rate_scalars(measured: Measured) -> dict[str, float]:
-    """Return the rate of each group."""
+    """Return the rate of each group; nothing if a step with these rates raised the loss."""
+    if measured.refuted:
+        return {}
     place = GROUPS if measured.kind == "full" else f"{GROUPS}/{measured.kind}"
     rates = zip(measured.summary.names, measured.eta.tolist(), strict=True)
     return {f"{place}/{name}": rate for name, rate in rates}

@@ -32,15 +32,15 @@ from newton_summary.integrations.loggers import (
     scalars_of,
 )
 from newton_summary.measuring.advice import Advice, suggest_lrs
-from newton_summary.measuring.lambda_int import suggest_lambda_int
 from newton_summary.measuring.measurement import summarize
 from newton_summary.measuring.trial_steps import step_trials
+from newton_summary.measuring.tried_rates import learning_rates
 from newton_summary.optimizer import NewtonSummary
 from newton_summary.optimizer.controller import PERIOD, RateController
 from newton_summary.page import report
 from newton_summary.partition import Partition, Spec, unwrap
 from newton_summary.probe.probe import LossFn
-from newton_summary.solver import LearningRates, learning_rates
+from newton_summary.solver import LearningRates, refutation
 from newton_summary.summary import Summary
 
 REPORT = "newton_summary.html"
@@ -216,6 +216,9 @@ class Monitor:
         if not rates.ok:
             self._warn(f"The rates after epoch {epoch:g} are unusable. {rates.detail}")
         measured = self.history.measured[-1]
+        if self.advice is None and measured.trial is not None and measured.refuted:
+            _, predicted, real = measured.trial
+            self._warn(f"After epoch {epoch:g}: {refutation(predicted, real)}")
         self._note_facts(model, measured, optimizer)
         new = [measured]
         if isinstance(optimizer, NewtonSummary):
@@ -257,10 +260,14 @@ class Monitor:
             self.advice = groups = advise()
             if self.partition is not None:
                 groups = advise(partition=self.partition, rehearsal=False)
-        factors = groups.rates.eta.new_tensor([group.factor for group in groups.groups])
-        errors = [group.stderr for group in groups.groups]
-        stderr = None if None in errors else factors.new_tensor(errors)
-        rates = replace(groups.rates, eta=factors, eta_stderr=stderr, status="minimum")
+        # The step that was tried; its errors are those of the best factors, where it takes these.
+        changes = groups.rates.eta.new_tensor([group.change for group in groups.groups])
+        errors = [
+            math.nan if group.stderr is None or group.change != group.factor else group.stderr
+            for group in groups.groups
+        ]
+        stderr = None if all(map(math.isnan, errors)) else changes.new_tensor(errors)
+        rates = replace(groups.rates, eta=changes, eta_stderr=stderr, status="minimum")
         self.history.add(epoch, groups.summary, rates, trials=[Trial(1.0, *groups.then)])
         said = sentence(self.advice, steered=self.controller is not None)
         self.console.say(f"epoch {epoch:g}: {said}")
@@ -269,10 +276,11 @@ class Monitor:
         return rates
 
     def _rates(self, model: nn.Module, data: Any, summary: Summary) -> LearningRates:
-        """Return the rates along the gradient; the strength is looked for until a trial holds."""
-        if summary.order == 2 or self.lambda_int is not None:
-            return learning_rates(summary, self.lambda_int or 0.0)
-        return suggest_lambda_int(model, self._loss, data, summary, **self._shared()).rates
+        """Return the rates along the gradient; strength or length are sought by trials."""
+        if self.lambda_int is not None:
+            return learning_rates(summary, self.lambda_int)
+        tried = {"model": model, "loss_fn": self._loss, "data": data, **self._shared()}
+        return learning_rates(summary, **tried)
 
     def _shared(self, *more: str) -> dict[str, Any]:
         """Return the options that trials take too, and more of them by name."""

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 ALIKE = 2.0  # rates within this factor train alike: none is left for another
+SHORT = 8  # steps of a rehearsal: fewer than four batches
 VERDICTS: dict[Verdict, str] = {
     "raise": "the loss would fall more with a larger rate",
     "lower": "the loss would fall more with a smaller rate",
@@ -51,7 +52,8 @@ VERDICTS: dict[Verdict, str] = {
     "not yet": "parts of it have no gradient yet, such as a LoRA factor whose partner is zero: ask "
     "again after some steps",
     "no effect": "the loss hardly depends on this group, such as a bias before a batch norm",
-    "no step": "the optimizer does not move this group (its lr or its gradient is zero)",
+    "no step": "the optimizer does not move this group: its gradient is zero, or its lr, as before "
+    "the first step of a warm-up: ask before the scheduler is made, or after some steps",
 }
 """What each verdict means."""
 
@@ -117,7 +119,8 @@ class Advice(ShownAsTable):
         now: The change of the loss by a step with the present rates.
         then: The change by a step with the suggested rates: above ``now`` only where the present
             rates fail in the rehearsal.
-        together: The factor, with its error, of the groups that are too noisy one by one; or None.
+        together: The factor, with its error, of the groups that are too noisy one by one; None if
+            that is noise as well, or if trials decide otherwise.
         rehearsal: The loss after some steps with the present rates and with the best others; None
             if there was nothing to rehearse.
         summary: The measurement, with its errors.
@@ -174,20 +177,28 @@ class Advice(ShownAsTable):
         ]
         if self.rehearsal is not None:
             steps, now, then, then_steps = self.rehearsal
+            reached, reached_then = told_apart(now, then)
             changed = any(group.change != 1 for group in self.groups)
+            which = "as suggested" if changed else "with another rate"
             worse = self.then.predicted > self.now.predicted
             lines.append(
-                f"rehearsal: the loss reaches {now:.4g} in {steps} steps now, "
-                f"{then:.4g} in {then_steps} {'as suggested' if changed else 'with another rate'}"
+                f"rehearsal: the loss reaches {reached} in {steps} steps now, "
+                f"{reached_then} in {then_steps} {which}"
                 f"{', though the next step is worse' if worse else ''}"
             )
+            if max(steps, then_steps) < SHORT:
+                lines.append(
+                    "a rehearsal this short says little: give sixteen batches or more, of the "
+                    "size that you train with"
+                )
         if self.together is not None:
-            noisy = [group.name for group in self.groups if group.verdict == "noise"]
+            noisy = [group for group in self.groups if group.verdict == "noise"]
             factor, error = self._factor(self.together.factor, self.together.stderr)
-            lines.append(
-                f"too noisy one by one: {first_names(noisy)}; together: {factor}"
-                f"{error and ' ± '}{error}"
-            )
+            best, change = f"{factor}{error and ' ± '}{error}", noisy[0].change
+            if not math.isclose(change, self.together.factor, rel_tol=5e-3):
+                best = f"x{change:.3g} (best next step: {best})"
+            names = first_names([group.name for group in noisy])
+            lines.append(f"too noisy one by one: {names}; together: {best}")
         if any(
             math.isclose(group.change, limit) for group in self.groups for limit in self._limits
         ):
@@ -227,6 +238,18 @@ class Advice(ShownAsTable):
 def error_text(stderr: float | None, factor: float) -> str:
     """Return the error of a factor; nothing where there is none, or rounding, as at a limit."""
     return f"{stderr:.2g}" if stderr and stderr > 1e-6 * factor else ""
+
+
+def told_apart(a: float, b: float) -> tuple[str, str]:
+    """Return two numbers with four digits, or with as many as tell them apart, up to eight.
+
+    >>> told_apart(1.535, 1.0724)
+    ('1.535', '1.072')
+    >>> told_apart(0.692041, 0.691973)
+    ('0.69204', '0.69197')
+    """
+    pairs = [(f"{a:.{digits}g}", f"{b:.{digits}g}") for digits in range(4, 9)]
+    return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
 
 
 def suggest_lrs(
@@ -381,6 +404,8 @@ def suggest_lrs(
         if whole and not is_noise and not early.any():
             checked = trials.lower(checked, changes)
     rates = learning_rates(summary, factor_model.strength, diagonal=diagonal)
+    sure = checked.verdict is None and not found.within_noise
+    sure &= found.together is not None and found.together.verdict != "noise"
     judged = []
     for s, name in enumerate(part.names):
         own, change = found.own[s], float(checked.changes[s])
@@ -400,7 +425,7 @@ def suggest_lrs(
         judged,
         checked.now,
         checked.then,
-        found.together,
+        found.together if sure and any(g.verdict == "noise" for g in judged) else None,
         summary,
         rates,
         optimizer,

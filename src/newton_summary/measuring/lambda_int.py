@@ -84,7 +84,7 @@ class Strengths(ShownAsTable):
         for one in self.tried:
             eta = one.rates.eta
             negative = f"{int((eta < 0).sum())} of {len(eta)}" if one.rates.ok else "-"
-            changes = [f"{value:+.4g}" for value in (one.predicted, one.real)]
+            changes = [f"{x:+.4g}" if one.rates.ok else "-" for x in (one.predicted, one.real)]
             mark = one.rates.status if not one.rates.ok else "best" if one is self.best else ""
             rows.append([f"{one.rates.lambda_int:g}", negative, *changes, mark])
         return rows

@@ -122,11 +122,14 @@ def _warn_of_schedulers(optimizer: Optimizer, split: bool) -> None:
     elif undoing := [kind for kind in kinds if not issubclass(kind, _MULTIPLIES)]:
         names = ", ".join(sorted({kind.__name__ for kind in undoing}))
         own = issubclass(undoing[0], (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR))
-        and_then = ", with its max_lr multiplied too" if own else ""
+        and_then = (  # at its start the rates are a fraction of it, and advice is about these
+            ": ask with the highest rate of its cycle as lr, and take what is suggested as max_lr"
+            if own
+            else ""
+        )
         warn_user(
             f"The scheduler of this optimizer ({names}) computes rates from those at its start, "
-            f"and will undo this change at its next step. Make the scheduler after "
-            f"apply(){and_then}."
+            f"and will undo this change. Make the scheduler after apply(){and_then}."
         )
 
 

@@ -61,7 +61,7 @@ function show(value, digits = 6) {
 }
 
 /** What to write after a number that has a standard error. */
-const plusMinus = (error) => (error === null ? "" : ` ± ${show(error, 2)}`);
+const plusMinus = (error) => (error === null || Number.isNaN(error) ? "" : ` ± ${show(error, 2)}`);
 
 /** Text that plotly shows as it is: its labels know some markup. */
 const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
