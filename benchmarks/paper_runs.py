@@ -59,6 +59,7 @@ PLAN = "\n".join(
             for setup in ("vgg_cifar10", "bigmlp_cifar10")
         ),
         *(f"{setup}_default 0 -" for setup in SETUPS),
+        "lenet_cifar10_default_plateau 0-4 -",
         *(f"vgg_cifar10_adam 0 - {rate}" for rate in TUNED),
         *(f"bigmlp_cifar10_adam 0 - {rate}" for rate in TUNED),
         "vbigmlp_cifar10 0 100 measure.every=10",

@@ -109,6 +109,11 @@ class Runs:
         """Return one run of a recipe that has measurements."""
         return next((run for run in self.of(recipe) if run.summaries()), None)
 
+    def measured_at_best(self, recipe: str) -> Run | None:
+        """Return the run of a recipe that was measured nearest to its best epoch."""
+        found = [run for run in self.alike(recipe) if len(full_batch(run)) > 1]
+        return min(found, key=distance_to_best, default=None)
+
 
 def _method(values: dict[str, object]) -> dict[str, object]:
     return {k: v for k, v in values.items() if k not in PLACES and not k.startswith("measure.")}
@@ -203,10 +208,12 @@ METHODS: dict[str, str] = {
     "NewtonSummary, as run": "newton_summary",
     "NewtonSummary, as published": "as_published",
     "NewtonSummary, the package's defaults": "default",
+    "NewtonSummary, the same with the plateau schedule": "default_plateau",
     "Adam": "adam",
     "K-FAC": "kfac",
     "SGD (not in the paper)": "sgd",
 }
+OURS = ("SGD", "NewtonSummary, the same")  # shown where they were run
 
 
 def of_method(runs: Runs, setup: str, suffix: str) -> list[Run]:
@@ -240,7 +247,7 @@ def training_table(runs: Runs) -> list[str]:
         if best is not None and tried > 1:
             entries.append((f"Adam at {best[0]:g}, best of {tried} rates", best[1]))
         for label, found in entries:
-            if label.startswith("SGD") and not found:
+            if label.startswith(OURS) and not found:
                 continue
             if any(getattr(run.config.optimizer, "factored", False) for run in found):
                 label += ", factored damping"
@@ -529,12 +536,27 @@ def times_section(runs: Runs) -> list[str]:
 # --- Hbar and eta (Section 6.1, App. H) ----------------------------------------------------------
 
 
+def full_batch(run: Run) -> list[Measured]:
+    """Return the measurements on all of the data."""
+    return [m for m in run.summaries() if m.kind == "full"]
+
+
+def best_epoch(run: Run) -> int:
+    """Return the epoch of the lowest validation loss, before which the paper measures."""
+    return int(best_row(run).get("epoch", 0))
+
+
+def distance_to_best(run: Run) -> float:
+    """Return by how many epochs the nearest measurement misses the best epoch."""
+    return min(abs(m.epoch - best_epoch(run)) for m in full_batch(run))
+
+
 def chosen(run: Run, epoch: int | None = None) -> list[tuple[str, Measured]]:
     """Return the full-batch measurements at the start and at an epoch, the best by default."""
-    full = [m for m in run.summaries() if m.kind == "full"]
+    full = full_batch(run)
     if not full:
         return []
-    wanted = int(best_row(run).get("epoch", 0)) if epoch is None else epoch
+    wanted = best_epoch(run) if epoch is None else epoch
     later = min(full, key=lambda m: abs(m.epoch - wanted))
     return [("start", full[0]), (f"epoch {later.epoch:g}", later)]
 
@@ -556,7 +578,7 @@ def kept_table(named: Sequence[tuple[str, Run, int | None]]) -> list[str]:
 
 def weight_rates(run: Run) -> tuple[list[list[float]], list[list[float]]]:
     """Return the positive rates of each layer's weights and biases over all measurements."""
-    full = [m for m in run.summaries() if m.kind == "full"]
+    full = full_batch(run)
     roles = full[0].summary.partition.roles if full and full[0].summary.partition else ()
     by_role = {"weight": [], "bias": []}  # type: dict[str, list[list[float]]]
     for s, role in enumerate(roles):
@@ -734,9 +756,13 @@ or one by one: `newton-summary run lenet_cifar10_newton_summary --data-root DATA
 def page(runs: Runs, pictures: Path) -> str:
     """Return the page, and draw its pictures into a folder."""
     lenet, vgg = runs.first("lenet_cifar10_sgd"), runs.first("vgg_cifar10_sgd")
+    at_best = [runs.measured_at_best(f"{setup}_sgd") for setup in ("lenet_cifar10", "vgg_cifar10")]
     vbig = runs.first("vbigmlp_cifar10")
-    named = [("LeNet", lenet, None), ("VGG-11'", vgg, None), ("VBigMLP", vbig, 100)]
-    measured = [(label, run, epoch) for label, run, epoch in named if run is not None]
+
+    def measured(lenet: Run | None, vgg: Run | None) -> list[tuple[str, Run, int | None]]:
+        named = [("LeNet", lenet, None), ("VGG-11'", vgg, None), ("VBigMLP", vbig, 100)]
+        return [(label, run, epoch) for label, run, epoch in named if run is not None]
+
     four = [
         run
         for setup in SETUPS
@@ -761,11 +787,11 @@ def page(runs: Runs, pictures: Path) -> str:
         *([NOTES.read_text()] if NOTES.is_file() else []),
         "## Interactions between layers (Section 6.1, Fig. 1)",
         "",
-        *kept_table(measured),
-        *hbar_claims(lenet, vgg),
+        *kept_table(measured(*at_best)),
+        *hbar_claims(*at_best),
         *(
             line
-            for label, run, epoch in measured
+            for label, run, epoch in measured(*at_best)
             for line in draw(
                 f"{_file(label)}_hbar.png",
                 f"Hbar and its inverse, {label}",
@@ -777,7 +803,7 @@ def page(runs: Runs, pictures: Path) -> str:
         *eta_claims(lenet, vgg),
         *(
             line
-            for label, run, epoch in measured
+            for label, run, epoch in measured(lenet, vgg)
             for line in draw(
                 f"{_file(label)}_eta.png",
                 f"learning rates, {label}",

@@ -153,6 +153,11 @@ def with_default(name: str) -> ExperimentConfig:
     return setup(name, NewtonSummaryConfig(partition="trivial"))
 
 
+def with_default_plateau(name: str) -> ExperimentConfig:
+    """NewtonSummary with the package's own defaults, and the paper's plateau schedule."""
+    return replace(with_default(name), schedule=PLATEAU)
+
+
 def with_adam(name: str) -> ExperimentConfig:
     """Adam, with the paper's learning rate."""
     return setup(name, AdamConfig(lr=SETUPS[name].adam))
@@ -169,7 +174,15 @@ def with_sgd(name: str) -> ExperimentConfig:
     return replace(setup(name, SGDConfig(lr=SETUPS[name].sgd)), measure=MeasureConfig(every=1))
 
 
-WAYS = (with_newton_summary, with_as_published, with_default, with_adam, with_kfac, with_sgd)
+WAYS = (
+    with_newton_summary,
+    with_as_published,
+    with_default,
+    with_default_plateau,
+    with_adam,
+    with_kfac,
+    with_sgd,
+)
 for name, way in product(SETUPS, WAYS):
     add_recipe(f"{name}_{way.__name__.removeprefix('with_')}", way(name), way.__doc__)
 
