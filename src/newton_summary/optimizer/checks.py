@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from newton_summary.measuring.param_groups import held_by
 from newton_summary.partition import Partition, make_partition
-from newton_summary.probe.inputs import as_loss_fn as as_loss_fn  # for curvature.py
 
 Variant = Literal["steered", "as-run", "as-published"]
 

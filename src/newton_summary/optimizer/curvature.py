@@ -25,10 +25,9 @@ from newton_summary.measuring.measurement import (
     open_probe,
 )
 from newton_summary.optimizer.checkpoint import read_counts
-from newton_summary.optimizer.checks import as_loss_fn
 from newton_summary.parallel.processes import Distributed, find_processes
 from newton_summary.partition import Params, Partition
-from newton_summary.probe.inputs import as_batches, check_loss_fn
+from newton_summary.probe.inputs import as_batches, as_loss_fn, check_loss_fn
 from newton_summary.probe.probe import Closure, LossFn
 from newton_summary.probe.state import Journal, RandomState, own_generators
 from newton_summary.solver import STATUS

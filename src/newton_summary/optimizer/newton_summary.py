@@ -280,6 +280,20 @@ class NewtonSummary(Optimizer):
     ) -> NewtonSummary:
         """Return Algorithm 2 (App. G) with nothing added, as it was run or as it was published.
 
+        >>> from newton_summary import make_partition
+        >>> _ = torch.manual_seed(0)
+        >>> net = torch.nn.Linear(3, 2)
+        >>> def loss_fn(model, batch):
+        ...     return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+        >>> batch = torch.randn(40, 3), torch.randint(2, (40,))
+        >>> opt = NewtonSummary.paper(make_partition(net), curvature=(loss_fn, [batch]))
+        >>> for _ in range(40):
+        ...     opt.zero_grad()
+        ...     loss_fn(net, batch).backward()
+        ...     _ = opt.step()
+        >>> opt.refreshes, bool((opt.eta > 0).any())  # three without a move, and one more
+        (4, True)
+
         One step reads: direction ``u``, summary of the loss along it, average with earlier
         summaries, rates ``eta``, update ``theta - lr * U I_{P:S} eta``. Summary, average and rates
         are renewed every ``summary_period`` steps.
