@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import newton_summary as ns
 from newton_summary.optimizer.steered import period_within
@@ -546,3 +546,28 @@ def test_interactions_are_left_out_of_the_steering_on_demand(diagonal):
     assert float(summary.Hbar.diagonal().sum()) != pytest.approx(
         float(summary.Hbar.sum()), rel=0.01
     )
+
+
+def test_the_papers_algorithm_recommends_what_its_user_can_do():
+    """ReLU with squared error: nobody can try the rates inside of an optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU())
+    model = nn.Sequential(*model, nn.Linear(16, 1))
+    x = torch.randn(64, 5)
+    batch = x, x.sum(1, keepdim=True)
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return (model(batch[0]) - batch[1]).square().mean()
+
+    opt = ns.NewtonSummary.paper(ns.make_partition(model), curvature=(loss_fn, [batch]))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(60):
+            opt.zero_grad()
+            loss_fn(model, batch).backward()
+            opt.step()
+    said = [str(w.message) for w in caught if "no usable rates" in str(w.message)]
+    assert len(said) == 1
+    assert "D3 is 0 in all groups" in said[0]
+    assert "NewtonSummary(model, loss_fn), which steers" in said[0]
+    assert "learning_rates(" not in said[0]

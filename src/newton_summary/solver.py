@@ -66,6 +66,12 @@ _EPS = float(np.finfo(np.float64).eps)
 _SMALLEST = 2.0**-899  # of the shifts
 
 
+TRIED = (
+    "rates that are tried on the data: learning_rates(summary, model=model, loss_fn=loss_fn, "
+    "data=data)"
+)
+
+
 @dataclass(frozen=True, eq=False)
 class LearningRates(ShownAsTable):
     """One learning rate per group, for the step ``theta - U I_{P:S} eta``.
@@ -103,7 +109,12 @@ class LearningRates(ShownAsTable):
     @property
     def detail(self) -> str:
         """What the status means and what to do about it, with the groups concerned."""
-        text = explain(self.status, self.lambda_int, self.no_cubic, self._named(self.no_effect))
+        return self.detailed()
+
+    def detailed(self, instead: str = TRIED) -> str:
+        """Return the same, with something else to use in the place of such rates."""
+        given = (self.status, self.lambda_int, self.no_cubic, self._named(self.no_effect))
+        text = explain(*given, instead)
         return f"{text} It falls along {self._named(self.escaping)}." if self.escaping else text
 
     def _named(self, groups: Sequence[int]) -> str:
@@ -190,11 +201,17 @@ def learning_rates(
     )
 
 
-def explain(status: str, lambda_int: float, no_cubic: bool = False, no_effect: str = "") -> str:
+def explain(
+    status: str,
+    lambda_int: float,
+    no_cubic: bool = False,
+    no_effect: str = "",
+    instead: str = TRIED,
+) -> str:
     """Return what a status means and what to do about it.
 
     ``no_cubic`` says that D3 is 0 in all groups, ``no_effect`` names groups on which the loss does
-    not depend.
+    not depend, ``instead`` what to use in the place of such rates.
     """
     text = STATUS[status]
     if status == "flat" and no_effect:
@@ -206,15 +223,13 @@ def explain(status: str, lambda_int: float, no_cubic: bool = False, no_effect: s
     if no_cubic:
         return (
             f"{text} D3 is 0 in all groups, as with ReLU and squared error, so lambda_int has no "
-            f"effect. Use a coarser partition, such as 'trivial', or rates that are tried on the "
-            f"data: learning_rates(summary, model=model, loss_fn=loss_fn, data=data)."
+            f"effect. Use a coarser partition, such as 'trivial', or {instead}."
         )
     if lambda_int == 0:
         return f"{text} Use lambda_int > 0."
     return (
         f"{text} Merge the groups with D3 = 0 with others, freeze those on which the loss does not "
-        f"depend, or use rates that are tried on the data: learning_rates(summary, model=model, "
-        f"loss_fn=loss_fn, data=data)."
+        f"depend, or use {instead}."
     )
 
 

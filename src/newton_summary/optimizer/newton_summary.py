@@ -471,7 +471,8 @@ class NewtonSummary(Optimizer):
             rates = replace(rates, status="no-positive-rate")
         self._last_rates = rates
         if not rates.ok:
-            self._fail(rates, rates.detail)
+            steered = "NewtonSummary(model, loss_fn), which steers one rate for all groups"
+            self._fail(rates, rates.detailed(instead=steered))
         if not all(map(math.isfinite, found)):
             return
         eta = rates.eta.double().clamp_min(0)
