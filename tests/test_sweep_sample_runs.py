@@ -41,7 +41,7 @@ class Attends(nn.Module):
             self.qkv.weight.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x * self.gain
+        x, self.rows = x * self.gain, self.table.view(-1, C).sin()
         for _ in range(2):
             x = x + self.proj(self.attend(self, self.norm(x))).tanh()
             x = x + F.gelu(self.norm(x))
@@ -114,6 +114,19 @@ def with_a_table(self: Attends, x: Tensor) -> Tensor:
     return by_permute(self, x + self.table)
 
 
+def reshaped_like_a_value(self: Attends, x: Tensor) -> Tensor:
+    """What a parameter is made to becomes a value for all samples only inside of the run."""
+    y = by_permute(self, x)
+    return y * self.rows.reshape_as(y)
+
+
+def split_into_one(self: Attends, x: Tensor) -> Tensor:
+    """A split along the samples, whose only piece has as many as the sizes say."""
+    (q, k, v) = (split_heads(y) for y in self.qkv(x).chunk(3, -1))
+    (q,) = q.split([B], dim=0)
+    return merged(F.scaled_dot_product_attention(q, k, v))
+
+
 def across_samples(self: Attends, x: Tensor) -> Tensor:
     """The samples meet: keys are those of the next sample."""
     q, k, v = (split_heads(y) for y in self.qkv(x).chunk(3, -1))
@@ -153,6 +166,8 @@ WAYS = [
     (joined_samples, 2),
     (of_heads_in_rows, 0),
     (with_a_table, 2),
+    (reshaped_like_a_value, 2),
+    (split_into_one, 2),
     (across_samples, None),
 ]
 
