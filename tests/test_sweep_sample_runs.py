@@ -43,7 +43,7 @@ class Attends(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x, self.rows = x * self.gain, self.table.view(-1, C).sin()
-        self.made = self.table[:, 0].sin()
+        self.made, self.kept = self.table[:, 0].sin(), None
         for _ in range(2):
             x = x + self.proj(self.attend(self, self.norm(x))).tanh()
             x = x + F.gelu(self.norm(x))
@@ -169,6 +169,14 @@ def weight_with_as_many_rows(self: Attends, x: Tensor) -> Tensor:
     return y * F.linear(y, self.made)[..., :1]
 
 
+def values_of_the_block_before(self: Attends, x: Tensor) -> Tensor:
+    """One of several results of an operation inside of a run is needed long behind it."""
+    y = self.qkv(x).view(1, B, T, 3 * C).squeeze(0)
+    q, k, v = y.view(B, T, 3, 2, C // 2).permute(2, 0, 3, 1, 4)
+    k, self.kept = k + (self.kept if self.kept is not None else 1), v
+    return merged(F.scaled_dot_product_attention(q, k, v))
+
+
 def across_samples(self: Attends, x: Tensor) -> Tensor:
     """The samples meet: keys are those of the next sample."""
     q, k, v = (split_heads(y) for y in self.qkv(x).chunk(3, -1))
@@ -216,6 +224,7 @@ WAYS = [
     (joined_to_a_constant, None),
     (rows_in_another_order, None),
     (weight_with_as_many_rows, None),
+    (values_of_the_block_before, 2),
     (across_samples, None),
 ]
 
