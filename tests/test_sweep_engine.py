@@ -455,6 +455,19 @@ def sparse_matrix(model: Net, x: Tensor) -> Tensor:
 
 
 @recorded
+def sparse_matrix_and_bias(model: Net, x: Tensor) -> Tensor:
+    graph = (torch.ones(5, 5, dtype=x.dtype) - torch.eye(5, dtype=x.dtype)).to_sparse()
+    return model.tail(torch.tanh(torch.addmm(model.a.bias, graph, model.a(x)))).square().mean()
+
+
+@recorded
+def sums_that_are_no_layers(model: Net, x: Tensor) -> Tensor:
+    weight, bias = model.a.weight.t(), model.a.bias
+    h = torch.addmm(bias, x, weight, beta=2, alpha=0.5) + torch.addmm(bias[:1], x, weight).sin()
+    return model.tail(torch.tanh(h)).square().mean()
+
+
+@recorded
 def random_numbers(model: Net, x: Tensor) -> Tensor:
     h = torch.tanh(model.a(x))
     h = h + torch.randn_like(h) * model.scale

@@ -35,13 +35,15 @@ class Attends(nn.Module):
         self.qkv, self.proj = nn.Linear(C, 3 * C), nn.Linear(C, C)
         self.norm, self.gain = nn.LayerNorm(C), nn.Parameter(torch.rand(C) + 0.5)
         self.table = nn.Parameter(torch.randn(B, T, C))  # which has samples too, and is no value
+        self.mix = nn.Linear(B, B)
         self.register_buffer("mask", torch.randn(B, 1, T, T))
         self.register_buffer("same_mask", torch.randn(T, T))
         if frozen:
             self.qkv.weight.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x * self.gain
+        x, self.rows = x * self.gain, self.table.view(-1, C).sin()
+        self.made, self.kept = self.table[:, 0].sin(), None
         for _ in range(2):
             x = x + self.proj(self.attend(self, self.norm(x))).tanh()
             x = x + F.gelu(self.norm(x))
@@ -114,6 +116,67 @@ def with_a_table(self: Attends, x: Tensor) -> Tensor:
     return by_permute(self, x + self.table)
 
 
+def reshaped_like_a_value(self: Attends, x: Tensor) -> Tensor:
+    """What a parameter is made to becomes a value for all samples only inside of the run."""
+    y = by_permute(self, x)
+    return y * self.rows.reshape_as(y)
+
+
+def split_into_one(self: Attends, x: Tensor) -> Tensor:
+    """A split along the samples, whose only piece has as many as the sizes say."""
+    (q, k, v) = (split_heads(y) for y in self.qkv(x).chunk(3, -1))
+    (q,) = q.split([B], dim=0)
+    return merged(F.scaled_dot_product_attention(q, k, v))
+
+
+def tokens_first(self: Attends, x: Tensor) -> Tensor:
+    """Samples come second, then with the heads in one dimension, as MultiheadAttention has them."""
+    y = self.qkv(x.transpose(0, 1)).tanh()
+    heads = (z.reshape(T, 2 * B, C // 2).transpose(0, 1) for z in y.chunk(3, -1))
+    q, k, v = (z.view(B, 2, T, C // 2) for z in heads)
+    return merged(F.scaled_dot_product_attention(q, k, v))
+
+
+def normalized_over_samples(self: Attends, x: Tensor) -> Tensor:
+    q, k, v = (split_heads(y) for y in self.qkv(x).chunk(3, -1))
+    q = F.batch_norm(q, None, None, training=True)
+    return merged(F.scaled_dot_product_attention(q, k, v))
+
+
+def mixed_by_a_layer(self: Attends, x: Tensor) -> Tensor:
+    """A layer whose features are the samples."""
+    q, k, v = (split_heads(y) for y in self.qkv(x).chunk(3, -1))
+    q = self.mix(q.transpose(0, 3)).transpose(0, 3)
+    return merged(F.scaled_dot_product_attention(q, k, v))
+
+
+def joined_to_a_constant(self: Attends, x: Tensor) -> Tensor:
+    """Keys and values of earlier tokens, which do not depend on the parameters."""
+    q, k, v = (split_heads(y) for y in self.qkv(x).chunk(3, -1))
+    k, v = (torch.cat([self.mask[..., :1].expand(B, 2, T, C // 2), z], dim=2) for z in (k, v))
+    return merged(F.scaled_dot_product_attention(q, k, v))
+
+
+def rows_in_another_order(self: Attends, x: Tensor) -> Tensor:
+    """An index of several numbers, then features in the place of samples, which are as many."""
+    q, k, v = (split_heads(y)[[1, 2, 3, 0]].transpose(0, 3) for y in self.qkv(x).chunk(3, -1))
+    return merged(F.scaled_dot_product_attention(q, k, v).transpose(0, 3))
+
+
+def weight_with_as_many_rows(self: Attends, x: Tensor) -> Tensor:
+    """A layer with as many outputs as there are samples, its weight made before the run."""
+    y = by_permute(self, x)
+    return y * F.linear(y, self.made)[..., :1]
+
+
+def values_of_the_block_before(self: Attends, x: Tensor) -> Tensor:
+    """One of several results of an operation inside of a run is needed long behind it."""
+    y = self.qkv(x).view(1, B, T, 3 * C).squeeze(0)
+    q, k, v = y.view(B, T, 3, 2, C // 2).permute(2, 0, 3, 1, 4)
+    k, self.kept = k + (self.kept if self.kept is not None else 1), v
+    return merged(F.scaled_dot_product_attention(q, k, v))
+
+
 def across_samples(self: Attends, x: Tensor) -> Tensor:
     """The samples meet: keys are those of the next sample."""
     q, k, v = (split_heads(y) for y in self.qkv(x).chunk(3, -1))
@@ -153,6 +216,15 @@ WAYS = [
     (joined_samples, 2),
     (of_heads_in_rows, 0),
     (with_a_table, 2),
+    (reshaped_like_a_value, 2),
+    (split_into_one, 2),
+    (tokens_first, 2),
+    (normalized_over_samples, None),
+    (mixed_by_a_layer, None),
+    (joined_to_a_constant, None),
+    (rows_in_another_order, None),
+    (weight_with_as_many_rows, None),
+    (values_of_the_block_before, 2),
     (across_samples, None),
 ]
 

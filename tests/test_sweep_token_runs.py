@@ -162,6 +162,24 @@ def test_a_weight_that_is_also_a_token_stays_whole(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(actual.D3, expected.D3)
 
 
+def test_a_weight_made_just_before_its_layer_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)]).double()
+    x = torch.randn(2, 3, 6).double()  # as many tokens as the weights have rows
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        first, second = model
+        return F.linear(first(x).sin(), second.weight.tanh(), second.bias).cos().mean()
+
+    expected = ns.summarize(model, loss, x, backend="nested")
+    monkeypatch.setattr(engine, "SMALL", 1)
+    monkeypatch.setattr(token_runs, "AT_A_TIME", {"cpu": 1})
+    monkeypatch.setattr(token_runs.Tokens, "fewest", 2)
+    actual = ns.summarize(model, loss, x, backend="sweep")
+    torch.testing.assert_close(actual.Hbar, expected.Hbar)
+    torch.testing.assert_close(actual.D3, expected.D3)
+
+
 def test_some_entries_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of functions of one number: with a third derivative, without one, and relative ones."""
     torch.manual_seed(0)

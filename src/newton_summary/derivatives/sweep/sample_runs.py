@@ -30,10 +30,8 @@ from newton_summary.derivatives.sweep.token_runs import (
 REACH = 60  # operations before and behind an attention, at most
 ALIGNED = {*ONE_VALUE, *TWO_VALUES, *ATTENTION} - {*SAME_ORDER}  # whose arguments are broadcast
 JOINS = ("cat", "concat", "concatenate")
-VIEWS = {
-    *("transpose", "permute", "unbind", "split", "chunk", "split_with_sizes", "expand"),
-    "__getitem__",
-}
+SPLITS = ("split", "split_with_sizes", "chunk")
+VIEWS = {*SPLITS, "transpose", "permute", "unbind", "expand", "__getitem__"}
 
 
 class Where(NamedTuple):
@@ -125,16 +123,17 @@ class Samples(Tokens):
             others = [v for v in find_values(op.args) if v.tensor.shape != (0,)]
             same = all(self.places.get(v.slot) == place for v in others)
             return place if same and along != dim else None
-        if len(given) > 1:
+        if len(given) > 1 or op.args[:1] != (x,):  # not view_as(x), of what has no samples
             return None
         if op.name == "linear":
-            is_input = x is op.args[0] and op.args[1].tensor.dim() == 2
-            return place if is_input and dim < len(shape) - 1 else None
+            is_layer = op.args[1].tensor.dim() == 2
+            return place if is_layer and dim < len(shape) - 1 else None
         if op.name == "standardize":
             return None if dim in [d % len(shape) for d in op.args[1]] else place
         if op.name in SAME_ORDER:
             return self._same_order(place, shape, result)
-        if op.name in VIEWS and find_values(op.args) == [x]:
+        is_whole = op.name in SPLITS and len(op.outputs) == 1  # of a piece the sizes would differ
+        if op.name in VIEWS and find_values(op.args) == [x] and not is_whole:
             strides = [int(d == dim) for d in range(len(shape))]
             marked = torch.empty(shape[dim], device="meta").as_strided(shape, strides)
             views = op.func(*map_tree(lambda v: marked if v is x else v, op.args), **op.kwargs)
@@ -203,8 +202,9 @@ def samples_from(
     """
     count = tape.ops[attention].out.tensor.shape[0]
     samples = Samples(count)
-    inside = {y.slot for op in tape.ops[start:] for y in op.made}
-    for op in tape.ops[start : attention + REACH]:
+    near = tape.ops[start : attention + REACH]
+    inside = {y.slot for op in near for y in op.made}
+    for op in near:
         for x in find_values((op.args, op.kwargs)):
             outside = x.slot is not None and x.slot not in inside and x.slot not in tape.leaves
             if outside and x.tensor.dim() > 1 and x.tensor.shape[0] == count:

@@ -216,6 +216,7 @@ def slots_of(ops: list[Op], axis: Tokens) -> tuple[set[int], set[int]]:
     weights = [op.args[1] for op in ops if op.name == "linear"]
     values = [x for op in ops for x in (op.args[:1] if op.name == "linear" else op.args)]
     found = [x for x in values if isinstance(x, Value) and axis.has(x.tensor, y)]
+    found += [op.out for op in ops]  # which may be a weight, made of a parameter
     cut, whole = ({x.slot for x in some if x.slot is not None} for some in (found, weights))
     return cut, whole
 

@@ -194,7 +194,8 @@ def cholesky_inverse(L: Tensor, upper: bool = False) -> Any:
 
 def addmm(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """c + a b, as a layer where c is a bias: so the first models of Transformers write theirs."""
-    if c.dim() == 1 and len(c) == b.shape[1] and beta == alpha == 1:
+    is_bias = c.dim() == 1 and len(c) == b.shape[1] and beta == alpha == 1
+    if is_bias and a.layout == b.layout == torch.strided:
         return F.linear(a, b.t(), c)
     return plus(torch.matmul)(c, a, b, beta=beta, alpha=alpha)
 
