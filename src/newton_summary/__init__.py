@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from newton_summary.summary import Summary as Summary
     from newton_summary.summary import SummaryWindow as SummaryWindow
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _MODULES = {
     "errors": (
