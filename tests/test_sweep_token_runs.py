@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -146,13 +147,12 @@ def test_some_tokens_at_a_time_change_nothing(make, loss, tokens, monkeypatch) -
         torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12 * float(e.abs().max()))
 
 
-def test_a_weight_that_is_also_a_token_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    model, x = nn.Linear(6, 6).double(), torch.randn(6, 6).double()
-
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        return (model(x).tanh() * model.weight).sin().mean()
-
+def assert_two_tokens_at_a_time_agree(
+    monkeypatch: pytest.MonkeyPatch,
+    model: nn.Module,
+    loss: Callable[[nn.Module, Tensor], Tensor],
+    x: Tensor,
+) -> None:
     expected = ns.summarize(model, loss, x, backend="nested")
     monkeypatch.setattr(engine, "SMALL", 1)
     monkeypatch.setattr(token_runs, "AT_A_TIME", {"cpu": 1})
@@ -160,6 +160,16 @@ def test_a_weight_that_is_also_a_token_stays_whole(monkeypatch: pytest.MonkeyPat
     actual = ns.summarize(model, loss, x, backend="sweep")
     torch.testing.assert_close(actual.Hbar, expected.Hbar)
     torch.testing.assert_close(actual.D3, expected.D3)
+
+
+def test_a_weight_that_is_also_a_token_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(6, 6).double(), torch.randn(6, 6).double()
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x).tanh() * model.weight).sin().mean()
+
+    assert_two_tokens_at_a_time_agree(monkeypatch, model, loss, x)
 
 
 def test_a_weight_made_just_before_its_layer_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,13 +181,7 @@ def test_a_weight_made_just_before_its_layer_stays_whole(monkeypatch: pytest.Mon
         first, second = model
         return F.linear(first(x).sin(), second.weight.tanh(), second.bias).cos().mean()
 
-    expected = ns.summarize(model, loss, x, backend="nested")
-    monkeypatch.setattr(engine, "SMALL", 1)
-    monkeypatch.setattr(token_runs, "AT_A_TIME", {"cpu": 1})
-    monkeypatch.setattr(token_runs.Tokens, "fewest", 2)
-    actual = ns.summarize(model, loss, x, backend="sweep")
-    torch.testing.assert_close(actual.Hbar, expected.Hbar)
-    torch.testing.assert_close(actual.D3, expected.D3)
+    assert_two_tokens_at_a_time_agree(monkeypatch, model, loss, x)
 
 
 def test_some_entries_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,6 @@ from newton_summary.errors import CannotDifferentiate
 from newton_summary.measuring.fallback import reason_to_fall_back
 from newton_summary.measuring.splitting import measure_in_parts
 from newton_summary.parallel.processes import (
-    Alone,
     Distributed,
     Processes,
     find_processes,
@@ -274,8 +273,6 @@ def mean_over(processes: Processes, summary: Summary, u: Params) -> Summary:
     Exact for a loss that is a mean over samples. The message of each process has S^2 + 2S + 4
     numbers at order 3, whatever the size of the model. The direction has to be the same on all.
     """
-    if isinstance(processes, Alone) and not summary.parts:
-        return summary
     names = (*("gbar", "Hbar", "D3")[: summary.order], "loss")
     parts = {name: getattr(summary, name) for name in names}
     same = () if processes.sharded else u.values()

@@ -157,13 +157,12 @@ def find_sample_runs(
     tape: Tape, S: int, order: int, stack_limit: int | None = None
 ) -> list[TokenRun]:
     """Return a run around each attention of several samples whose derivatives take much memory."""
+    attentions = [i for i, op in enumerate(tape.ops) if op.name in ATTENTION and op.passed]
+    attentions = [i for i in attentions if tape.ops[i].out.tensor.shape[0] > 1]
     elsewhere = {i for logits in tape.chunked for i in logits.ops}
-    narrow = carried(tape)
+    narrow = carried(tape) if attentions else []
     found: list[TokenRun] = []
-    for i, op in enumerate(tape.ops):
-        is_one = op.name in ATTENTION and op.passed and i not in elsewhere
-        if not is_one or op.out.tensor.shape[0] < 2:
-            continue
+    for i in attentions:
         starts = range(max(0, i - REACH), i + 1)
         while starts:
             start = min(starts, key=lambda j: (narrow[j], -j))
