@@ -168,6 +168,40 @@ def test_a_cuda_graph_gives_the_same_training():
     assert actual.last_summary.num_samples == expected.last_summary.num_samples
 
 
+def test_a_captured_advance_of_the_direction_gives_the_same_training():
+    """Also past gradients that are not finite or missing, and other momenta."""
+
+    def train_with(cuda_graph):
+        model, batches = lenet()
+        optimizer = NewtonSummary.paper(
+            make_partition(model), curvature=(cross_entropy, batches), cuda_graph=cuda_graph
+        )
+        for step in range(90):
+            optimizer.zero_grad()
+            cross_entropy(model, batches[step % 3]).backward()
+            if step in (44, 65):
+                model[0].weight.grad[0] = torch.nan
+            if step in (51, 52):
+                model[0].bias.grad = None
+            if step == 74:
+                for group in optimizer.param_groups:
+                    group["momentum"] = 0.8
+            optimizer.step()
+        return model, optimizer
+
+    with pytest.warns(UserWarning, match="1 step.* the gradient was not finite"):
+        plain, expected = train_with(cuda_graph=False)
+    with pytest.warns(UserWarning, match="1 step.* the gradient was not finite"):
+        captured, actual = train_with(cuda_graph=True)
+    assert expected._update._captured is None and actual._update._captured is not None
+    assert actual.skipped_steps == expected.skipped_steps == 2
+    assert actual._update.skipped == 2
+    for a, e in zip(captured.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-7, atol=1e-9)
+    for a, e in zip(actual._update.direction.values(), expected._update.direction.values()):
+        torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-9)
+
+
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [(nn.Dropout(0.5), "random numbers"), (nn.BatchNorm1d(6), "buffer '1.running_mean'")],

@@ -456,6 +456,12 @@ def _definite_shift(H: Array, D: Array) -> float:
         return not np.isfinite(M).all() or _cholesky(M) is not None
 
     low, high = -900, 900
+    scaled = H / D[:, None] / D
+    if np.isfinite(scaled).all():  # an estimate, which is seldom wrong
+        lowest = _linalg(torch.linalg.eigvalsh, scaled)[0][0]
+        near = min(max(math.frexp(-lowest)[1], low + 1), high)
+        if is_definite(near) and not is_definite(near - 1):
+            return 2.0 ** (near + 1)
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if is_definite(middle) else (middle + 1, high)

@@ -82,6 +82,11 @@ class Curvature:
         check_loss_fn(given[0])
         self.loss_fn, self.data = given[0], CurvatureData(given[1])
 
+    @property
+    def captures(self) -> bool:
+        """Whether measurements are to be captured as CUDA graphs."""
+        return self._graphs is not None
+
     def measure(
         self, partition: Partition, u: Params, order: int, get: Callable[[], tuple[LossFn, Any]]
     ) -> Summary:

@@ -492,7 +492,7 @@ class NewtonSummary(Optimizer):
         if self._update is None:
             self._check_gradients()
             skipped = self.skipped_steps + self._skipped_since
-            self._update = Update(self.partition, self.state, skipped)
+            self._update = Update(self.partition, self.state, skipped, self._curvature.captures)
             self._skipped_since = 0
             if self._eta is not None:
                 self._update.hold(self._eta)

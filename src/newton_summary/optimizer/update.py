@@ -19,6 +19,8 @@ from torch import Tensor
 from newton_summary.parallel.processes import is_sharded, like_sharded, local_part, local_rows
 from newton_summary.partition import Params, Partition, result_dtype
 
+BEFORE_CAPTURE = 3  # steps without a graph, in which libraries make their choices
+
 
 class Bucket:
     """Parameters of one dtype on one device, and their direction end to end in one buffer.
@@ -71,12 +73,8 @@ class Bucket:
         """Return a buffer as one tensor for each parameter, of its shape."""
         return [x.view(shape) for x, shape in zip(torch.split(flat, self.sizes), self.shapes)]
 
-    def advance(self, momenta: Sequence[float]) -> None:
-        """Set the direction to momentum u + gradient; a parameter without one has gradient 0.
-
-        Args:
-            momenta: Of each group; of all groups, if there is but one.
-        """
+    def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return where gradients belong in the buffer, and these; frozen parameters have none."""
         places, grads = [], []
         for p, view, shape, name in zip(self.live, self.views, self.shapes, self.names):
             grad = p.grad
@@ -88,6 +86,15 @@ class Bucket:
                     raise ValueError(unfit(name, shape, grad))
                 places.append(view)
                 grads.append(grad)
+        return places, grads
+
+    def advance(self, momenta: Sequence[float]) -> None:
+        """Set the direction to momentum u + gradient; a parameter without one has gradient 0.
+
+        Args:
+            momenta: Of each group; of all groups, if there is but one.
+        """
+        places, grads = self.gradients()
         one = len(set(momenta)) == 1
         if one and len(grads) == len(self.live) and self.on_cpu:
             for view, grad in zip(places, grads):  # one pass over memory, not two
@@ -127,6 +134,38 @@ class Bucket:
             torch._foreach_sub_(self.params, self.split(steps))
 
 
+class CapturedAdvance:
+    """The way from gradients to direction as a CUDA graph: two launches in the place of six.
+
+    Args:
+        bucket: All parameters, on the current device, in float32 or wider.
+        made: Counts the steps that were made, on the device.
+
+    Attributes:
+        extent: Of the direction, before it is set to zero.
+    """
+
+    def __init__(self, bucket: Bucket, made: Tensor):
+        self.grads = torch.empty_like(bucket.u)
+        self.places = bucket.split(self.grads)
+        self.momentum, self._known = self.grads.new_zeros(()), 0.0
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            bucket.u.mul_(self.momentum).add_(self.grads)
+            self.extent = _extent(bucket.u)
+            finite = _is_finite(self.extent)
+            bucket.zero_unless(finite)
+            made += finite
+
+    def launch(self, grads: list[Tensor], momentum: float) -> None:
+        """Advance the direction by the gradients of all parameters."""
+        if momentum != self._known:
+            self._known = momentum
+            self.momentum.fill_(momentum)
+        torch._foreach_copy_(self.places, grads)
+        self._graph.replay()
+
+
 class Update:
     """The direction of every parameter, kept from step to step, and the move along it.
 
@@ -134,6 +173,7 @@ class Update:
         partition: The groups, and with them the live parameters.
         state: The state of the optimizer, where ``momentum_buffer`` is kept for each parameter.
         skipped: How many steps were not made before.
+        cuda_graph: Whether the direction's advance may be captured, if it can be.
 
     Attributes:
         direction: By name, as views of the buffers.
@@ -144,6 +184,7 @@ class Update:
         partition: Partition,
         state: Mapping[Any, dict[str, Any]],
         skipped: int,
+        cuda_graph: bool = False,
     ):
         self.partition = partition
         kinds: dict[Any, list[str]] = {}
@@ -169,7 +210,18 @@ class Update:
         self._last: tuple[list[Any], Tensor] | None = None  # lr of each group, and rates
         self._extent = torch.zeros(())  # of the direction, before it is set to zero
         self._made: Tensor | int = 0  # how many of the steps asked for were
+        if self.device.type != "cpu":
+            self._made = torch.zeros((), dtype=torch.int64, device=self.device)
         self._asked = skipped
+        first = self.buckets[0]
+        self._capturable = (
+            cuda_graph
+            and len(self.buckets) == 1
+            and first.u.is_cuda
+            and first.u.dtype == first.dtype
+            and not first.sharded
+        )
+        self._captured: CapturedAdvance | None = None
 
     # --- gradient to direction --------------------------------------------------------------------
 
@@ -179,14 +231,31 @@ class Update:
         Args:
             momenta: Of each group; of all groups, if there is but one.
         """
+        self._asked += 1
+        if self._capturable and self._advance_captured(momenta):
+            return
         for bucket in self.buckets:
             bucket.advance(momenta)
         self._extent = self._total(_extent)
         finite = _is_finite(self._extent)
         for bucket in self.buckets:
             bucket.zero_unless(finite)
-        self._made = self._made + finite
-        self._asked += 1
+        self._made += finite
+
+    def _advance_captured(self, momenta: Sequence[float]) -> bool:
+        """Do the same by a graph; return whether it could be done."""
+        bucket = self.buckets[0]
+        _, grads = bucket.gradients()
+        if len(grads) < len(bucket.live) or len(set(momenta)) > 1 or self._asked < BEFORE_CAPTURE:
+            return False
+        if self._captured is None:
+            current = bucket.u.get_device() == torch.cuda.current_device()
+            if not current or torch.cuda.is_current_stream_capturing():
+                return False
+            self._captured = CapturedAdvance(bucket, torch.as_tensor(self._made))
+        self._captured.launch(grads, momenta[0])
+        self._extent = self._captured.extent
+        return True
 
     @property
     def usable(self) -> bool:
