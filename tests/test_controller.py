@@ -242,11 +242,32 @@ def test_the_standard_error_is_that_of_independent_values():
 
 
 @pytest.mark.parametrize(("slope", "too_long"), [(1.5, False), (2.5, True), (3.5, False)])
-def test_a_step_is_too_long_for_sure_by_two_standard_errors(slope, too_long):
+def test_a_step_is_too_long_for_sure_by_standard_errors(slope, too_long):
     """Of values that vary by 2, with the weights 0.4 x 0.6^k, the error is 1."""
     balance = Balance(slope=slope, square=slope**2 + 4, curvature=10.0, weight=1.0)
     assert balance.stderr(0.6) == pytest.approx(1.0)
-    assert balance.surely_too_long(1.0, 0.6) == too_long
+    assert balance.surely_too_long(1.0, 0.6, 2.0) == too_long
+    assert not balance.surely_too_long(1.0, 0.6, 4.0)
+    balance.curvature, balance.slope, balance.square = 20.0, 5.0, 29.0
+    assert balance.surely_too_long(1.0, 0.6, 4.0)
+
+
+def test_a_settled_rate_is_blamed_by_more_standard_errors(monkeypatch):
+    """A question that is asked thousands of times is answered wrongly now and then."""
+    asked, answer = {}, Balance.surely_too_long
+
+    def surely_too_long(self, rate, memory, errors):
+        asked[controller.steps] = errors
+        return answer(self, rate, memory, errors)
+
+    monkeypatch.setattr("newton_summary.optimizer.controller.SETTLED", 20)
+    monkeypatch.setattr(Balance, "surely_too_long", surely_too_long)
+    model = make_net()
+    adam = torch.optim.Adam(model.parameters(), lr=1e-3)
+    controller = ns.RateController(adam, model, cross_entropy, period=5)
+    train(model, adam, controller, batches(40))
+    assert {errors for step, errors in asked.items() if step <= 20} == {2.0}
+    assert {errors for step, errors in asked.items() if step > 20} == {4.0}
 
 
 def test_slopes_that_agree_are_counted_anew_after_one_that_does_not():
@@ -420,13 +441,13 @@ def test_the_rate_is_not_blamed_where_short_steps_do_not_help_either():
             balance.add(slope * wave, curvature, rate=1.0, memory=0.9)
         return balance
 
-    assert means(1.0, 4.0).surely_too_long(1.0, 0.9)
-    assert not means(1.0, 1.0).surely_too_long(1.0, 0.9)
-    assert not means(-1.0, 4.0).surely_too_long(1.0, 0.9)
+    assert means(1.0, 4.0).surely_too_long(1.0, 0.9, 2.0)
+    assert not means(1.0, 1.0).surely_too_long(1.0, 0.9, 2.0)
+    assert not means(-1.0, 4.0).surely_too_long(1.0, 0.9, 2.0)
     unsure = Balance()
     for wave in (-1.0, 1.2) * 20:
         unsure.add(wave, 100.0, rate=1.0, memory=0.9)
-    assert not unsure.surely_too_long(1.0, 0.9)
+    assert not unsure.surely_too_long(1.0, 0.9, 2.0)
 
 
 def test_a_schedule_sees_its_own_rates_and_multiplies_what_is_found():

@@ -70,6 +70,7 @@ FALLING = 0.83  # of the set point, while a schedule is below its peak
 TRIALS = 12  # gradients that the start may take
 STRIDE = 2  # one step in so many has its slope taken from the next gradient of the training
 PERIOD = 10  # steps from one measurement to the next, which gain and memory are meant for
+LONG, STILL_LONG = 2.0, 4.0  # standard errors by which a step is too long; of thousands of steps
 SETTLED = 2000  # steps after which measurements count for less: both limits of the rate close in
 
 
@@ -306,7 +307,8 @@ class RateController(ShownAsTable):
             self._envelope *= math.sqrt(self.history[-1].step / self.steps)
         if not settled:
             self._envelope = max(self._envelope, self.multiplier)
-        if self._balance.surely_too_long(self._rate, memory):
+        errors = STILL_LONG if settled else LONG
+        if self._balance.surely_too_long(self._rate, memory, errors):
             self._envelope = self.multiplier
         else:
             change = max(change, min(1.0, LOWEST**young * self._envelope / self.multiplier))

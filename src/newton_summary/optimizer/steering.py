@@ -73,13 +73,13 @@ class Balance:
         total = abs(gained) + abs(lost) + DOUBT * self.stderr(memory)
         return (gained - lost) / total if total > 0 else 0.0
 
-    def surely_too_long(self, rate: float, memory: float) -> bool:
-        """Return whether such steps raise the loss and short ones lower it, by two standard errors.
+    def surely_too_long(self, rate: float, memory: float, errors: float) -> bool:
+        """Return whether such steps raise the loss, and short ones lower it, by so many errors.
 
         Where short ones do not either, the rate is not to blame: a network that learns its samples
         by heart forgets those of the next batch, which it has not seen for longest.
         """
-        doubt = 2 * self.stderr(memory)
+        doubt = errors * self.stderr(memory)
         return self.slope > doubt and self.slope - 0.5 * self.curvature * rate < -doubt
 
 
