@@ -151,11 +151,12 @@ class NewtonSummary(Optimizer):
             :func:`summarize`; ``distributed`` as there (gradients have to be the same on all ranks,
             as DistributedDataParallel leaves them; then so are the rates); and ``cuda_graph=True``
             to capture the measurement on a GPU as a CUDA graph after the first refreshes and replay
-            it: several times faster for small models, whose kernels are shorter than their
-            launches. The loss must then do the same at each call (no branch on values, steps or
-            random numbers), and the memory of a measurement stays taken. For batches of
-            ``curvature``, and not for one group, whose refresh takes two gradients. Falls back,
-            with a warning, where it cannot be done: dropout, batch norm in training, several ranks.
+            it, and with the paper's algorithm the way from gradients to direction: several times
+            faster for small models, whose kernels are shorter than their launches. The loss must
+            then do the same at each call (no branch on values, steps or random numbers), and the
+            memory of a measurement stays taken. For batches of ``curvature``, and not for one
+            group, whose refresh takes two gradients. Falls back, with a warning, where it cannot be
+            done: dropout, batch norm in training, several ranks.
 
     Attributes:
         model: The model of the partition.
