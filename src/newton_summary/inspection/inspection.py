@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +30,6 @@ from newton_summary.partition import make_partition
 from newton_summary.probe.inputs import as_batches, to_device
 from newton_summary.solver import LearningRates
 from newton_summary.summary import Summary
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 @dataclass(frozen=True)
@@ -198,19 +194,6 @@ def _hint(data: Any) -> str:
             "return iter(data) or a DataLoader.)"
         )
     return ""
-
-
-@contextlib.contextmanager
-def progress_bar(console: Console) -> Iterator[Callable[[int, int | None], None]]:
-    """Yield a function that shows progress on a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("measuring", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def take_batches(data: Any, most: int) -> list[Any]:
