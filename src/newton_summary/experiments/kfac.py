@@ -102,7 +102,7 @@ class KFAC(Optimizer):
             return math.sqrt(2 / outputs.shape[1]) * torch.randn_like(outputs)
         p = outputs.softmax(1)
         labels = (p / torch.empty_like(p).exponential_()).argmax(1)  # a draw from p
-        return p - F.one_hot(labels, p.shape[1])
+        return p - torch.eye(p.shape[1], dtype=p.dtype, device=p.device)[labels]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]

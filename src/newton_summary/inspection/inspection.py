@@ -7,6 +7,7 @@ import platform
 import shlex
 import sys
 import time
+from collections import UserList
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
@@ -148,13 +149,14 @@ def inspect_model(
             from newton_summary.experiments.training import find_device
 
             device = find_device(settings.device)
-            model, batches = model.to(device), [to_device(batch, device) for batch in batches]
+            model = model.to(device)
+            batches = UserList(to_device(batch, device) for batch in batches)
         groups = make_partition(model, settings.partition)
         start = time.perf_counter()
         summary = summarize(
             model,
             loss_fn,
-            iter(batches),
+            batches,
             partition=groups,
             backend=settings.backend,
             order=settings.order,
@@ -162,9 +164,8 @@ def inspect_model(
             progress=progress,
         )
         seconds = time.perf_counter() - start
-        data = dict(enumerate(batches)).values()  # not a list: one of tensors would be one batch
-        rates = learning_rates(summary, lambda_int, model=model, loss_fn=loss_fn, data=data)
-        trials = step_trials(model, loss_fn, iter(batches), summary, rates) if rates.ok else ()
+        rates = learning_rates(summary, lambda_int, model=model, loss_fn=loss_fn, data=batches)
+        trials = step_trials(model, loss_fn, batches, summary, rates) if rates.ok else ()
     history = History(name)
     history.add(0, summary, rates, trials=trials)
     history.facts = _facts(built, settings, summary, len(batches), seconds, rates.lambda_int)
@@ -196,11 +197,11 @@ def _hint(data: Any) -> str:
     return ""
 
 
-def take_batches(data: Any, most: int) -> list[Any]:
-    """Return the first batches of the data."""
+def take_batches(data: Any, most: int) -> UserList[Any]:
+    """Return the first batches of the data; not as a list: one of tensors would be one batch."""
     if most < 1:
         raise UserError(f"--max-batches {most}: write 1 or more.")
-    batches = list(islice(iter(as_batches(data)), most))
+    batches = UserList(islice(iter(as_batches(data)), most))
     if not batches:
         raise UserError("The data is empty: there is no batch to measure.")
     return batches
