@@ -18,9 +18,10 @@ import json
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from newton_summary.display.names import dotted_names
 from newton_summary.errors import UserError
@@ -53,8 +54,6 @@ TIMES = ("seconds", "evaluation_seconds", "measure_seconds")
 
 Row = dict[str, Any]
 Manifest = Mapping[str, Sequence[Any]]  # size and sha256 by name
-T = TypeVar("T")
-D = TypeVar("D")
 
 
 class RunFiles:
@@ -143,22 +142,29 @@ class RunFiles:
         problem = "is damaged: its checksum differs" if file.exists() else "is missing"
         raise UserError(f"{file} {problem}. Restore it from a copy, or delete {self.path}.")
 
-    def read(self, name: str, load: Callable[[bytes], T], missing: D) -> T | D:
-        """Return the content of a file, or ``missing`` if the run has not written it yet."""
-        if name not in self.places:
-            return missing
-        place = self.places[name]
+    @contextmanager
+    def opened(self, name: str) -> Iterator[bytes | None]:
+        """Give the content of a file, None if the run has not written it yet.
+
+        Errors become a UserError that names the file.
+        """
+        file = self.places.get(name, self.path / name)
         try:
-            content = self._contents[name] if name in self._contents else content_of(place)
-            with explained(place):
-                return load(content)
+            with explained(file):
+                yield self._content(name, file)
+        except UserError as error:
+            advice = f"Restore it from a copy, or delete {self.path}."
+            raise UserError(f"{error} {advice}") from None
+
+    def _content(self, name: str, file: Path) -> bytes | None:
+        if name in self._contents or name not in self.places:
+            return self._contents.get(name)
+        try:
+            return content_of(file)
         except FileNotFoundError:
             if self.manifest is None:
-                return missing
-            problem = f"{self.path / name} is missing."
-        except UserError as error:
-            problem = str(error)
-        raise UserError(f"{problem} Restore it from a copy, or delete {self.path}.")
+                return None
+            raise UserError(f"{file} is missing.") from None
 
 
 def make_manifest(files: Manifest) -> dict[str, Any]:
@@ -211,29 +217,22 @@ def read_history(path: Path) -> History:
 
 def read_config(files: RunFiles) -> dict[str, Any]:
     """Return the configuration of a run as plain values."""
-
-    def load(content: bytes) -> dict[str, Any]:
-        config = load_json(content)
+    if CONFIG not in files.places:
+        raise UserError(f"{files.path} is not a run directory: it has no {CONFIG}.")
+    with files.opened(CONFIG) as content:
+        config = load_json(content or b"")
         if not isinstance(config, dict):
             raise Damaged("it is not a configuration")
         return config
 
-    config = files.read(CONFIG, load, None)
-    if config is None:
-        raise UserError(f"{files.path} is not a run directory: it has no {CONFIG}.")
-    return config
-
 
 def read_rows(files: RunFiles) -> list[Row]:
     """Return the metrics, one row for each epoch from 0."""
-
-    def load(content: bytes) -> list[Row]:
-        rows = [load_json(line) for line in content.splitlines()]
+    with files.opened(METRICS) as content:
+        rows = [load_json(line) for line in (content or b"").splitlines()]
         for number, row in enumerate(rows):
             _check_row(row, number, number == len(rows) - 1)
         return rows
-
-    return files.read(METRICS, load, [])
 
 
 def _check_row(row: Any, number: int, is_last: bool) -> None:
@@ -260,9 +259,8 @@ def _is_number(value: Any, least: float = -math.inf) -> bool:
 
 def read_summaries(files: RunFiles) -> list[Measured]:
     """Return the summaries of a run."""
-
-    def load(content: bytes) -> list[Measured]:
-        states = load_tensors(content)
+    with files.opened(SUMMARIES) as content:
+        states = [] if content is None else load_tensors(content)
         if not isinstance(states, list):
             raise Damaged("it is not a list of summaries")
         found = [Measured.from_state_dict(state) for state in states]
@@ -270,14 +268,11 @@ def read_summaries(files: RunFiles) -> list[Measured]:
             raise Damaged("its summaries have different groups")
         return found
 
-    return files.read(SUMMARIES, load, [])
-
 
 def read_environment(files: RunFiles) -> dict[str, Any]:
     """Return the sessions of a run, and what is known of all of it."""
-
-    def load(content: bytes) -> dict[str, Any]:
-        found: dict[str, Any] = load_json(content)
+    with files.opened(ENVIRONMENT) as content:
+        found: dict[str, Any] = {"sessions": []} if content is None else load_json(content)
         sessions = found.get("sessions") if isinstance(found, dict) else None
         if not isinstance(sessions, list) or not all(isinstance(s, dict) for s in sessions):
             raise Damaged("it is not a list of sessions")
@@ -287,5 +282,3 @@ def read_environment(files: RunFiles) -> dict[str, Any]:
         if speed is not None and not _is_number(speed, 0):
             raise Damaged(f"adam_seconds is {speed!r}")
         return found
-
-    return files.read(ENVIRONMENT, load, {"sessions": []})

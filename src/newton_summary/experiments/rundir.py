@@ -134,15 +134,14 @@ class Run:
 
 def read_checkpoint(files: RunFiles) -> dict[str, Any] | None:
     """Return the last checkpoint, if there is one."""
-
-    def load(content: bytes) -> dict[str, Any]:
+    with files.opened(CHECKPOINT) as content:
+        if content is None:
+            return None
         state: dict[str, Any] = load_tensors(content)
         epoch = state.get("epoch") if isinstance(state, dict) else None
         if type(epoch) is not int or epoch < 0:
             raise Damaged("it is not a checkpoint")
         return state
-
-    return files.read(CHECKPOINT, load, None)
 
 
 def find_runs(paths: list[Path]) -> list[Run]:
