@@ -220,6 +220,22 @@ def test_a_lost_or_shorter_metrics_file_makes_no_false_row(tmp_path):
             work(path, epochs=5)
 
 
+def test_the_state_before_has_no_summaries_of_the_one_after(tmp_path):
+    writer = RunWriter(tmp_path, CONFIG)
+    writer.start({"command": []})
+    summary = Summary(torch.ones(1), torch.eye(1), torch.ones(1))
+    for epoch in (0, 1):
+        if epoch == 1:
+            writer.add_summary(Measured(1, "full", summary, torch.ones(1), "minimum"))
+        writer.add_row({"epoch": epoch, "seconds": 1.0, "status": "ok"}, {"epoch": epoch})
+    writer.close()
+    assert len(Run.load(tmp_path).summaries()) == 1
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.warns(UserWarning, match="The state before the last write is used"):
+        files = RunFiles(tmp_path)
+    assert [len(read_rows(files)), read_summaries(files)] == [1, []]
+
+
 def test_a_directory_without_a_manifest_is_read_and_not_resumed(tmp_path):
     work(tmp_path)
     for file in tmp_path.glob("manifest.json*"):

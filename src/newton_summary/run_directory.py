@@ -95,6 +95,7 @@ class RunFiles:
     def _choose(self) -> None:
         problems: list[str] = []
         for name in (MANIFEST, MANIFEST + PREVIOUS):
+            self._contents = {}
             try:
                 with explained(self.path / name):
                     manifest = _manifest(load_json(content_of(self.path / name)))
@@ -157,10 +158,10 @@ class RunFiles:
             raise UserError(f"{error} {advice}") from None
 
     def _content(self, name: str, file: Path) -> bytes | None:
-        if name in self._contents or name not in self.places:
-            return self._contents.get(name)
+        if name not in self.places:
+            return None
         try:
-            return content_of(file)
+            return self._contents[name] if name in self._contents else content_of(file)
         except FileNotFoundError:
             if self.manifest is None:
                 return None
