@@ -5,17 +5,16 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
+import sys
 import tarfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
-from rich.progress import wrap_file
 
 from newton_summary.errors import UserError
 from newton_summary.storage.writing import make_folder, write_file
@@ -163,11 +162,7 @@ def _download(name: str, urls: Sequence[str], folder: Path) -> None:
         try:
             with urllib.request.urlopen(url + name, timeout=30) as response:
                 size = int(response.headers.get("Content-Length") or 0)
-                what, console = f"downloading {name}", Console(stderr=True)
-                with wrap_file(response, size, description=what, console=console) as stream:
-                    content = b"".join(iter(partial(stream.read, 1 << 18), b""))
-                if size and len(content) != size:
-                    raise ValueError(f"the connection ended after {len(content)} of {size} bytes")
+                content = _read_with_bar(response, name, size)
         except (urllib.error.URLError, OSError, ValueError) as error:
             problem = getattr(error, "reason", error)
             continue
@@ -178,3 +173,18 @@ def _download(name: str, urls: Sequence[str], folder: Path) -> None:
         f"{name} could not be downloaded ({problem}). Set --data-root or {ENVIRONMENT} to a folder "
         f"that has it, or use --data.name embedded."
     )
+
+
+def _read_with_bar(stream: BinaryIO, name: str, size: int) -> bytes:
+    parts: list[bytes] = []
+    done = 0
+    while part := stream.read(1 << 18):
+        parts.append(part)
+        done += len(part)
+        share = f" of {size / 1e6:.1f} MB {'#' * (20 * done // size):<20}" if size else " MB"
+        sys.stderr.write(f"\rdownloading {name}: {done / 1e6:.1f}{share}")
+        sys.stderr.flush()
+    sys.stderr.write("\n")
+    if size and done != size:
+        raise ValueError(f"the connection ended after {done} of {size} bytes")
+    return b"".join(parts)
