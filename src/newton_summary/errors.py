@@ -100,8 +100,8 @@ class UserError(NewtonSummaryError):
     rank: int | None = None
 
 
-class OtherRankError(UserError):
-    """A mistake on another process, which reports it."""
+class SharedError(UserError):
+    """A mistake on one of several processes, which all of them know; the first reports it."""
 
 
 class CannotWriteError(UserError, OSError):

@@ -16,26 +16,22 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import statistics
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any
 
 from newton_summary.display.names import dotted_names
 from newton_summary.errors import UserError
 from newton_summary.history import History, Measured
 from newton_summary.storage.reading import (
-    MOST_JSON,
     Damaged,
-    digest,
+    content_of,
+    explained,
     load_json,
     load_tensors,
-    opened,
-    parse_json,
-    size_of,
 )
 from newton_summary.storage.writing import PREVIOUS
 
@@ -58,8 +54,6 @@ TIMES = ("seconds", "evaluation_seconds", "measure_seconds")
 
 Row = dict[str, Any]
 Manifest = Mapping[str, Sequence[Any]]  # size and sha256 by name
-T = TypeVar("T")
-D = TypeVar("D")
 
 
 class RunFiles:
@@ -82,7 +76,7 @@ class RunFiles:
         self.path, self.needed = path, needed
         self.manifest: Manifest | None = None
         self.places: dict[str, Path] = {}
-        self._checked: dict[str, tuple[int, int]] = {}  # which files had their checksums
+        self._contents: dict[str, bytes] = {}  # of files that had their checksums
         for _ in range(10):  # another process may be writing it
             before = self._stamp()
             try:
@@ -101,9 +95,10 @@ class RunFiles:
     def _choose(self) -> None:
         problems: list[str] = []
         for name in (MANIFEST, MANIFEST + PREVIOUS):
+            self._contents = {}
             try:
-                with opened(self.path / name) as stream:
-                    manifest = _manifest(load_json(stream))
+                with explained(self.path / name):
+                    manifest = _manifest(load_json(content_of(self.path / name)))
                 self.places = {
                     n: self._find(n, entry, is_newest=not problems) for n, entry in manifest.items()
                 }
@@ -135,12 +130,12 @@ class RunFiles:
             return file
         for place in (file, file.with_name(name + PREVIOUS)) if is_newest or not editable else ():
             try:
-                with opened(place) as stream:
-                    if size_of(stream) == entry[0] and digest(stream) == entry[1]:
-                        self._checked[name] = _identity(stream)
-                        return place
+                content = content_of(place)
             except FileNotFoundError:
-                pass
+                continue
+            if [len(content), hashlib.sha256(content).hexdigest()] == entry:
+                self._contents[name] = content
+                return place
         if editable:
             if is_newest and file.exists():
                 warnings.warn(f"{file} was changed after the run wrote it.", stacklevel=6)
@@ -148,35 +143,29 @@ class RunFiles:
         problem = "is damaged: its checksum differs" if file.exists() else "is missing"
         raise UserError(f"{file} {problem}. Restore it from a copy, or delete {self.path}.")
 
-    def read(self, name: str, load: Callable[[BinaryIO], T], missing: D) -> T | D:
-        """Return the content of a file, or ``missing`` if the run has not written it yet."""
-        if name not in self.places:
-            return missing
+    @contextmanager
+    def opened(self, name: str) -> Iterator[bytes | None]:
+        """Give the content of a file, None if the run has not written it yet.
+
+        Errors become a UserError that names the file.
+        """
+        file = self.places.get(name, self.path / name)
         try:
-            with opened(self.places[name]) as stream:
-                if self._is_checked(name, stream):
-                    return load(stream)
-            with suppress(FileNotFoundError), opened(self.path / f"{name}{PREVIOUS}") as stream:
-                if self._is_checked(name, stream):  # another process has replaced it since
-                    return load(stream)
-            return RunFiles(self.path, self.needed).read(name, load, missing)
+            with explained(file):
+                yield self._content(name, file)
+        except UserError as error:
+            advice = f"Restore it from a copy, or delete {self.path}."
+            raise UserError(f"{error} {advice}") from None
+
+    def _content(self, name: str, file: Path) -> bytes | None:
+        if name not in self.places:
+            return None
+        try:
+            return self._contents[name] if name in self._contents else content_of(file)
         except FileNotFoundError:
             if self.manifest is None:
-                return missing
-            problem = f"{self.path / name} is missing."
-        except UserError as error:
-            problem = str(error)
-        raise UserError(f"{problem} Restore it from a copy, or delete {self.path}.")
-
-    def _is_checked(self, name: str, stream: BinaryIO) -> bool:
-        """Whether a file is the one whose checksum was compared, if it was."""
-        return self._checked.get(name, found := _identity(stream)) == found
-
-
-def _identity(stream: BinaryIO) -> tuple[int, int]:
-    """Tell a file from those that replace it under the same name."""
-    found = os.fstat(stream.fileno())
-    return found.st_ino, found.st_mtime_ns
+                return None
+            raise UserError(f"{file} is missing.") from None
 
 
 def make_manifest(files: Manifest) -> dict[str, Any]:
@@ -229,31 +218,22 @@ def read_history(path: Path) -> History:
 
 def read_config(files: RunFiles) -> dict[str, Any]:
     """Return the configuration of a run as plain values."""
-
-    def load(stream: BinaryIO) -> dict[str, Any]:
-        config = load_json(stream)
+    if CONFIG not in files.places:
+        raise UserError(f"{files.path} is not a run directory: it has no {CONFIG}.")
+    with files.opened(CONFIG) as content:
+        config = load_json(content or b"")
         if not isinstance(config, dict):
             raise Damaged("it is not a configuration")
         return config
 
-    config = files.read(CONFIG, load, None)
-    if config is None:
-        raise UserError(f"{files.path} is not a run directory: it has no {CONFIG}.")
-    return config
-
 
 def read_rows(files: RunFiles) -> list[Row]:
     """Return the metrics, one row for each epoch from 0."""
-
-    def load(stream: BinaryIO) -> list[Row]:
-        if size_of(stream) > MOST_JSON:
-            raise Damaged(f"it has {size_of(stream):,} bytes")
-        rows = [parse_json(line) for line in stream]
+    with files.opened(METRICS) as content:
+        rows = [load_json(line) for line in (content or b"").splitlines()]
         for number, row in enumerate(rows):
             _check_row(row, number, number == len(rows) - 1)
         return rows
-
-    return files.read(METRICS, load, [])
 
 
 def _check_row(row: Any, number: int, is_last: bool) -> None:
@@ -280,9 +260,8 @@ def _is_number(value: Any, least: float = -math.inf) -> bool:
 
 def read_summaries(files: RunFiles) -> list[Measured]:
     """Return the summaries of a run."""
-
-    def load(stream: BinaryIO) -> list[Measured]:
-        states = load_tensors(stream)
+    with files.opened(SUMMARIES) as content:
+        states = [] if content is None else load_tensors(content)
         if not isinstance(states, list):
             raise Damaged("it is not a list of summaries")
         found = [Measured.from_state_dict(state) for state in states]
@@ -290,14 +269,11 @@ def read_summaries(files: RunFiles) -> list[Measured]:
             raise Damaged("its summaries have different groups")
         return found
 
-    return files.read(SUMMARIES, load, [])
-
 
 def read_environment(files: RunFiles) -> dict[str, Any]:
     """Return the sessions of a run, and what is known of all of it."""
-
-    def load(stream: BinaryIO) -> dict[str, Any]:
-        found: dict[str, Any] = load_json(stream)
+    with files.opened(ENVIRONMENT) as content:
+        found: dict[str, Any] = {"sessions": []} if content is None else load_json(content)
         sessions = found.get("sessions") if isinstance(found, dict) else None
         if not isinstance(sessions, list) or not all(isinstance(s, dict) for s in sessions):
             raise Damaged("it is not a list of sessions")
@@ -307,5 +283,3 @@ def read_environment(files: RunFiles) -> dict[str, Any]:
         if speed is not None and not _is_number(speed, 0):
             raise Damaged(f"adam_seconds is {speed!r}")
         return found
-
-    return files.read(ENVIRONMENT, load, {"sessions": []})

@@ -17,7 +17,7 @@ from newton_summary.display.names import first_names
 from newton_summary.display.table import ShownAsTable, without_middle
 from newton_summary.errors import UserError
 from newton_summary.partition import Partition
-from newton_summary.storage.reading import Damaged, load_tensors, opened
+from newton_summary.storage.reading import Damaged, content_of, explained, load_tensors
 from newton_summary.storage.writing import save_tensors
 
 T = TypeVar("T")
@@ -404,8 +404,8 @@ def read_state(
 ) -> T:
     """Return what a file holds; every state of this kind has ``key``."""
     try:
-        with opened(Path(path)) as stream:
-            state = load_tensors(stream)
+        with explained(Path(path)):
+            state = load_tensors(content_of(Path(path)))
             if not isinstance(state, dict) or key not in state:
                 raise Damaged("it is another file")
             return rebuild(state)

@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -298,7 +299,8 @@ def inspect(args: list[str]) -> None:
         raise UserError("Which model? Write newton-summary inspect FILE.py:build, one at a time.")
     if importlib.util.find_spec("plotly") is None:
         raise UserError("The report needs plotly: run pip install -e '.[report]' in your clone.")
-    from newton_summary.inspection.inspection import inspect_model, progress_bar
+    from newton_summary.experiments.progress import watching
+    from newton_summary.inspection.inspection import inspect_model
     from newton_summary.inspection.user_file import load_build, split_target
     from newton_summary.page import report as write_report
 
@@ -307,9 +309,10 @@ def inspect(args: list[str]) -> None:
     # What the user's code prints stays out of the JSON.
     with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
         built = load_build(targets[0], options.seed)
-        with progress_bar(console) as progress:
+        with watching(console) as reporter:
             name = f"{type(built.model).__name__} of {file.name}:{function}"
-            found = inspect_model(built, options, name=name, file=file, progress=progress)
+            show = partial(reporter.measure, 0)
+            found = inspect_model(built, options, name=name, file=file, progress=show)
     page = write_report(found.history, options.out)
     if options.json:
         print(json.dumps({"page": str(page), **found.as_dict()}))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor
 
-from newton_summary.errors import OtherRankError, UserError
+from newton_summary.errors import SharedError, UserError
 from newton_summary.experiments import torchrun
 from newton_summary.experiments.datasets import Batch
 
@@ -91,19 +91,17 @@ class RankGroup:
         """Return what every process computes; an error on one of them is raised on all."""
         if self.size == 1:
             return compute()
-        error: UserError | None = None
+        mistake = None
         try:
             result = compute()
-        except UserError as mistake:
-            error = mistake
-        texts: list[str | None] = [None] * self.size
-        dist.all_gather_object(texts, None if error is None else str(error))
-        failed = next((rank for rank, text in enumerate(texts) if text is not None), None)
-        if failed is None:
-            return result
-        if error is not None and failed == self.rank:
-            raise error
-        raise OtherRankError(f"rank {failed}: {texts[failed]}")
+        except UserError as error:
+            mistake = str(error)
+        mistakes: list[str | None] = [None] * self.size
+        dist.all_gather_object(mistakes, mistake)
+        for rank, text in enumerate(mistakes):
+            if text is not None:
+                raise SharedError(f"rank {rank}: {text}" if rank else text)
+        return result
 
     def from_first(self, compute: Callable[[], T]) -> T:
         """Return what the first process computes."""

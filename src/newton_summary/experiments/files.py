@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from newton_summary.errors import UserError
-from newton_summary.storage.writing import make_folder, replacing
+from newton_summary.storage.writing import make_folder, write_file
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -150,8 +150,7 @@ def _fetch_cifar10(folder: Path) -> None:
             name = Path(member.name).name
             content = files.extractfile(member) if name in MD5 else None
             if content is not None:
-                with replacing(folder / name) as stream:
-                    stream.write(content.read())
+                write_file(folder / name, content.read())
     archive.unlink()
 
 
@@ -168,9 +167,7 @@ def _download(name: str, urls: Sequence[str], folder: Path) -> None:
             problem = getattr(error, "reason", error)
             continue
         if hashlib.md5(content, usedforsecurity=False).hexdigest() == MD5[name]:
-            with replacing(folder / name) as stream:
-                stream.write(content)
-            return
+            return write_file(folder / name, content)
         problem = "the download does not have the published md5"
     raise DataError(
         f"{name} could not be downloaded ({problem}). Set --data-root or {ENVIRONMENT} to a folder "

@@ -13,7 +13,7 @@ twentieth update of the covariances on.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -42,8 +42,6 @@ class KFAC(Optimizer):
             Cheaper, because no eigenvectors are needed, and with cross terms that damp more.
         likelihood: ``"categorical"`` for cross-entropy, ``"gaussian"`` for a mean squared error
             over all outputs.
-        fisher: ``"sampled"`` draws one label for each sample; ``"exact"`` takes the mean over all
-            of them, with as many backward passes as the model has outputs.
     """
 
     def __init__(
@@ -60,13 +58,12 @@ class KFAC(Optimizer):
         *,
         factored: bool = False,
         likelihood: Literal["categorical", "gaussian"] = "categorical",
-        fisher: Literal["sampled", "exact"] = "sampled",
     ):
         self.model = model
         self.damping, self.decay, self.factored = damping, decay, factored
         self.kl_clip, self.weight_decay = kl_clip, weight_decay
         self.covariance_period, self.inverse_period = covariance_period, inverse_period
-        self.likelihood, self.fisher = likelihood, fisher
+        self.likelihood = likelihood
         self.layers = [m for m in model.modules() if isinstance(m, Layer) and _is_plain(m)]
         options = {"lr": lr, "momentum": momentum, "steps": 0}
         super().__init__([{"params": list(model.parameters())}], options)
@@ -91,33 +88,21 @@ class KFAC(Optimizer):
             for hook in hooks:
                 hook.remove()
         ends = [end for _, end in seen.values()]
-        G = [outputs.new_zeros(()) for _ in seen]
-        for cotangent in self._cotangents(outputs.detach()):
-            grads = torch.autograd.grad(outputs, ends, cotangent, retain_graph=True)
-            G = [old + gradient_covariance(g) for old, g in zip(G, grads)]
-        for (layer, (a, _)), new_G in zip(seen.items(), G, strict=True):
+        grads = torch.autograd.grad(outputs, ends, self._cotangent(outputs.detach()))
+        for (layer, (a, _)), g in zip(seen.items(), grads, strict=True):
             state = self.state[layer.weight]
-            for name, value in (("A", input_covariance(layer, a.detach())), ("G", new_G)):
+            covariances = {"A": input_covariance(layer, a.detach()), "G": gradient_covariance(g)}
+            for name, value in covariances.items():
                 known = state.get(name, torch.eye(len(value)).to(value))
                 state[name] = torch.lerp(value, known, self.decay)
 
-    def _cotangents(self, outputs: Tensor) -> Iterator[Tensor]:
-        """Give derivatives c_i of samples' losses by the outputs: E[sum_i c_i c_i^T] = Fisher."""
-        N, C = outputs.shape
-        one_hot = torch.eye(C, dtype=outputs.dtype, device=outputs.device)
-        if self.likelihood == "gaussian":  # of the mean over C outputs of the squared error
-            size = math.sqrt(2 / C)
-            if self.fisher == "sampled":
-                yield size * torch.randn_like(outputs)
-            else:
-                yield from (size * e.expand(N, C) for e in one_hot)
-            return
+    def _cotangent(self, outputs: Tensor) -> Tensor:
+        """Draw derivatives c of samples' losses by the outputs: E[c c^T] is the Fisher matrix."""
+        if self.likelihood == "gaussian":  # of the mean over all outputs of the squared error
+            return math.sqrt(2 / outputs.shape[1]) * torch.randn_like(outputs)
         p = outputs.softmax(1)
-        if self.fisher == "sampled":
-            labels = (p / torch.empty_like(p).exponential_()).argmax(1)  # a draw from p
-            yield p - one_hot[labels]
-        else:
-            yield from (p[:, c, None].sqrt() * (p - one_hot[c]) for c in range(C))
+        labels = (p / torch.empty_like(p).exponential_()).argmax(1)  # a draw from p
+        return p - torch.eye(p.shape[1], dtype=p.dtype, device=p.device)[labels]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]

@@ -16,7 +16,7 @@ from newton_summary.errors import UserError
 from newton_summary.experiments.results import group_by, method_labels, setup_label
 from newton_summary.experiments.rundir import Run
 from newton_summary.experiments.tables import all_tables
-from newton_summary.storage.writing import make_folder, replacing, write_text
+from newton_summary.storage.writing import make_folder, write_file, write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -119,8 +119,7 @@ def _save(figure: Figure, path: Path) -> list[Path]:
         file = path.with_name(f"{path.name}.{kind}")
         picture = io.BytesIO()
         figure.savefig(picture, format=kind, dpi=150)
-        with replacing(file) as stream:
-            stream.write(picture.getvalue())
+        write_file(file, picture.getvalue())
         figure.set_layout_engine("none")  # the first one stays
         files.append(file)
     return files

@@ -76,7 +76,7 @@ def _number(value: Any) -> str:
 
 
 @contextmanager
-def watching(console: Console, title: str) -> Iterator[RichReporter]:
+def watching(console: Console, title: str = "") -> Iterator[RichReporter]:
     """Yield a reporter that prints to a console, with a title when the run starts."""
     progress = Progress(
         TextColumn("{task.description}"),

@@ -1,4 +1,4 @@
-"""The experiments of the paper, and some of our own: functions that return whole configurations.
+"""The experiments of the paper, and some of our own: whole configurations, by name.
 
 The four setups have the hyperparameters of the paper's tables (App. G), except for those of SGD,
 which it does not give. NewtonSummary is the variant that the paper's author ran; Adam, K-FAC and
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any, Literal
 
 from newton_summary.display.names import nearest
@@ -41,7 +40,7 @@ PARTITIONS = (
 ADAM_RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 """The grid from which we tune Adam, beside the paper's own rates."""
 
-PLATEAU = ScheduleConfig(factor=0.5)
+CONSTANT, PLATEAU = ScheduleConfig(), ScheduleConfig(factor=0.5)
 
 
 # --- the registry --------------------------------------------------------------------------------
@@ -123,13 +122,6 @@ SETUPS = {
 }
 
 
-def setup(name: str, optimizer: OptimizerConfig) -> ExperimentConfig:
-    """One of the four setups, at a constant learning rate."""
-    chosen = SETUPS[name]
-    config = experiment(chosen.model, chosen.data, chosen.epochs, optimizer)
-    return replace(config, tf32=chosen.tf32)
-
-
 def paper_optimizer(
     name: str, variant: Literal["as-run", "as-published"] = "as-run"
 ) -> NewtonSummaryConfig:
@@ -138,53 +130,33 @@ def paper_optimizer(
     return NewtonSummaryConfig(variant=variant, lr=lr, lambda_int=lambda_int, cuda_graph=True)
 
 
-def with_newton_summary(name: str) -> ExperimentConfig:
-    """NewtonSummary as the paper's author ran it."""
-    return replace(setup(name, paper_optimizer(name)), schedule=PLATEAU)
-
-
-def with_as_published(name: str) -> ExperimentConfig:
-    """NewtonSummary as the paper prints it: B = 1000, reshuffled, no warm-up, a window of 3."""
-    return replace(setup(name, paper_optimizer(name, "as-published")), schedule=PLATEAU)
-
-
-def with_default(name: str) -> ExperimentConfig:
-    """NewtonSummary with the package's own defaults, the same for every setup."""
-    return setup(name, NewtonSummaryConfig(partition="trivial"))
-
-
-def with_default_plateau(name: str) -> ExperimentConfig:
-    """NewtonSummary with the package's own defaults, and the paper's plateau schedule."""
-    return replace(with_default(name), schedule=PLATEAU)
-
-
-def with_adam(name: str) -> ExperimentConfig:
-    """Adam, with the paper's learning rate."""
-    return setup(name, AdamConfig(lr=SETUPS[name].adam))
-
-
-def with_kfac(name: str) -> ExperimentConfig:
-    """K-FAC, with the paper's learning rate and damping."""
-    lr, damping = SETUPS[name].kfac
-    return setup(name, KFACConfig(lr=lr, damping=damping))
-
-
-def with_sgd(name: str) -> ExperimentConfig:
-    """SGD with momentum, with Hbar in full batch before each epoch (Section 6.1)."""
-    return replace(setup(name, SGDConfig(lr=SETUPS[name].sgd)), measure=MeasureConfig(every=1))
-
-
-WAYS = (
-    with_newton_summary,
-    with_as_published,
-    with_default,
-    with_default_plateau,
-    with_adam,
-    with_kfac,
-    with_sgd,
-)
-for name, way in product(SETUPS, WAYS):
-    add_recipe(f"{name}_{way.__name__.removeprefix('with_')}", way(name), way.__doc__)
+ABOUT = {
+    "newton_summary": "NewtonSummary as the paper's author ran it.",
+    "as_published": "NewtonSummary as the paper prints it: B = 1000, reshuffled, no warm-up, a "
+    "window of 3.",
+    "default": "NewtonSummary with the package's own defaults, the same for every setup.",
+    "default_plateau": "NewtonSummary with the package's own defaults, and the paper's plateau "
+    "schedule.",
+    "adam": "Adam, with the paper's learning rate.",
+    "kfac": "K-FAC, with the paper's learning rate and damping.",
+    "sgd": "SGD with momentum, with Hbar in full batch before each epoch (Section 6.1).",
+}
+for name, setup in SETUPS.items():
+    ways: dict[str, tuple[OptimizerConfig, ScheduleConfig]] = {
+        "newton_summary": (paper_optimizer(name), PLATEAU),
+        "as_published": (paper_optimizer(name, "as-published"), PLATEAU),
+        "default": (NewtonSummaryConfig(partition="trivial"), CONSTANT),
+        "default_plateau": (NewtonSummaryConfig(partition="trivial"), PLATEAU),
+        "adam": (AdamConfig(lr=setup.adam), CONSTANT),
+        "kfac": (KFACConfig(lr=setup.kfac[0], damping=setup.kfac[1]), CONSTANT),
+        "sgd": (SGDConfig(lr=setup.sgd), CONSTANT),
+    }
+    for way, (optimizer, schedule) in ways.items():
+        config = experiment(setup.model, setup.data, setup.epochs, optimizer)
+        config = replace(config, schedule=schedule, tf32=setup.tf32)
+        if way == "sgd":
+            config = replace(config, measure=MeasureConfig(every=1))
+        add_recipe(f"{name}_{way}", config, ABOUT[way])
 
 
 # --- the studies of the appendices ---------------------------------------------------------------
@@ -192,7 +164,8 @@ for name, way in product(SETUPS, WAYS):
 
 def variant(name: str, **changes: Any) -> ExperimentConfig:
     """A setup with the paper's optimizer, some of whose options are others."""
-    return replace(with_newton_summary(name), optimizer=replace(paper_optimizer(name), **changes))
+    config = RECIPES[f"{name}_newton_summary"]()
+    return replace(config, optimizer=replace(config.optimizer, **changes))
 
 
 for name in PARTITIONS[:-1]:  # the last is that of vgg_cifar10_newton_summary
@@ -216,7 +189,7 @@ def vbigmlp_cifar10() -> ExperimentConfig:
 @recipe
 def vbigmlp_cifar10_adam() -> ExperimentConfig:
     """App. H: VBigMLP with Adam; the paper gives no learning rate."""
-    config = replace(vbigmlp_cifar10(), schedule=ScheduleConfig(), measure=MeasureConfig())
+    config = replace(vbigmlp_cifar10(), schedule=CONSTANT, measure=MeasureConfig())
     return replace(config, optimizer=AdamConfig(lr=1e-5))
 
 

@@ -6,6 +6,7 @@ lies beyond the checkpoint belongs to epochs that are trained again when the run
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -38,13 +39,12 @@ from newton_summary.run_directory import (
 from newton_summary.storage.reading import Damaged, load_tensors
 from newton_summary.storage.writing import (
     PREVIOUS,
-    Digested,
     cannot_write,
     is_part,
     make_folder,
-    replacing,
     sync_folder,
-    write_tensors,
+    tensor_file,
+    write_file,
 )
 
 LOCK_SECONDS = 3  # to wait for another process to release the directory
@@ -134,15 +134,14 @@ class Run:
 
 def read_checkpoint(files: RunFiles) -> dict[str, Any] | None:
     """Return the last checkpoint, if there is one."""
-
-    def load(stream: Any) -> dict[str, Any]:
-        state: dict[str, Any] = load_tensors(stream)
+    with files.opened(CHECKPOINT) as content:
+        if content is None:
+            return None
+        state: dict[str, Any] = load_tensors(content)
         epoch = state.get("epoch") if isinstance(state, dict) else None
         if type(epoch) is not int or epoch < 0:
             raise Damaged("it is not a checkpoint")
         return state
-
-    return files.read(CHECKPOINT, load, None)
 
 
 def find_runs(paths: list[Path]) -> list[Run]:
@@ -188,16 +187,15 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_content(stream: Digested, name: str, content: Any) -> None:
-    """Write a file as its name demands: tensors, a line of JSON for each row, or JSON."""
+def encoded(name: str, content: Any) -> bytes | memoryview:
+    """Return a file as its name demands: tensors, a line of JSON for each row, or JSON."""
     if name == SUMMARIES:
-        write_tensors(stream, [measured.state_dict() for measured in content])
-    elif name == CHECKPOINT:
-        write_tensors(stream, content)
-    elif name == METRICS:
-        stream.write("".join(json.dumps(finite(row)) + "\n" for row in content).encode())
-    else:
-        stream.write((json.dumps(content, indent=2) + "\n").encode())
+        return tensor_file([measured.state_dict() for measured in content])
+    if name == CHECKPOINT:
+        return tensor_file(content)
+    if name == METRICS:
+        return "".join(json.dumps(finite(row)) + "\n" for row in content).encode()
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 class RunWriter:
@@ -317,12 +315,12 @@ class RunWriter:
         if not self.writes:
             return
         for name, content in contents.items():
-            with replacing(self.path / name, keep=True) as stream:
-                write_content(stream, name, content)
-            self._manifest[name] = [stream.size, stream.digest]
+            file = encoded(name, content)
+            write_file(self.path / name, file, keep=True)
+            self._manifest[name] = [len(file), hashlib.sha256(file).hexdigest()]
         sync_folder(self.path)
-        with replacing(self.path / MANIFEST, keep=METRICS in contents) as stream:
-            write_content(stream, MANIFEST, make_manifest(self._manifest))
+        manifest = encoded(MANIFEST, make_manifest(self._manifest))
+        write_file(self.path / MANIFEST, manifest, keep=METRICS in contents)
         sync_folder(self.path)
 
     def close(self) -> Run:

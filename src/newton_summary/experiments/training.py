@@ -28,7 +28,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from newton_summary.errors import CannotDifferentiate, NotFiniteError, OtherRankError, UserError
+from newton_summary.errors import CannotDifferentiate, NotFiniteError, SharedError, UserError
 from newton_summary.experiments import torchrun
 from newton_summary.experiments.config import (
     AdamConfig,
@@ -115,7 +115,7 @@ def train(
                 run = writer.close()
             return run
     except UserError as error:
-        if not isinstance(error, OtherRankError):
+        if not isinstance(error, SharedError):
             error.rank = torchrun.rank()
         raise
 

@@ -85,7 +85,7 @@ def heatmap(
     if 0 in shown.values.shape:
         return message_figure(title, f"No group is in the block {block}.")
     rows, columns = shown.values.shape
-    cell = _cell(max(rows, columns))
+    cell = max(0.08, min(0.5, 7 / max(rows, columns)))  # inches: room for a name, and on a page
     margin = 0.07 * max(len(short_name(n)) for n in (*shown.rows, *shown.columns)) + 0.3
     size = (max(cell * columns, 1.6) + margin + 1.2, max(cell * rows, 1.6) + margin + 0.6)
     figure, axis = titled_figure(title, *size, layout="compressed")
@@ -108,11 +108,6 @@ def _titled(summary: Summary, block: Block) -> Block:
     titles = dict(zip(summary.names, summary.titles, strict=True))
     rows, columns = (tuple(titles[n] for n in names) for names in (block.rows, block.columns))
     return Block(rows, columns, block.values)
-
-
-def _cell(count: int) -> float:
-    """Return the size of a cell in inches: large enough for a name, small enough for a page."""
-    return 0.5 if count <= 10 else max(0.08, min(0.5, 7 / count))
 
 
 def pairs(summary: Summary | torch.Tensor, count: int = 15) -> Figure:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import UserList
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +31,6 @@ from newton_summary.partition import make_partition
 from newton_summary.probe.inputs import as_batches, to_device
 from newton_summary.solver import LearningRates
 from newton_summary.summary import Summary
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 @dataclass(frozen=True)
@@ -152,13 +149,14 @@ def inspect_model(
             from newton_summary.experiments.training import find_device
 
             device = find_device(settings.device)
-            model, batches = model.to(device), [to_device(batch, device) for batch in batches]
+            model = model.to(device)
+            batches = UserList(to_device(batch, device) for batch in batches)
         groups = make_partition(model, settings.partition)
         start = time.perf_counter()
         summary = summarize(
             model,
             loss_fn,
-            iter(batches),
+            batches,
             partition=groups,
             backend=settings.backend,
             order=settings.order,
@@ -166,9 +164,8 @@ def inspect_model(
             progress=progress,
         )
         seconds = time.perf_counter() - start
-        data = dict(enumerate(batches)).values()  # not a list: one of tensors would be one batch
-        rates = learning_rates(summary, lambda_int, model=model, loss_fn=loss_fn, data=data)
-        trials = step_trials(model, loss_fn, iter(batches), summary, rates) if rates.ok else ()
+        rates = learning_rates(summary, lambda_int, model=model, loss_fn=loss_fn, data=batches)
+        trials = step_trials(model, loss_fn, batches, summary, rates) if rates.ok else ()
     history = History(name)
     history.add(0, summary, rates, trials=trials)
     history.facts = _facts(built, settings, summary, len(batches), seconds, rates.lambda_int)
@@ -200,24 +197,11 @@ def _hint(data: Any) -> str:
     return ""
 
 
-@contextlib.contextmanager
-def progress_bar(console: Console) -> Iterator[Callable[[int, int | None], None]]:
-    """Yield a function that shows progress on a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("measuring", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def take_batches(data: Any, most: int) -> list[Any]:
-    """Return the first batches of the data."""
+def take_batches(data: Any, most: int) -> UserList[Any]:
+    """Return the first batches of the data; not as a list: one of tensors would be one batch."""
     if most < 1:
         raise UserError(f"--max-batches {most}: write 1 or more.")
-    batches = list(islice(iter(as_batches(data)), most))
+    batches = UserList(islice(iter(as_batches(data)), most))
     if not batches:
         raise UserError("The data is empty: there is no batch to measure.")
     return batches

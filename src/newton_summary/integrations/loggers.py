@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from newton_summary.history import History, Measured
 from newton_summary.measuring.advice import Advice
-from newton_summary.optimizer.controller import RateRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,12 +55,6 @@ def advice_scalars(advice: Advice) -> dict[str, float]:
         if group.stderr is not None:
             values[f"{PREFIX}/factor_error/{group.name}"] = group.stderr
     return values
-
-
-def record_scalars(record: RateRecord) -> dict[str, float]:
-    """Return what to log of a measurement by which a rate is steered."""
-    values = {"steered_lr": record.rate * record.change, "steered_factor": record.factor}
-    return {f"{PREFIX}/{name}": value for name, value in values.items()}
 
 
 def scalars_of(measured: Measured) -> dict[str, float]:

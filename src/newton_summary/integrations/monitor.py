@@ -24,11 +24,11 @@ from newton_summary.history import History, Measured, Trial
 from newton_summary.integrations.budget import Budget
 from newton_summary.integrations.console import Console, sentence
 from newton_summary.integrations.loggers import (
+    PREFIX,
     Logger,
     advice_scalars,
     log_figures,
     rate_scalars,
-    record_scalars,
     scalars_of,
 )
 from newton_summary.measuring.advice import Advice, suggest_lrs
@@ -248,8 +248,11 @@ class Monitor:
             summary = summarize(
                 model, self._loss, data, partition=self.partition or "canonical", **self.options
             )
-            rates = self._rates(model, data, summary)
-            trials = step_trials(model, self._loss, data, summary, rates, **self._shared())
+            shared = self._shared()
+            tried = {"model": model, "loss_fn": self._loss, "data": data, **shared}
+            given = tried if self.lambda_int is None else {}
+            rates = learning_rates(summary, self.lambda_int, **given)
+            trials = step_trials(model, self._loss, data, summary, rates, **shared)
             self.history.add(epoch, summary, rates, trials=trials)
             return rates
         given = self._shared("backend")
@@ -274,13 +277,6 @@ class Monitor:
         for group in self.advice.groups:
             self.history.add_value(f"factor of lr, {group.name}", epoch, group.factor)
         return rates
-
-    def _rates(self, model: nn.Module, data: Any, summary: Summary) -> LearningRates:
-        """Return the rates along the gradient; strength or length are sought by trials."""
-        if self.lambda_int is not None:
-            return learning_rates(summary, self.lambda_int)
-        tried = {"model": model, "loss_fn": self._loss, "data": data, **self._shared()}
-        return learning_rates(summary, **tried)
 
     def _shared(self, *more: str) -> dict[str, Any]:
         """Return the options that trials take too, and more of them by name."""
@@ -344,11 +340,11 @@ class Monitor:
         assert self.controller is not None
         self.controller.before_step(UserList(batches))
         for record in self.controller.history[self._recorded :]:
-            values = record_scalars(record)
+            values = {"steered_lr": record.rate * record.change, "steered_factor": record.factor}
             for name, value in values.items():
-                self.history.add_value(name.rpartition("/")[2].replace("_", " "), epoch, value)
+                self.history.add_value(name.replace("_", " "), epoch, value)
             for logger in (*self.loggers, *loggers):
-                logger.scalars(values, step)
+                logger.scalars({f"{PREFIX}/{name}": value for name, value in values.items()}, step)
         self._recorded = len(self.controller.history)
 
     @contextmanager

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import UserList
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from newton_summary.probe.state import RandomState
+from newton_summary.probe.state import Journal, RandomState
 
 
 def sample_batches(loader: Any, num_batches: int, rank: int = 0, ranks: int = 1) -> UserList[Any]:
@@ -33,12 +34,8 @@ def sample_batches(loader: Any, num_batches: int, rank: int = 0, ranks: int = 1)
     # Whole batches if possible: a batch norm cannot take a single sample that may be left over.
     size = min(batch_size, len(mine))
     count = min(num_batches, len(mine) // size) * size
-    random_state = RandomState(())
-    before = random_state.capture()
-    try:
+    with Journal() as journal:
+        journal.undo_later(partial(RandomState(()).restore, RandomState(()).capture()))
         subset = Subset(dataset, mine[:count])
         # Not a list: a list of tensors would count as one batch.
         return UserList(DataLoader(subset, batch_size=size, collate_fn=loader.collate_fn))
-    finally:
-        random_state.forget()
-        random_state.restore(before)

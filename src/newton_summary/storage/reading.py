@@ -6,42 +6,29 @@ wrong with it becomes one line.
 
 from __future__ import annotations
 
-import hashlib
+import io
 import json
-import math
 import os
-import pickle
+import pickletools
+import re
 import stat
-import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from newton_summary.errors import UserError
 
-MOST_JSON = 1 << 28  # bytes
 MOST_VALUES = 10**8
 
-# What torch.save writes for plain values and dense tensors, and nothing else.
-_DTYPES = {
-    **{"FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16},
-    **{"BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32},
-    **{"ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8},
-    "BoolStorage": torch.bool,
-}
-_OPCODES = (
-    *(pickle.PROTO, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
-    *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT),
-    *(pickle.BINUNICODE, pickle.EMPTY_DICT, pickle.EMPTY_LIST, pickle.EMPTY_TUPLE, pickle.TUPLE),
-    *(pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.APPEND, pickle.APPENDS, pickle.SETITEM),
-    *(pickle.SETITEMS, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
-    *(pickle.GLOBAL, pickle.REDUCE, pickle.BUILD, pickle.BINPERSID),
+# What torch.save refers to for plain values and dense tensors.
+_NAMES = re.compile(
+    r"torch \w+Storage|torch\._utils _rebuild_tensor_v2|collections OrderedDict", re.ASCII
 )
 
 # Opening a pipe would wait for a writer; Windows would change line ends.
@@ -53,19 +40,15 @@ class Damaged(Exception):
 
 
 @contextmanager
-def opened(file: Path) -> Iterator[BinaryIO]:
-    """Open an ordinary file; errors in the block, of any kind, become one line.
+def explained(file: Path) -> Iterator[None]:
+    """Read the file in here; errors of any kind become one line that names it.
 
     Raises:
         FileNotFoundError: If there is none.
         UserError: If it cannot be read, with the reason.
     """
     try:
-        descriptor = os.open(file, _FLAGS)
-        with open(descriptor, "rb") as stream:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise Damaged("it is not an ordinary file")
-            yield stream
+        yield
     except (FileNotFoundError, UserError):
         raise
     except Exception as error:  # pickle and zip raise many kinds, and strangers find more
@@ -75,28 +58,15 @@ def opened(file: Path) -> Iterator[BinaryIO]:
         raise UserError(f"{file} cannot be read: {text}.") from None
 
 
-def digest(stream: BinaryIO) -> str:
-    """Return the sha256 of a file, and go back to its start."""
-    found = hashlib.sha256()
-    while part := stream.read(1 << 20):
-        found.update(part)
-    stream.seek(0)
-    return found.hexdigest()
+def content_of(file: Path) -> bytes:
+    """Return the bytes of an ordinary file."""
+    with explained(file), open(os.open(file, _FLAGS), "rb") as stream:
+        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            raise Damaged("it is not an ordinary file")
+        return stream.read()
 
 
-def size_of(stream: BinaryIO) -> int:
-    """Return the length of a file."""
-    return os.fstat(stream.fileno()).st_size
-
-
-def load_json(stream: BinaryIO) -> Any:
-    """Return the value in a JSON file."""
-    if size_of(stream) > MOST_JSON:
-        raise Damaged(f"it has {size_of(stream):,} bytes")
-    return parse_json(stream.read())
-
-
-def parse_json(content: bytes) -> Any:
+def load_json(content: bytes) -> Any:
     """Return the value in a text of JSON."""
     try:
         return json.loads(content.decode())
@@ -106,74 +76,33 @@ def parse_json(content: bytes) -> Any:
         raise Damaged(f"it is not JSON ({error})") from None
 
 
-def load_tensors(stream: BinaryIO) -> Any:
+def load_tensors(content: bytes) -> Any:
     """Return plain values and dense tensors on the CPU, as ``torch.save`` wrote them.
 
-    Everything is checked against the checksums in the file. Tensors that are sparse, complex,
-    quantized, without storage, or larger than their bytes are refused.
+    Everything is checked against the checksums in the file, which torch does not do. Tensors that
+    are sparse, quantized, without storage, or larger than their bytes are refused.
     """
-    with zipfile.ZipFile(stream) as archive:
-        entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values()):
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        entries = archive.infolist()
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
             raise Damaged("it is compressed")
-        if sum(entry.file_size for entry in archive.infolist()) > size_of(stream):
+        if sum(entry.file_size for entry in entries) > len(content):
             raise Damaged("it would be larger than its bytes")
-        if "data.pkl" not in entries:
-            raise Damaged("it was not written by torch.save")
-        if "byteorder" in entries and archive.read(entries["byteorder"]) != sys.byteorder.encode():
-            raise Damaged("it was written on a machine with another byte order")
-        with archive.open(entries["data.pkl"]) as pickled:
-            value = _Unpickler(pickled, archive, entries).load()
-            pickled.read()  # to the end, where its checksum is compared
+        if (damaged := archive.testzip()) is not None:
+            raise Damaged(f"the checksum of {damaged} differs")
+        for entry in entries:
+            if entry.filename.partition("/")[2] == "data.pkl":
+                _check_names(archive.read(entry))
+    value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     _check_plain(value)
     return value
 
 
-class _Unpickler(pickle._Unpickler):
-    """Python's own, without most of it; the one in C allocates on the word of the file."""
-
-    dispatch: ClassVar[dict[int, Any]] = {
-        code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES
-    }
-
-    def __init__(
-        self, stream: Any, archive: zipfile.ZipFile, entries: dict[str, zipfile.ZipInfo]
-    ) -> None:
-        super().__init__(stream)
-        self._archive, self._entries = archive, entries
-        self._storages: dict[str, Tensor] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _tensor
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        raise Damaged(f"it holds {module}.{name}, not only plain values and dense tensors")
-
-    def persistent_load(self, pid: Any) -> Tensor:
-        """Return a storage, as a tensor with one axis."""
-        _, dtype, key, _, _ = pid
-        if key not in self._storages:
-            content = bytearray(self._archive.read(self._entries[f"data/{key}"]))
-            self._storages[key] = (
-                torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
-            )
-        if self._storages[key].dtype != dtype:
-            raise Damaged("one storage has two types")
-        return self._storages[key]
-
-
-def _tensor(storage: Tensor, offset: int, size: Any, stride: Any, *_: Any) -> Tensor:
-    """Return a view of a storage, whose entries all lie in it and are not repeated."""
-    count = math.prod(size)
-    if min((offset, *size, *stride)) < 0 or len(size) != len(stride) or len(size) > 16:
-        raise Damaged("a tensor has an impossible shape")
-    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if count > len(storage) or (count and last >= len(storage)):
-        raise Damaged(f"a tensor of shape {tuple(size)} has more entries than bytes")
-    return storage.as_strided(tuple(size), tuple(stride), offset)
+def _check_names(pickled: bytes) -> None:
+    """Refuse what refers to more than dense tensors: torch would allocate what it says."""
+    for opcode, name, _ in pickletools.genops(pickled):
+        if opcode.name == "GLOBAL" and not _NAMES.fullmatch(str(name)):
+            raise Damaged(f"it holds {name}, not only plain values and dense tensors")
 
 
 def _check_plain(value: Any) -> None:
@@ -181,6 +110,8 @@ def _check_plain(value: Any) -> None:
     weights: dict[int, int] = {}  # values in a container, as often as they are met
 
     def weigh(item: Any, depth: int) -> int:
+        if isinstance(item, Tensor) and item.nbytes > item.untyped_storage().nbytes():
+            raise Damaged(f"a tensor of shape {tuple(item.shape)} has more entries than bytes")
         if item is None or type(item) in (bool, int, float, str, Tensor):
             return 1
         if type(item) not in (dict, OrderedDict, list, tuple):

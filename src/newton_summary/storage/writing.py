@@ -7,13 +7,12 @@ then renamed; a link in its place is replaced, never followed.
 from __future__ import annotations
 
 import errno
-import hashlib
+import io
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,46 +30,12 @@ _FLAGS = (
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class Digested:
-    """A stream that counts and digests what is written to it.
-
-    Attributes:
-        error: What went wrong in writing; torch.save replaces it by an error of its own.
-    """
-
-    def __init__(self, stream: BinaryIO):
-        self._stream, self._digest = stream, hashlib.sha256()
-        self.size = 0
-        self.error: OSError | None = None
-
-    def write(self, content: Any) -> int:
-        """Write bytes."""
-        rest = memoryview(content).cast("B")
-        self._digest.update(rest)
-        self.size += len(rest)
-        try:
-            while rest:  # a full disk takes a part, and refuses the next
-                rest = rest[self._stream.write(rest) :]
-        except OSError as error:
-            self.error = error
-            raise
-        return len(content)
-
-    def flush(self) -> None:
-        """Do nothing: the file is flushed at its end."""
-
-    @property
-    def digest(self) -> str:
-        """Sha256 of everything so far."""
-        return self._digest.hexdigest()
-
-
-@contextmanager
-def replacing(path: Path, *, keep: bool = False) -> Iterator[Digested]:
+def write_file(path: Path, content: bytes | memoryview, *, keep: bool = False) -> None:
     """Write a file that replaces the old one once it is complete and on the disk.
 
     Args:
         path: The file.
+        content: What it is to hold.
         keep: Keep the old one, with ``.previous`` at the end of its name.
 
     Raises:
@@ -79,26 +44,30 @@ def replacing(path: Path, *, keep: bool = False) -> Iterator[Digested]:
     if "\0" in path.name:
         raise cannot_write(path, OSError(errno.EINVAL, "there is a NUL in its name"))
     part = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.part")
-    stream: Digested | None = None
     try:
-        with open(os.open(part, _FLAGS, 0o666), "wb", buffering=0) as file:
-            stream = Digested(file)  # without a buffer, so that no error comes late
-            yield stream
-            os.fsync(file.fileno())
+        _write_whole(part, content)
         if keep:
             _keep(path)
         os.replace(part, path)
     except OSError as error:
-        missing = stream is None and not path.parent.is_dir()
+        missing = not path.parent.is_dir()
         reason = OSError(errno.ENOENT, f"there is no folder {path.parent}") if missing else error
         raise cannot_write(path, reason) from None
-    except Exception:
-        if stream is None or stream.error is None:
-            raise
-        raise cannot_write(path, stream.error) from None
     finally:
         with suppress(OSError):
             part.unlink(missing_ok=True)
+
+
+def _write_whole(file: Path, content: bytes | memoryview) -> None:
+    """Write a new file, and wait until it is on the disk."""
+    descriptor = os.open(file, _FLAGS, 0o666)
+    try:
+        rest = memoryview(content)
+        while rest:  # a full disk takes a part, and refuses the next
+            rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _keep(path: Path) -> None:
@@ -143,31 +112,26 @@ def sync_folder(path: Path) -> None:
 
 
 def is_part(file: Path) -> bool:
-    """Whether a file is an incomplete one of :func:`replacing`."""
+    """Whether a file is an incomplete one of :func:`write_file`."""
     return file.name.startswith(".") and file.name.endswith(".part")
 
 
 def write_text(path: Path, text: str) -> Path:
     """Replace a text file."""
-    with replacing(path) as stream:
-        stream.write(text.encode(errors="backslashreplace"))
+    write_file(path, text.encode(errors="backslashreplace"))
     return path
 
 
-def write_tensors(stream: Digested, value: Any) -> None:
-    """Write plain values and tensors as ``torch.save`` does."""
-    try:
-        torch.save(_dense(value), stream)  # type: ignore[arg-type]
-    except RuntimeError as error:  # after an interrupt torch cannot end the file, and says so
-        if isinstance(error.__context__, KeyboardInterrupt):
-            raise error.__context__ from None
-        raise
+def tensor_file(value: Any) -> memoryview:
+    """Return the file that ``torch.save`` writes of plain values and tensors."""
+    stream = io.BytesIO()
+    torch.save(_dense(value), stream)
+    return stream.getbuffer()
 
 
 def save_tensors(path: str | os.PathLike[str], value: Any) -> None:
     """Replace a file of plain values and tensors."""
-    with replacing(Path(path)) as stream:
-        write_tensors(stream, value)
+    write_file(Path(path), tensor_file(value))
 
 
 def _dense(value: Any) -> Any:
