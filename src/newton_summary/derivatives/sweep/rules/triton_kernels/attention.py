@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from newton_summary.derivatives.sweep.rules.triton_kernels.precision import precision_of
+from newton_summary.derivatives.sweep.tf32 import precision_of
 
 # Queries and keys at a time, and warps of a program, chosen so that few registers are spilled.
 TILES = {torch.float32: (32, 32, 4), torch.bfloat16: (64, 32, 4)}
@@ -299,7 +299,6 @@ def _queries(  # type: ignore[no-untyped-def]
     V_b,
     V_h,
     V_t,
-    THIRD: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -329,7 +328,7 @@ def _queries(  # type: ignore[no-untyped-def]
     D1 = tl.zeros((QUERIES,), wide)
     f1 = tl.zeros((QUERIES,), wide)
     g = tl.zeros((QUERIES, D), wide)
-    if THIRD:
+    if f3_out is not None:
         E2 = tl.zeros((QUERIES,), wide)
         f2 = tl.zeros((QUERIES,), wide)
         f3 = tl.zeros((QUERIES,), wide)
@@ -351,7 +350,7 @@ def _queries(  # type: ignore[no-untyped-def]
         W1 = PS1 * Z + P * Z1
         D1 += tl.sum(PS1, 1)
         f1 += tl.sum(W1, 1)
-        if THIRD:
+        if f3_out is not None:
             R = 2.0 * tl.dot(q1, tl.trans(k1), input_precision=PRECISION, out_dtype=wide)
             PE = PS1 * S1 + P * R
             E2 += tl.sum(PE, 1)
@@ -362,7 +361,7 @@ def _queries(  # type: ignore[no-untyped-def]
     row = s * tl.num_programs(1) + n
     tl.store(D1_out + row * L + places, D1, mask=inside)
     tl.store(f1_out + row * L + places, f1, mask=inside)
-    if THIRD:
+    if f3_out is not None:
         f2 -= 2.0 * D1 * f1
         f3 -= 3.0 * (D1 * f2 + E2 * f1)
         place = row * tl.num_programs(0) + tl.program_id(0)
@@ -531,10 +530,7 @@ def pass_attention(
             **options,
         )
         _queries[(blocks, B * heads, S)](
-            *(*inputs, lse, mean, Pk, Wk, Q, K, V, D1, f1, lse if f3 is None else f3, gq),
-            *(*sizes, *strides),
-            THIRD=third,
-            **options,
+            *(*inputs, lse, mean, Pk, Wk, Q, K, V, D1, f1, f3, gq, *sizes, *strides), **options
         )
         _keys[(triton.cdiv(T, keys), B * H, S)](
             *(*inputs, lse, mean, D1, f1, Q, K, V, gk, gv, *sizes, *strides), **options

@@ -32,10 +32,6 @@ def _elementwise(  # type: ignore[no-untyped-def]
     n,
     k1,
     k2,
-    HAS_F3: tl.constexpr,
-    HAS_DELTA: tl.constexpr,
-    WANTED: tl.constexpr,
-    COPY: tl.constexpr,
     THIRD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -45,10 +41,10 @@ def _elementwise(  # type: ignore[no-untyped-def]
     inside = entries < n
     f1 = tl.load(f1_in + entries, mask=inside, other=0.0)
     f2 = tl.load(f2_in + entries, mask=inside, other=0.0)
-    if HAS_DELTA:
+    if delta_in is not None:
         delta = tl.load(delta_in + entries, mask=inside, other=0.0)
         c2 = delta * f2
-        if HAS_F3:
+        if f3_in is not None:
             c3 = delta * tl.load(f3_in + entries, mask=inside, other=0.0)
     for i in range(k1):
         row = tl.cast(i, tl.int64) * n + entries
@@ -56,19 +52,19 @@ def _elementwise(  # type: ignore[no-untyped-def]
         x1 = tl.load(x1_in + row, mask=inside, other=0.0).to(f1.dtype)
         if THIRD:
             x2 = tl.load(x2_in + row, mask=inside & (i < k2), other=0.0).to(f1.dtype)
-        if WANTED:
+        if rows_out is not None:
             tl.store(rows_out + target, f1 * x1, mask=inside)
             if THIRD:
                 second = tl.cast(k + start + i, tl.int64) * n + entries
                 tl.store(rows_out + second, f2 * x1 * x1 + f1 * x2, mask=inside)
-        if COPY:
+        if x1_out is not None:
             tl.store(x1_out + target, x1, mask=inside)
-        if HAS_DELTA:
+        if delta_in is not None:
             work = c2 * x1
             tl.store(work_out + target, work, mask=inside)
             if THIRD:
                 term = 3.0 * work * x2
-                if HAS_F3:
+                if f3_in is not None:
                     term += c3 * x1 * x1 * x1
                 place = tl.cast(start + i, tl.int64) * programs + program
                 tl.store(sums_out + place, tl.sum(tl.where(inside, term, 0.0)))
@@ -88,37 +84,18 @@ def pass_elementwise(
     Rows of bfloat16 go with derivatives in float32.
     """
     k, n = sum(len(part.x1) for part in parts), f1.numel()
-    alone, blocks = len(parts) == 1, triton.cdiv(n, BLOCK)
-    stack = parts[0].x1
+    blocks, stack = triton.cdiv(n, BLOCK), parts[0].x1
     rows = stack.new_empty(((2 if third else 1) * k, *f1.shape)) if wanted else None
-    copied = delta is not None and not alone
-    x1 = stack.new_empty((k, *f1.shape)) if copied else stack
     work = None if delta is None else stack.new_empty((k, *f1.shape))
+    copy = None if work is None or len(parts) == 1 else torch.empty_like(work)
     sums = f1.new_empty((k, blocks)) if third and delta is not None else None
-    f1, f2 = f1.contiguous(), f2.to(f1.dtype).contiguous()
-    others = [f1 if x is None else x.to(f1.dtype).contiguous() for x in (f3, delta)]
+    given = [None if x is None else x.to(f1.dtype).contiguous() for x in (f1, f2, f3, delta)]
     for part in parts:
         with torch.cuda.device(f1.device):
             _elementwise[(blocks,)](
-                part.x1,
-                f1 if part.x2 is None else part.x2,  # f1 for what is not there, nor touched
-                f1,
-                f2,
-                *others,
-                f1 if rows is None else rows,
-                x1,
-                f1 if work is None else work,
-                f1 if sums is None else sums,
-                part.start,
-                k,
-                n,
-                len(part.x1),
-                0 if part.x2 is None else len(part.x2),
-                HAS_F3=f3 is not None,
-                HAS_DELTA=delta is not None,
-                WANTED=wanted,
-                COPY=copied,
+                *(part.x1, part.x2, *given, rows, copy, work, sums),
+                *(part.start, k, n, len(part.x1), len(part.x2)),
                 THIRD=third,
                 BLOCK=BLOCK,
             )
-    return rows, x1, work, None if sums is None else sums.sum(1)
+    return rows, stack if copy is None else copy, work, None if sums is None else sums.sum(1)

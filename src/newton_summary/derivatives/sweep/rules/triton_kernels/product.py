@@ -35,8 +35,6 @@ def _product(  # type: ignore[no-untyped-def]
     k,
     ka,
     kb,
-    HAS_DELTA: tl.constexpr,
-    WANTED: tl.constexpr,
     THIRD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -46,7 +44,7 @@ def _product(  # type: ignore[no-untyped-def]
     inside = entries < n
     a = tl.load(a_in + entries, mask=inside, other=0.0)
     b = tl.load(b_in + entries, mask=inside, other=0.0)
-    if HAS_DELTA:
+    if delta_in is not None:
         delta = tl.load(delta_in + entries, mask=inside, other=0.0)
     for i in range(k):
         row = tl.cast(i, tl.int64) * n + entries
@@ -55,12 +53,12 @@ def _product(  # type: ignore[no-untyped-def]
         if THIRD:
             a2 = tl.load(a2_in + row, mask=inside & (i < ka), other=0.0).to(a.dtype)
             b2 = tl.load(b2_in + row, mask=inside & (i < kb), other=0.0).to(a.dtype)
-        if WANTED:
+        if rows_out is not None:
             tl.store(rows_out + row, a1 * b + a * b1, mask=inside)
             if THIRD:
                 below = tl.cast(k + i, tl.int64) * n + entries
                 tl.store(rows_out + below, a2 * b + a * b2 + 2.0 * a1 * b1, mask=inside)
-        if HAS_DELTA:
+        if delta_in is not None:
             tl.store(work_out + row, 2.0 * delta * b1, mask=inside)
             if THIRD:
                 term = tl.where(inside, 3.0 * delta * (a1 * b2 + a2 * b1), 0.0)
@@ -77,18 +75,13 @@ def pass_product(
     k, n = len(A.x1), a.numel()
     blocks = triton.cdiv(n, BLOCK)
     wide = torch.promote_types(a.dtype, torch.float32)
-    a, b = (x.to(wide).contiguous() for x in (a, b))
+    given = [None if x is None else x.to(wide).contiguous() for x in (a, b, delta)]
     rows = A.x1.new_empty(((2 if third else 1) * k, *a.shape)) if wanted else None
     work = None if delta is None else torch.empty_like(A.x1)
-    sums = a.new_empty((k, blocks)) if third and delta is not None else None
+    sums = a.new_empty((k, blocks), dtype=wide) if third and delta is not None else None
     with torch.cuda.device(a.device):
         _product[(blocks,)](
-            *(a, b, a if delta is None else delta.to(wide).contiguous()),  # a for what is not there
-            *(A.x1, a if A.x2 is None else A.x2, B.x1, a if B.x2 is None else B.x2),
-            *(a if x is None else x for x in (rows, work, sums)),
-            *(n, k, 0 if A.x2 is None else len(A.x2), 0 if B.x2 is None else len(B.x2)),
-            HAS_DELTA=delta is not None,
-            WANTED=wanted,
+            *(*given, A.x1, A.x2, B.x1, B.x2, rows, work, sums, n, k, len(A.x2), len(B.x2)),
             THIRD=third,
             BLOCK=BLOCK,
         )
