@@ -22,7 +22,6 @@ from newton_summary.derivatives.sweep.rules.recurrent_cells import (
     Jets,
     LstmRun,
     Run,
-    Walk,
     runs_of,
 )
 from newton_summary.derivatives.sweep.tape import Op, Tangent, Value, union
@@ -93,18 +92,18 @@ def pass_recurrence(
     deltas = [None if v is None else sweep.adjoint(v) for v in op.outputs]
     run.go_back(deltas)  # for the loss: there may have been other backward passes, or none
     jets = Jets(len(first), third, run.y)
-    of_input = Gates(run.x, run.w_x, W_x, B_x, first, third)
+    of_input = Gates(run.x, run.w_x, W_x, B_x, first, third, X)
     of_state = Gates(run.before(run.y, run.start[0]), run.w, W, B, first, third)
-    walk = Walk(first, third, X, (of_input, of_state))
-    rows = [run.y.new_zeros((walk.rows, *run.y.shape[1:])) for _ in start]
+    n = len(first) * (2 if third else 1)
+    rows = [run.y.new_zeros((n, *run.y.shape[1:])) for _ in start]
     for state, tangent in zip(rows, states, strict=True):
         if tangent is not None:
             for target, source in runs_of(tangent, first):
                 state[target] = tangent.rows[source]
-    h = run.y.new_empty((walk.rows, len(run.y) + 1, *run.y.shape[1:]))
+    h = run.y.new_empty((n, len(run.y) + 1, *run.y.shape[1:]))
     begin = len(run.y) if reverse else 0
     h[:, begin] = rows[0]
-    for t, after in zip(run.order, run.derivatives(jets, rows, walk), strict=True):
+    for t, after in zip(run.order, run.derivatives(jets, rows, of_input, of_state), strict=True):
         h[:, t if reverse else t + 1] = after[0]
         rows = after
     second = first if third else ()

@@ -87,6 +87,7 @@ class Gates:
         b: That of the bias.
         first: All groups.
         third: Whether the order is 3.
+        v: The tangent of the input; that of the state is found step by step.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Gates:
         b: Tangent | None,
         first: Groups,
         third: bool,
+        v: Tangent | None = None,
     ):
         self.w, self.k, self.weights = w, len(first), w if W is None else W.rows
         # Where rows are added in each step, and which: (rows, T or 1, B or 1, n H).
@@ -110,14 +112,17 @@ class Gates:
             self.added += [(target, rows[source]) for target, source in runs_of(b, first)]
         moving = W.first if W is not None and third else ()
         self.own = [(first.index(s), j) for j, s in enumerate(moving)]
+        # Where the rows of the input belong, and which.
+        self.moving = [] if v is None else [(to, v.rows[which]) for to, which in runs_of(v, first)]
 
-    def add_to(
-        self, rows: Tensor, t: int, moving: Sequence[tuple[slice, Tensor]], fresh: bool = False
-    ) -> Tensor:
-        """Add the rows in step t, given where rows of v belong, and which; or write them."""
+    def add_to(self, rows: Tensor, t: int, state: Tensor | None = None) -> Tensor:
+        """Add the rows in step t; of the state, given its rows, write them."""
+        moving = [(target, x[:, t]) for target, x in self.moving]
+        moving = moving if state is None else [(slice(0, len(rows)), state)]
         for target, v in moving:
             out = rows[target].flatten(0, 1)
-            torch.addmm(out, v.reshape(len(out), -1), self.w.T, beta=0 if fresh else 1, out=out)
+            beta = 1 if state is None else 0
+            torch.addmm(out, v.reshape(len(out), -1), self.w.T, beta=beta, out=out)
         for target, v in moving:
             for i, j in self.own:  # 2 W1 v1
                 if target.start <= i < target.stop:
@@ -125,24 +130,6 @@ class Gates:
         for target, more in self.added:
             rows[target] += more[:, t] if more.shape[1] > 1 else more[:, 0]
         return rows
-
-
-class Walk:
-    """The rows of the gates in each step."""
-
-    def __init__(self, first: Groups, third: bool, x: Tangent | None, gates: Sequence[Gates]):
-        """Take the tangent of the input, and the gates of the input and of the state."""
-        self.rows = len(first) * (2 if third else 1)
-        self.x = [] if x is None else [(to, x.rows[which]) for to, which in runs_of(x, first)]
-        self.input, self.state = gates
-
-    def of_state(self, out: Tensor, t: int, h: Tensor) -> Tensor:
-        """Write what rows h of the state make in step t."""
-        return self.state.add_to(out, t, [(slice(0, self.rows), h)], fresh=True)
-
-    def add_input(self, rows: Tensor, t: int) -> Tensor:
-        """Add what the input makes in step t."""
-        return self.input.add_to(rows, t, [(target, x[:, t]) for target, x in self.x])
 
 
 def runs_of(t: Tangent, first: Groups) -> list[tuple[slice, slice]]:
@@ -206,7 +193,9 @@ class Run:
         """Go back through the steps."""
         raise NotImplementedError
 
-    def derivatives(self, jets: Jets, rows: list[Tensor], walk: Walk) -> Iterator[list[Tensor]]:
+    def derivatives(
+        self, jets: Jets, rows: list[Tensor], of_input: Gates, of_state: Gates
+    ) -> Iterator[list[Tensor]]:
         """Give the rows of the state after each step."""
         raise NotImplementedError
 
@@ -262,7 +251,9 @@ class LstmRun(Run):
         self.start_adjoints = h_grad, c_grad
         self.gates_adjoint = self.adjoint
 
-    def derivatives(self, jets: Jets, rows: list[Tensor], walk: Walk) -> Iterator[list[Tensor]]:
+    def derivatives(
+        self, jets: Jets, rows: list[Tensor], of_input: Gates, of_state: Gates
+    ) -> Iterator[list[Tensor]]:
         """Give the rows of (h, c) after each step.
 
         The rows X of (c, i, f, g, o, c') lie side by side: c'1 and h1 are linear in X1, and so are
@@ -282,7 +273,7 @@ class LstmRun(Run):
                 begin = min(t, last)
                 weights = self.weights(slice(begin, max(t, last) + 1), third)
             linear, squares, pairs, *adjoints = (w[t - begin] for w in weights)
-            walk.add_input(walk.of_state(X[..., H : 5 * H], t, h), t)
+            of_input.add_to(of_state.add_to(X[..., H : 5 * H], t, h), t)
             Xc.copy_(c)
             li, lf, lg, lo, la = linear.chunk(5, -1)
             torch.mul(Xc, f[t], out=after).addcmul_(Xi, li).addcmul_(Xf, lf).addcmul_(Xg, lg)
@@ -381,7 +372,9 @@ class GruRun(Run):
             h_grad = dh * z[t] + self.adjoint[t] @ self.w
         self.start_adjoints = (h_grad,)
 
-    def derivatives(self, jets: Jets, rows: list[Tensor], walk: Walk) -> Iterator[list[Tensor]]:
+    def derivatives(
+        self, jets: Jets, rows: list[Tensor], of_input: Gates, of_state: Gates
+    ) -> Iterator[list[Tensor]]:
         """Give the rows of h after each step."""
         H = self.y.shape[-1]
         slopes = slopes_of(self.values, 3)
@@ -393,8 +386,8 @@ class GruRun(Run):
             if self.adjoint is not None:
                 dh, dq = self.dh[t], self.gates_adjoint[t, :, 2 * H :]
                 dr, dn = self.d_values[t, :, : 2 * H], self.d_values[t, :, 2 * H :]
-            a = walk.of_state(h.new_empty((*h.shape[:2], 3 * H)), t, h)
-            x = walk.add_input(torch.zeros_like(a), t)
+            a = of_state.add_to(h.new_empty((*h.shape[:2], 3 * H)), t, h)
+            x = of_input.add_to(torch.zeros_like(a), t)
             gates = a[..., : 2 * H] + x[..., : 2 * H]
             pr, pz = jets.curve(gates, [s[t, :, : 2 * H] for s in slopes], dr).chunk(2, -1)
             q = jets.product(r, pr, self.h_n[t], a[..., 2 * H :], dq).add_(x[..., 2 * H :])
