@@ -12,7 +12,9 @@ from newton_summary.derivatives.sweep.rules.elementwise import Three, sigmoid, t
 from newton_summary.derivatives.sweep.tape import Groups, Tangent, gram, stretches
 
 State = tuple[Tensor, ...]  # (h,), or (h, c) of an LSTM
-Weights = tuple[Tensor, Tensor | None]  # weight and bias
+# Among (c, i, f, g, o, c') of an LSTM: what is multiplied, and whose square with what.
+PAIRS = ((0, 2), (1, 3), (4, 5))
+SQUARED = ((1, 3), (2, 0), (3, 1), (4, 5), (5, 4))
 STEPS = 8  # of an LSTM, for which what does not depend on the groups is computed at a time
 
 
@@ -146,9 +148,9 @@ class Run:
     """What happened in all steps of a recurrence. Each array has the steps in its first dimension.
 
     Args:
-        x: The input, (T, B, features).
-        input: Weight (n H, features) and bias (n H) of its gates.
-        state: Weight (n H, H) and bias (n H) of those of the state.
+        gates: Those of the input, (T, B, n H).
+        w: Weight of those of the state, (n H, H).
+        b: Their bias, (n H).
         start: The first state.
         reverse: Whether the last step comes first.
     """
@@ -160,13 +162,9 @@ class Run:
     gates_adjoint: Tensor  # of the gates of the input
     start_adjoints: State
 
-    def __init__(
-        self, x: Tensor, input: Weights, state: Weights, start: State, reverse: bool
-    ) -> None:
-        self.x, self.start, self.reverse = x, start, reverse
-        (self.w_x, b_x), (self.w, self.b) = input, state
-        self.gates = F.linear(x, self.w_x, b_x)
-        self.order = range(len(x))[::-1] if reverse else range(len(x))
+    def __init__(self, gates: Tensor, w: Tensor, b: Tensor | None, start: State, reverse: bool):
+        self.gates, self.w, self.b, self.start, self.reverse = gates, w, b, start, reverse
+        self.order = range(len(gates))[::-1] if reverse else range(len(gates))
         self.adjoint: Tensor | None = None  # of n gates of the state in all steps, once known
         self.deltas: Sequence[Tensor | None] = ()  # the adjoints of the results that it is for
         self.forward()
@@ -265,6 +263,7 @@ class LstmRun(Run):
         X = h.new_empty((*h.shape[:2], 6 * H))
         x1, Q = X[:k], h.new_empty((k, *X.shape[1:]))
         Xc, Xi, Xf, Xg, Xo, after = X.chunk(6, -1)
+        one = x1.chunk(6, -1)
         _, Qi, Qf, Qg, Qo, Qa = Q.chunk(6, -1)
         f = self.values.chunk(4, -1)[1]
         for n, t in enumerate(self.order):
@@ -290,30 +289,27 @@ class LstmRun(Run):
             h.addcmul_(after, la)
             if adjoints:
                 D2, P2, *more = adjoints
-                work = torch.empty_like(x1)
-                torch.mul(x1[..., H:], D2, out=work[..., H:])
-                torch.mul(Xf[:k], P2[..., :H], out=work[..., :H])
-                work[..., 2 * H : 4 * H].addcmul_(x1[..., : 2 * H], P2[..., : 2 * H])
-                work[..., H : 2 * H].addcmul_(Xg[:k], P2[..., H : 2 * H])
-                work[..., 4 * H : 5 * H].addcmul_(after[:k], P2[..., 2 * H :])
-                work[..., 5 * H :].addcmul_(Xo[:k], P2[..., 2 * H :])
+                work = x1 * D2
+                parts = work.chunk(6, -1)
+                for (a, b), weight in zip(PAIRS, P2.chunk(3, -1), strict=True):
+                    parts[a].addcmul_(one[b], weight)
+                    parts[b].addcmul_(one[a], weight)
                 jets.add(work, X)
                 if third:
                     D3, P3 = more
                     torch.mul(x1[..., H:], D3, out=work[..., H:])
-                    work[..., H : 2 * H].addcmul_(Xg[:k], P3[..., :H], value=3)
-                    work[..., 2 * H : 4 * H].addcmul_(x1[..., : 2 * H], P3[..., H : 3 * H], value=3)
-                    work[..., 4 * H : 5 * H].addcmul_(after[:k], P3[..., 3 * H : 4 * H], value=3)
-                    work[..., 5 * H :].addcmul_(Xo[:k], P3[..., 4 * H :], value=3)
+                    for (a, b), weight in zip(SQUARED, P3.chunk(5, -1), strict=True):
+                        parts[a].addcmul_(one[b], weight, value=3)
                     jets.D3 += work[..., H:].mul_(Q[..., H:]).sum((1, 2))
             c = after
             yield [h, c]
 
     def weights(self, steps: slice, third: bool) -> list[Tensor]:
-        """Return what the rows are multiplied with in these steps, (steps, B, 5 H or 3 H) each.
+        """Return what the rows are multiplied with in these steps, (steps, B, some H) each.
 
         Rows of (i, f, g, o, c') and their squares, and pairs c f, i g, o c'. Where there are
-        adjoints, squares and pairs times these, and for order 3 cubes, and squares times another.
+        adjoints, squares, also of c, and pairs times these, and for order 3 cubes, and squares
+        times another.
         """
         o = self.values[steps].chunk(4, -1)[3]
         (s1, s2, s3), others, tau = self.slopes(steps)
@@ -326,7 +322,8 @@ class LstmRun(Run):
             return [linear, squares, pairs]
         dh, dc, H = self.dh[steps], self.dc[steps], self.c.shape[-1]
         delta = torch.cat((dc, dc, dc, dh, dh), -1)
-        results = [linear, squares, pairs, delta * squares, delta[..., H : 4 * H] * pairs]
+        results = [linear, squares, pairs]
+        results += [F.pad(delta * squares, (H, 0)), delta[..., H : 4 * H] * pairs]
         if third:
             cubes = torch.cat((s3 * others, o * t3), -1)
             both = torch.cat((i2 * g1, f2, g2 * i1, o2 * t1, t2 * o1), -1)
