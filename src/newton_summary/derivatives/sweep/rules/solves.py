@@ -134,16 +134,11 @@ def triangular_solution(
 ) -> Tangent:
     """``torch.linalg.solve_triangular`` from the left."""
     A = a.now
-
     part, off = torch.ones_like(A), int(unitriangular)  # laid out in memory as A is
     part = part.triu_(off) if upper else part.tril_(-off)
-
-    def triangle(M: Tensor, upper: bool) -> Solve:
-        how = {"upper": upper, "unitriangular": unitriangular}
-        return lambda sides: torch.linalg.solve_triangular(M, sides, **how)
-
-    solve, transposed = triangle(A, upper), triangle(A.mT, not upper)
-    return pass_solution(sweep, op, a, b, solve, transposed, lambda rows: rows * part)
+    solve = partial(torch.linalg.solve_triangular, unitriangular=unitriangular)
+    solvers = partial(solve, A, upper=upper), partial(solve, A.mT, upper=not upper)
+    return pass_solution(sweep, op, a, b, *solvers, lambda rows: rows * part)
 
 
 def cholesky(sweep: Sweep, op: Op, a: Value, **kwargs: Any) -> Tangent | None:
