@@ -90,23 +90,6 @@ def group_norm(
     return _channel_affine(x, weight, bias).to(input.dtype)
 
 
-def instance_norm(
-    input: Tensor,
-    weight: Maybe,
-    bias: Maybe,
-    running_mean: Maybe,
-    running_var: Maybe,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
-    """Elementary form of ``torch.instance_norm``."""
-    dims = list(range(2, input.dim())) if use_input_stats else None
-    x = _standardized(input, dims, running_mean, running_var, momentum, eps)
-    return _channel_affine(x, weight, bias).to(input.dtype)
-
-
 def batch_norm(
     input: Tensor,
     weight: Maybe,
@@ -117,11 +100,18 @@ def batch_norm(
     momentum: float,
     eps: float,
     cudnn_enabled: bool,
+    over_samples: bool = True,
 ) -> Tensor:
     """Elementary form of ``torch.batch_norm``."""
-    dims = [0, *range(2, input.dim())] if training else None
-    x = _standardized(input, dims, running_mean, running_var, momentum, eps)
+    dims = [d for d in range(input.dim()) if d > 1 or (d == 0 and over_samples)]
+    x = _standardized(input, dims if training else None, running_mean, running_var, momentum, eps)
     return _channel_affine(x, weight, bias).to(input.dtype)
+
+
+def instance_norm(*args: Any, **named: Any) -> Tensor:
+    """Elementary form of ``torch.instance_norm``: a batch norm of every sample by itself."""
+    named = {"training" if key == "use_input_stats" else key: x for key, x in named.items()}
+    return batch_norm(*args, **{**named, "over_samples": False})
 
 
 def _standardized(

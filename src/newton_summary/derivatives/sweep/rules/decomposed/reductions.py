@@ -71,13 +71,6 @@ def norm(
     return NotImplemented
 
 
-def matrix_norm(
-    x: Tensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None
-) -> Any:
-    """Frobenius' norm of matrices."""
-    return vector_norm(x, 2, dim, keepdim, dtype=dtype) if ord == "fro" else NotImplemented
-
-
 def pdist(x: Tensor, p: float = 2.0) -> Any:
     """The distances of all rows from all others."""
     i, j = torch.triu_indices(len(x), len(x), 1, device=x.device)
@@ -191,7 +184,9 @@ REDUCTIONS: dict[str, Callable[..., Any]] = {
     "std_mean": deviation_and_mean,
     "linalg_vector_norm": vector_norm,
     "linalg_norm": norm,
-    "linalg_matrix_norm": matrix_norm,
+    "linalg_matrix_norm": lambda x, ord="fro", dim=(-2, -1), *args, **kwargs: norm(
+        x, ord, dim, *args, **kwargs
+    ),
     "dist": lambda a, b, p=2: vector_norm(a - b, p),
     "cdist": lambda a, b, p=2.0, compute_mode=None: vector_norm(
         a.unsqueeze(-2) - b.unsqueeze(-3), p, -1
