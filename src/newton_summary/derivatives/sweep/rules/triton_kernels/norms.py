@@ -41,13 +41,13 @@ def _norm_sums(  # type: ignore[no-untyped-def]
     has_x2 = i < k2
     place = cell * together
     wide: tl.constexpr = c_in.dtype.element_ty
+    zero = tl.zeros((BLOCK,), dtype=wide)
     mean1, mean2 = 0.0, 0.0
     if CENTRED:
         first1 = tl.load(x1_in + place).to(wide)
         if THIRD:
             first2 = tl.load(x2_in + place, mask=has_x2, other=0.0).to(wide)
-        total1 = tl.zeros((BLOCK,), dtype=wide)
-        total2 = tl.zeros((BLOCK,), dtype=wide)
+        total1, total2 = zero, zero
         for begin in range(0, size, BLOCK):
             e = begin + tl.arange(0, BLOCK)
             inside = e < size
@@ -65,12 +65,8 @@ def _norm_sums(  # type: ignore[no-untyped-def]
     tl.store(means_out + out, mean1)
     if THIRD:
         tl.store(means_out + step + out, mean2)
-    c_c1 = tl.zeros((BLOCK,), dtype=wide)
-    c1_c1 = tl.zeros((BLOCK,), dtype=wide)
-    delta_c1 = tl.zeros((BLOCK,), dtype=wide)
-    c_c2 = tl.zeros((BLOCK,), dtype=wide)
-    delta_c2 = tl.zeros((BLOCK,), dtype=wide)
-    c1_c2 = tl.zeros((BLOCK,), dtype=wide)
+    c_c1, c1_c1, delta_c1 = zero, zero, zero
+    c_c2, delta_c2, c1_c2 = zero, zero, zero
     for begin in range(0, size, BLOCK):
         e = begin + tl.arange(0, BLOCK)
         inside = e < size
