@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import handle_torch_function, has_torch_function_unary
@@ -61,7 +60,7 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
-    """Elementary form of ``F.layer_norm``."""
+    """Elementary form of ``torch.layer_norm``."""
     dims = list(range(-len(normalized_shape), 0))
     x = input.to(accumulation_dtype(input))
     return affine(standardize(x, dims, eps), weight, bias).to(input.dtype)
@@ -70,7 +69,7 @@ def layer_norm(
 def rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Maybe = None, eps: float | None = None
 ) -> Tensor:
-    """Elementary form of ``F.rms_norm``."""
+    """Elementary form of ``torch.rms_norm``."""
     dims = list(range(-len(normalized_shape), 0))
     x = input.to(accumulation_dtype(input))
     eps = torch.finfo(x.dtype).eps if eps is None else eps
@@ -85,44 +84,34 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Tensor:
-    """Elementary form of ``F.group_norm``."""
+    """Elementary form of ``torch.group_norm``."""
     grouped = input.to(accumulation_dtype(input)).reshape(input.shape[0], num_groups, -1)
     x = standardize(grouped, [-1], eps).reshape(input.shape)
     return _channel_affine(x, weight, bias).to(input.dtype)
 
 
-def instance_norm(
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    cudnn_enabled: bool = True,
-) -> Tensor:
-    """Elementary form of ``F.instance_norm``."""
-    dims = list(range(2, input.dim())) if use_input_stats else None
-    x = _standardized(input, dims, running_mean, running_var, momentum, eps)
-    return _channel_affine(x, weight, bias).to(input.dtype)
-
-
 def batch_norm(
     input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    cudnn_enabled: bool = True,
+    weight: Maybe,
+    bias: Maybe,
+    running_mean: Maybe,
+    running_var: Maybe,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+    over_samples: bool = True,
 ) -> Tensor:
-    """Elementary form of ``F.batch_norm``."""
-    dims = [0, *range(2, input.dim())] if training else None
-    x = _standardized(input, dims, running_mean, running_var, momentum, eps)
+    """Elementary form of ``torch.batch_norm``."""
+    dims = [d for d in range(input.dim()) if d > 1 or (d == 0 and over_samples)]
+    x = _standardized(input, dims if training else None, running_mean, running_var, momentum, eps)
     return _channel_affine(x, weight, bias).to(input.dtype)
+
+
+def instance_norm(*args: Any, **named: Any) -> Tensor:
+    """Elementary form of ``torch.instance_norm``: a batch norm of every sample by itself."""
+    named = {"training" if key == "use_input_stats" else key: x for key, x in named.items()}
+    return batch_norm(*args, **{**named, "over_samples": False})
 
 
 def _standardized(
@@ -152,40 +141,19 @@ def _update_statistics(
             running.data.lerp_(new.to(running), momentum)  # counts no new version, like torch's
 
 
-def _reordered(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a norm that takes its arguments in the order of ``torch.batch_norm``."""
-
-    def run(
-        input: Tensor,
-        weight: Any,
-        bias: Any,
-        running_mean: Any,
-        running_var: Any,
-        *settings: Any,
-        **named: Any,
-    ) -> Tensor:
-        return norm(input, running_mean, running_var, weight, bias, *settings, **named)
-
-    return run
-
-
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """Elementary form of ``torch._weight_norm``: v with the norm g over all dimensions but one."""
     dims = [d for d in range(v.dim()) if dim == -1 or d != dim]
     return v * (g * (v * v).sum(dims, keepdim=True).rsqrt())
 
 
+# Those of torch.nn.functional call these.
 ELEMENTARY: dict[Callable[..., Any], Callable[..., Tensor]] = {
-    F.layer_norm: layer_norm,
     torch.layer_norm: layer_norm,
-    F.rms_norm: rms_norm,
     torch.rms_norm: rms_norm,
-    F.group_norm: group_norm,
     torch.group_norm: group_norm,
-    F.instance_norm: instance_norm,
-    torch.instance_norm: _reordered(instance_norm),
-    F.batch_norm: batch_norm,
-    torch.batch_norm: _reordered(batch_norm),
+    torch.instance_norm: instance_norm,
+    torch.batch_norm: batch_norm,
     torch._weight_norm: weight_norm,
 }
 

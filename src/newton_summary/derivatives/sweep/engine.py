@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -335,7 +334,7 @@ def backward(tape: Tape, leaves: Params) -> tuple[Params, Adjoints]:
         for (name, p), grad in zip(leaves.items(), grads, strict=False)
     }
     adjoints = {
-        slot: value.own_adjoint(grad)
+        slot: grad if grad is None or value.part is None else grad.reshape(-1)[value.part]
         for (slot, value), grad in zip(wanted.items(), grads[len(leaves) :], strict=True)
     }
     if tape.cut is not None:
@@ -406,10 +405,12 @@ def sweep_batch(
         totals = None if order == 1 else swept(tape, adjoints, leaves, order, parts)
     check_finite(loss)  # only now, when the GPU has been waited for anyway
     warn_of_hidden_rows(tape.hidden)
-    if totals is not None and tape.cut is not None:
-        gbar = torch.from_numpy(totals.gbar).to(gbar)
-    summary = Summary(gbar, loss=loss, partition=leaves.partition, backend="sweep")
-    return summary if totals is None else with_totals(summary, totals, order)
+    Hbar = D3 = None
+    if totals is not None:
+        at_cut, Hbar, D3 = (torch.from_numpy(x).to(gbar) for x in totals)
+        gbar = gbar if tape.cut is None else at_cut
+    D3 = D3 if order == 3 else None
+    return Summary(gbar, Hbar, D3, loss=loss, partition=leaves.partition, backend="sweep")
 
 
 def prepared(closure: Closure, leaves: Leaves, order: int, stack_limit: int | None = None) -> Tape:
@@ -488,12 +489,3 @@ def contributions(
     sweep.run(consume)
     entries = joined([entries.reshape(-1) for _, entries in sweep.found])
     return [place for place, _ in sweep.found], entries
-
-
-def with_totals(first: Summary, totals: Totals, order: int) -> Summary:
-    """Return a summary of first order with what a sweep adds to it."""
-    return replace(
-        first,
-        Hbar=torch.from_numpy(totals.Hbar).to(first.gbar),
-        D3=torch.from_numpy(totals.D3).to(first.gbar) if order == 3 else None,
-    )

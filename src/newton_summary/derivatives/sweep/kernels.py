@@ -15,7 +15,7 @@ class Piece(NamedTuple):
 
     start: int  # the place of the first group among all
     x1: Tensor  # (k1, ...)
-    x2: Tensor | None  # (k2, ...) of the first k2 of these groups
+    x2: Tensor  # (k2, ...) of the first k2 of these groups
 
 
 @cache
@@ -25,7 +25,7 @@ def kernels() -> ModuleType | None:
         from newton_summary.derivatives.sweep.rules import triton_kernels
 
         one = torch.ones(1, device="cuda")
-        piece = Piece(0, one[None], None)
+        piece = Piece(0, one[None], one[None][:0])
         triton_kernels.pass_elementwise([piece], one, one, None, None, False, True)
     except Exception:  # no Triton, no compiler for its launcher, a GPU that it does not know
         return None

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from newton_summary.derivatives.sweep.rules import DECOMPOSED, PREPARE, RULES, elementwise
+from newton_summary.derivatives.sweep.rules.decomposed import COMPLEX_FORMS
 from newton_summary.derivatives.sweep.rules.linear import SAME_ORDER
 from newton_summary.derivatives.sweep.rules.selection import POOLING
 from newton_summary.derivatives.sweep.tape import (
@@ -156,7 +157,7 @@ class Recorder(TorchFunctionMode):
         if kwargs and call.of_torch:
             args, kwargs = in_position(args, kwargs)
         has_complex = any(t.is_complex() for t in tensors)
-        if call.name in DECOMPOSED:
+        if call.name in DECOMPOSED and (not has_complex or call.name in COMPLEX_FORMS):
             with self:
                 result = self._run_decomposed(call.name, args, kwargs, in_place)
             if result is not NotImplemented:

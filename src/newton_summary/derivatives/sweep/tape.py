@@ -56,12 +56,6 @@ class Value:
             raise changed_in_place(self.tensor)
         return self.tensor
 
-    def own_adjoint(self, adjoint: Tensor | None) -> Tensor | None:
-        """Return the adjoint of the value, given that of its edge."""
-        if adjoint is None or self.part is None:
-            return adjoint
-        return adjoint.reshape(-1)[self.part]
-
 
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was changed; one made under inference_mode does not count."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+OF_FLOAT32 = "tf32x3"  # which has the precision of float32, on tensor cores
+
 
 def products_take_tf32() -> bool:
     """Whether matrix products may be rounded; by default they are not."""
@@ -22,3 +24,10 @@ def convolutions_take_tf32() -> bool:
     if hasattr(cudnn, "conv"):
         return bool(cudnn.conv.fp32_precision == "tf32")
     return bool(cudnn.allow_tf32)
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """Return the ``input_precision`` of a kernel's products of two matrices."""
+    if dtype != torch.float32:
+        return "ieee"
+    return "tf32" if products_take_tf32() else OF_FLOAT32

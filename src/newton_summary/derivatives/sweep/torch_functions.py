@@ -58,23 +58,21 @@ class Call:
     elementary: Callable[..., Any] | None  # what to run instead, for norms
     inside: Callable[..., Any] | None  # its body, where torch writes it in Python
 
-    @classmethod
-    def of(cls, func: Callable[..., Any]) -> Call:
-        """Return what is known of a function."""
-        name = canonical_name(func)
-        return cls(
-            name,
-            writes_in_place(func),
-            name in PASS,
-            name.endswith((".get", ".set")) or name in HOOKS,
-            name != "segment_reduce"
-            and (not isinstance(func, types.FunctionType) or of_torch(func)),
-            elementary_form(func),
-            without_override_check(func) if isinstance(func, types.FunctionType) else None,
-        )
 
-
-look_up = cache(Call.of)  # what is known of a function, found out once for each
+@cache
+def look_up(func: Callable[..., Any]) -> Call:
+    """Return what is known of a function, found out once for each."""
+    name = canonical_name(func)
+    in_python = func if isinstance(func, types.FunctionType) else None
+    return Call(
+        name,
+        writes_in_place(func),
+        name in PASS,
+        name.endswith((".get", ".set")) or name in HOOKS,
+        name != "segment_reduce" and (in_python is None or of_torch(in_python)),
+        elementary_form(func),
+        None if in_python is None else without_override_check(in_python),
+    )
 
 
 def canonical_name(func: Callable[..., Any]) -> str:

@@ -56,14 +56,13 @@ def pieces(t: Tangent) -> list[Piece] | None:
     if not isinstance(t, Unjoined) or t.joined:
         if t.second != t.first[: len(t.second)] or not t.rows.is_contiguous():
             return None
-        return [Piece(0, t.y1, t.y2 if t.second else None)]
+        return [Piece(0, t.y1, t.y2)]
     found: list[Piece] = []
     start, left = 0, dict(t.second_terms)
     for groups, rows in t.first_terms:
-        match = next((g for g in left if g == groups[: len(g)]), None)
-        second = None if match is None else left.pop(match)
-        second = None if second is None else second.contiguous()
-        found.append(Piece(start, rows.contiguous(), second))
+        match = next((g for g in left if g == groups[: len(g)]), ())
+        second = left.pop(match, rows[:0])
+        found.append(Piece(start, rows.contiguous(), second.contiguous()))
         start += len(groups)
     return None if left else found
 
@@ -76,7 +75,7 @@ def pieces_like(t: Tangent, y: Tensor) -> list[Piece] | None:
     parts = pieces(t) if available(y) else None
     if parts is None:
         return None
-    dtypes = {x.dtype for part in parts for x in (part.x1, part.x2) if x is not None}
+    dtypes = {x.dtype for part in parts for x in (part.x1, part.x2)}
     if len(dtypes) > 1 or not dtypes <= {y.dtype, LOW.get(y.dtype, y.dtype)}:
         return None
     return parts

@@ -57,14 +57,14 @@ def _pass_some(a: Attention, b: slice, h: slice) -> None:
     k, K = (without_mean(x, -2).mul_(a.factor).to(x.dtype) for x in (k, K))
     found = kernels()
     assert found is not None
-    passed = found.pass_attention(q[0], k[0], v[0], delta[0], mask, Q, K, V, out, S, a.causal)
-    for g, rows in zip((passed.gq, passed.gk, passed.gv), (Q, K, V), strict=True):
+    parts, f3 = found.pass_attention(q[0], k[0], v[0], delta[0], mask, Q, K, V, out, S, a.causal)
+    for g, rows in zip(parts, (Q, K, V), strict=True):
         rows = rows.transpose(2, 3)  # as they lie in memory
         a.Hbar += gram(g, rows[:S])
         if a.order == 3:
             a.D3 += 3 * dots(g, rows[S:])
-    if passed.f3 is not None:
-        a.D3 += passed.f3
+    if f3 is not None:
+        a.D3 += f3
 
 
 def _rows(a: Attention, stack: Stack | None, x: Tensor, b: slice, h: slice) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function
@@ -22,7 +23,6 @@ from newton_summary.derivatives.sweep.rules.recurrent_cells import (
     Jets,
     LstmRun,
     Run,
-    Walk,
     runs_of,
 )
 from newton_summary.derivatives.sweep.tape import Op, Tangent, Value, union
@@ -43,17 +43,11 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *deltas: Tensor | None) -> Any:
-        run, wanted = ctx.run, ctx.needs_input_grad[1:]
+        run, (_, _, has_w, has_b, *_) = ctx.run, ctx.needs_input_grad
         run.go_back(deltas)
-        grads: list[Tensor | None] = [run.gates_adjoint @ run.w_x if wanted[0] else None]
-        for adjoint, v, needs in (
-            (run.gates_adjoint, run.x, wanted[1:3]),  # neither, where gbar is read off later
-            (run.adjoint, run.before(run.y, run.start[0]), wanted[3:5]),
-        ):
-            flat = adjoint.flatten(0, 1)
-            grads.append(flat.T @ v.flatten(0, 1) if needs[0] else None)
-            grads.append(flat.sum(0) if needs[1] else None)
-        return None, *grads, *run.start_adjoints
+        flat, before = run.adjoint.flatten(0, 1), run.before(run.y, run.start[0]).flatten(0, 1)
+        w, b = flat.T @ before if has_w else None, flat.sum(0) if has_b else None
+        return None, run.gates_adjoint, w, b, *run.start_adjoints
 
 
 def recurrence(
@@ -67,10 +61,10 @@ def prepare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[A
     """Run a recurrence so that the rule gets what happened in its steps."""
     x, w_x, b_x, w, b, reverse, *start = args
     kind = LstmRun if len(start) == 2 else GruRun
+    gates = F.linear(x, w_x, b_x)
     with torch.no_grad():
-        steps = kind(x, (w_x, b_x), (w, b), tuple(start), reverse)
-    inputs = x, w_x, b_x, w, b, *start
-    return _Recurrence.apply(steps, *inputs), steps  # type: ignore[no-untyped-call]
+        steps = kind(gates.detach(), w, b, tuple(start), reverse)
+    return _Recurrence.apply(steps, gates, w, b, *start), steps  # type: ignore[no-untyped-call]
 
 
 def pass_recurrence(
@@ -93,18 +87,18 @@ def pass_recurrence(
     deltas = [None if v is None else sweep.adjoint(v) for v in op.outputs]
     run.go_back(deltas)  # for the loss: there may have been other backward passes, or none
     jets = Jets(len(first), third, run.y)
-    of_input = Gates(run.x, run.w_x, W_x, B_x, first, third)
+    of_input = Gates(x.now, w_x.now, W_x, B_x, first, third, X)
     of_state = Gates(run.before(run.y, run.start[0]), run.w, W, B, first, third)
-    walk = Walk(first, third, X, (of_input, of_state))
-    rows = [run.y.new_zeros((walk.rows, *run.y.shape[1:])) for _ in start]
+    n = len(first) * (2 if third else 1)
+    rows = [run.y.new_zeros((n, *run.y.shape[1:])) for _ in start]
     for state, tangent in zip(rows, states, strict=True):
         if tangent is not None:
             for target, source in runs_of(tangent, first):
                 state[target] = tangent.rows[source]
-    h = run.y.new_empty((walk.rows, len(run.y) + 1, *run.y.shape[1:]))
+    h = run.y.new_empty((n, len(run.y) + 1, *run.y.shape[1:]))
     begin = len(run.y) if reverse else 0
     h[:, begin] = rows[0]
-    for t, after in zip(run.order, run.derivatives(jets, rows, walk), strict=True):
+    for t, after in zip(run.order, run.derivatives(jets, rows, of_input, of_state), strict=True):
         h[:, t if reverse else t + 1] = after[0]
         rows = after
     second = first if third else ()

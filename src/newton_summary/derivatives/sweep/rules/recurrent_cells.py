@@ -12,7 +12,9 @@ from newton_summary.derivatives.sweep.rules.elementwise import Three, sigmoid, t
 from newton_summary.derivatives.sweep.tape import Groups, Tangent, gram, stretches
 
 State = tuple[Tensor, ...]  # (h,), or (h, c) of an LSTM
-Weights = tuple[Tensor, Tensor | None]  # weight and bias
+# Among (c, i, f, g, o, c') of an LSTM: what is multiplied, and whose square with what.
+PAIRS = ((0, 2), (1, 3), (4, 5))
+SQUARED = ((1, 3), (2, 0), (3, 1), (4, 5), (5, 4))
 STEPS = 8  # of an LSTM, for which what does not depend on the groups is computed at a time
 
 
@@ -87,6 +89,7 @@ class Gates:
         b: That of the bias.
         first: All groups.
         third: Whether the order is 3.
+        v: The tangent of the input; that of the state is found step by step.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Gates:
         b: Tangent | None,
         first: Groups,
         third: bool,
+        v: Tangent | None = None,
     ):
         self.w, self.k, self.weights = w, len(first), w if W is None else W.rows
         # Where rows are added in each step, and which: (rows, T or 1, B or 1, n H).
@@ -110,14 +114,17 @@ class Gates:
             self.added += [(target, rows[source]) for target, source in runs_of(b, first)]
         moving = W.first if W is not None and third else ()
         self.own = [(first.index(s), j) for j, s in enumerate(moving)]
+        # Where the rows of the input belong, and which.
+        self.moving = [] if v is None else [(to, v.rows[which]) for to, which in runs_of(v, first)]
 
-    def add_to(
-        self, rows: Tensor, t: int, moving: Sequence[tuple[slice, Tensor]], fresh: bool = False
-    ) -> Tensor:
-        """Add the rows in step t, given where rows of v belong, and which; or write them."""
+    def add_to(self, rows: Tensor, t: int, state: Tensor | None = None) -> Tensor:
+        """Add the rows in step t; of the state, given its rows, write them."""
+        moving = [(target, x[:, t]) for target, x in self.moving]
+        moving = moving if state is None else [(slice(0, len(rows)), state)]
         for target, v in moving:
             out = rows[target].flatten(0, 1)
-            torch.addmm(out, v.reshape(len(out), -1), self.w.T, beta=0 if fresh else 1, out=out)
+            beta = 1 if state is None else 0
+            torch.addmm(out, v.reshape(len(out), -1), self.w.T, beta=beta, out=out)
         for target, v in moving:
             for i, j in self.own:  # 2 W1 v1
                 if target.start <= i < target.stop:
@@ -125,24 +132,6 @@ class Gates:
         for target, more in self.added:
             rows[target] += more[:, t] if more.shape[1] > 1 else more[:, 0]
         return rows
-
-
-class Walk:
-    """The rows of the gates in each step."""
-
-    def __init__(self, first: Groups, third: bool, x: Tangent | None, gates: Sequence[Gates]):
-        """Take the tangent of the input, and the gates of the input and of the state."""
-        self.rows = len(first) * (2 if third else 1)
-        self.x = [] if x is None else [(to, x.rows[which]) for to, which in runs_of(x, first)]
-        self.input, self.state = gates
-
-    def of_state(self, out: Tensor, t: int, h: Tensor) -> Tensor:
-        """Write what rows h of the state make in step t."""
-        return self.state.add_to(out, t, [(slice(0, self.rows), h)], fresh=True)
-
-    def add_input(self, rows: Tensor, t: int) -> Tensor:
-        """Add what the input makes in step t."""
-        return self.input.add_to(rows, t, [(target, x[:, t]) for target, x in self.x])
 
 
 def runs_of(t: Tangent, first: Groups) -> list[tuple[slice, slice]]:
@@ -159,9 +148,9 @@ class Run:
     """What happened in all steps of a recurrence. Each array has the steps in its first dimension.
 
     Args:
-        x: The input, (T, B, features).
-        input: Weight (n H, features) and bias (n H) of its gates.
-        state: Weight (n H, H) and bias (n H) of those of the state.
+        gates: Those of the input, (T, B, n H).
+        w: Weight of those of the state, (n H, H).
+        b: Their bias, (n H).
         start: The first state.
         reverse: Whether the last step comes first.
     """
@@ -173,13 +162,9 @@ class Run:
     gates_adjoint: Tensor  # of the gates of the input
     start_adjoints: State
 
-    def __init__(
-        self, x: Tensor, input: Weights, state: Weights, start: State, reverse: bool
-    ) -> None:
-        self.x, self.start, self.reverse = x, start, reverse
-        (self.w_x, b_x), (self.w, self.b) = input, state
-        self.gates = F.linear(x, self.w_x, b_x)
-        self.order = range(len(x))[::-1] if reverse else range(len(x))
+    def __init__(self, gates: Tensor, w: Tensor, b: Tensor | None, start: State, reverse: bool):
+        self.gates, self.w, self.b, self.start, self.reverse = gates, w, b, start, reverse
+        self.order = range(len(gates))[::-1] if reverse else range(len(gates))
         self.adjoint: Tensor | None = None  # of n gates of the state in all steps, once known
         self.deltas: Sequence[Tensor | None] = ()  # the adjoints of the results that it is for
         self.forward()
@@ -206,7 +191,9 @@ class Run:
         """Go back through the steps."""
         raise NotImplementedError
 
-    def derivatives(self, jets: Jets, rows: list[Tensor], walk: Walk) -> Iterator[list[Tensor]]:
+    def derivatives(
+        self, jets: Jets, rows: list[Tensor], of_input: Gates, of_state: Gates
+    ) -> Iterator[list[Tensor]]:
         """Give the rows of the state after each step."""
         raise NotImplementedError
 
@@ -262,7 +249,9 @@ class LstmRun(Run):
         self.start_adjoints = h_grad, c_grad
         self.gates_adjoint = self.adjoint
 
-    def derivatives(self, jets: Jets, rows: list[Tensor], walk: Walk) -> Iterator[list[Tensor]]:
+    def derivatives(
+        self, jets: Jets, rows: list[Tensor], of_input: Gates, of_state: Gates
+    ) -> Iterator[list[Tensor]]:
         """Give the rows of (h, c) after each step.
 
         The rows X of (c, i, f, g, o, c') lie side by side: c'1 and h1 are linear in X1, and so are
@@ -274,6 +263,7 @@ class LstmRun(Run):
         X = h.new_empty((*h.shape[:2], 6 * H))
         x1, Q = X[:k], h.new_empty((k, *X.shape[1:]))
         Xc, Xi, Xf, Xg, Xo, after = X.chunk(6, -1)
+        one = x1.chunk(6, -1)
         _, Qi, Qf, Qg, Qo, Qa = Q.chunk(6, -1)
         f = self.values.chunk(4, -1)[1]
         for n, t in enumerate(self.order):
@@ -282,7 +272,7 @@ class LstmRun(Run):
                 begin = min(t, last)
                 weights = self.weights(slice(begin, max(t, last) + 1), third)
             linear, squares, pairs, *adjoints = (w[t - begin] for w in weights)
-            walk.add_input(walk.of_state(X[..., H : 5 * H], t, h), t)
+            of_input.add_to(of_state.add_to(X[..., H : 5 * H], t, h), t)
             Xc.copy_(c)
             li, lf, lg, lo, la = linear.chunk(5, -1)
             torch.mul(Xc, f[t], out=after).addcmul_(Xi, li).addcmul_(Xf, lf).addcmul_(Xg, lg)
@@ -299,30 +289,27 @@ class LstmRun(Run):
             h.addcmul_(after, la)
             if adjoints:
                 D2, P2, *more = adjoints
-                work = torch.empty_like(x1)
-                torch.mul(x1[..., H:], D2, out=work[..., H:])
-                torch.mul(Xf[:k], P2[..., :H], out=work[..., :H])
-                work[..., 2 * H : 4 * H].addcmul_(x1[..., : 2 * H], P2[..., : 2 * H])
-                work[..., H : 2 * H].addcmul_(Xg[:k], P2[..., H : 2 * H])
-                work[..., 4 * H : 5 * H].addcmul_(after[:k], P2[..., 2 * H :])
-                work[..., 5 * H :].addcmul_(Xo[:k], P2[..., 2 * H :])
+                work = x1 * D2
+                parts = work.chunk(6, -1)
+                for (a, b), weight in zip(PAIRS, P2.chunk(3, -1), strict=True):
+                    parts[a].addcmul_(one[b], weight)
+                    parts[b].addcmul_(one[a], weight)
                 jets.add(work, X)
                 if third:
                     D3, P3 = more
                     torch.mul(x1[..., H:], D3, out=work[..., H:])
-                    work[..., H : 2 * H].addcmul_(Xg[:k], P3[..., :H], value=3)
-                    work[..., 2 * H : 4 * H].addcmul_(x1[..., : 2 * H], P3[..., H : 3 * H], value=3)
-                    work[..., 4 * H : 5 * H].addcmul_(after[:k], P3[..., 3 * H : 4 * H], value=3)
-                    work[..., 5 * H :].addcmul_(Xo[:k], P3[..., 4 * H :], value=3)
+                    for (a, b), weight in zip(SQUARED, P3.chunk(5, -1), strict=True):
+                        parts[a].addcmul_(one[b], weight, value=3)
                     jets.D3 += work[..., H:].mul_(Q[..., H:]).sum((1, 2))
             c = after
             yield [h, c]
 
     def weights(self, steps: slice, third: bool) -> list[Tensor]:
-        """Return what the rows are multiplied with in these steps, (steps, B, 5 H or 3 H) each.
+        """Return what the rows are multiplied with in these steps, (steps, B, some H) each.
 
         Rows of (i, f, g, o, c') and their squares, and pairs c f, i g, o c'. Where there are
-        adjoints, squares and pairs times these, and for order 3 cubes, and squares times another.
+        adjoints, squares, also of c, and pairs times these, and for order 3 cubes, and squares
+        times another.
         """
         o = self.values[steps].chunk(4, -1)[3]
         (s1, s2, s3), others, tau = self.slopes(steps)
@@ -335,7 +322,8 @@ class LstmRun(Run):
             return [linear, squares, pairs]
         dh, dc, H = self.dh[steps], self.dc[steps], self.c.shape[-1]
         delta = torch.cat((dc, dc, dc, dh, dh), -1)
-        results = [linear, squares, pairs, delta * squares, delta[..., H : 4 * H] * pairs]
+        results = [linear, squares, pairs]
+        results += [F.pad(delta * squares, (H, 0)), delta[..., H : 4 * H] * pairs]
         if third:
             cubes = torch.cat((s3 * others, o * t3), -1)
             both = torch.cat((i2 * g1, f2, g2 * i1, o2 * t1, t2 * o1), -1)
@@ -381,7 +369,9 @@ class GruRun(Run):
             h_grad = dh * z[t] + self.adjoint[t] @ self.w
         self.start_adjoints = (h_grad,)
 
-    def derivatives(self, jets: Jets, rows: list[Tensor], walk: Walk) -> Iterator[list[Tensor]]:
+    def derivatives(
+        self, jets: Jets, rows: list[Tensor], of_input: Gates, of_state: Gates
+    ) -> Iterator[list[Tensor]]:
         """Give the rows of h after each step."""
         H = self.y.shape[-1]
         slopes = slopes_of(self.values, 3)
@@ -393,8 +383,8 @@ class GruRun(Run):
             if self.adjoint is not None:
                 dh, dq = self.dh[t], self.gates_adjoint[t, :, 2 * H :]
                 dr, dn = self.d_values[t, :, : 2 * H], self.d_values[t, :, 2 * H :]
-            a = walk.of_state(h.new_empty((*h.shape[:2], 3 * H)), t, h)
-            x = walk.add_input(torch.zeros_like(a), t)
+            a = of_state.add_to(h.new_empty((*h.shape[:2], 3 * H)), t, h)
+            x = of_input.add_to(torch.zeros_like(a), t)
             gates = a[..., : 2 * H] + x[..., : 2 * H]
             pr, pz = jets.curve(gates, [s[t, :, : 2 * H] for s in slopes], dr).chunk(2, -1)
             q = jets.product(r, pr, self.h_n[t], a[..., 2 * H :], dq).add_(x[..., 2 * H :])

@@ -41,16 +41,15 @@ def pooled(n: int) -> Callable[..., Any]:
 
     @on_rows
     def rule(op: Op, x: Value, *args: Any, **kwargs: Any) -> Rows:
-        indices = op.saved[1].flatten(-n)
-        shape = op.out.tensor.shape
-
-        def choose(rows: Tensor) -> Tensor:
-            chosen = rows.flatten(-n).gather(-1, indices.expand(rows.shape[0], *indices.shape))
-            return chosen.reshape(rows.shape[0], *shape)
-
-        return choose
+        indices, shape = op.saved[1].flatten(-n), op.out.tensor.shape
+        return lambda rows: chosen(rows.flatten(-n), -1, indices).reshape(len(rows), *shape)
 
     return rule
+
+
+def chosen(rows: Tensor, dim: int, indices: Tensor) -> Tensor:
+    """Take the same entries of all rows."""
+    return rows.gather(dim, indices.expand(len(rows), *indices.shape))
 
 
 # --- maxima, sorting -----------------------------------------------------------------------------
@@ -74,24 +73,18 @@ def extremum(op: Op, x: Value, *args: Any, **kwargs: Any) -> Rows:
     before = 1 if op.name in ("topk", "kthvalue") else 0  # arguments before the dimension
     dim = kwargs.get("dim", args[before] if len(args) > before else None)
     dim = -1 if dim is None or isinstance(dim, bool) else index(dim)
-    keepdim = indices.dim() == x.tensor.dim()
-    along = dim % x.tensor.dim() + 1
-    chosen_ones = indices if keepdim else indices.unsqueeze(along - 1)
-
-    def choose(rows: Tensor) -> Tensor:
-        chosen = rows.gather(along, chosen_ones.expand(rows.shape[0], *chosen_ones.shape))
-        return chosen if keepdim else chosen.squeeze(along)
-
-    return choose
+    along = dim % x.tensor.dim()
+    kept = indices if indices.dim() == x.tensor.dim() else indices.unsqueeze(along)
+    return lambda rows: chosen(rows, along + 1, kept).reshape(len(rows), *indices.shape)
 
 
 def share(rows: Tensor, x: Tensor, y: Tensor, dims: Any) -> Tensor:
     """Return the rows at the extreme entries; where several are equal, their mean."""
-    chosen = [d % x.dim() for d in dimensions(x, dims)]
-    kept = [1 if d in chosen else n for d, n in enumerate(x.shape)]
+    along = [d % x.dim() for d in dimensions(x, dims)]
+    kept = [1 if d in along else n for d, n in enumerate(x.shape)]
     mask = (x == y.detach().reshape(kept)).to(rows.dtype)
-    mask = mask / mask.sum(chosen, keepdim=True)
-    return (rows * mask).sum([d + 1 for d in chosen]).reshape(len(rows), *y.shape)
+    mask = mask / mask.sum(along, keepdim=True)
+    return (rows * mask).sum([d + 1 for d in along]).reshape(len(rows), *y.shape)
 
 
 def strided(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:

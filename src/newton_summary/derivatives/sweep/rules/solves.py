@@ -11,6 +11,7 @@ the adjoint -Lambda would.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 Solve = Callable[[Tensor], Tensor]  # right-hand sides (..., n, m) -> A^-1 of them
 
 
-def solver(A: Tensor, columns: int) -> Callable[[bool], Solve]:
-    """Return how to multiply by A^-1, or by A^-T.
+def solver(A: Tensor, columns: int) -> tuple[Solve, Solve]:
+    """Return how to multiply by A^-1, and by A^-T.
 
     Args:
         A: The matrix, or several.
@@ -43,12 +44,14 @@ def solver(A: Tensor, columns: int) -> Callable[[bool], Solve]:
             as many as A has itself; for less than that it costs more to compute than the factors.
     """
     if columns >= A.shape[-1]:
-        inverse = torch.linalg.inv(A)
-        return lambda transposed: lambda sides: (inverse.mT if transposed else inverse) @ sides
-    factors = torch.linalg.lu_factor(A)
-    return lambda transposed: (
-        lambda sides: torch.linalg.lu_solve(*factors, sides, adjoint=transposed)
-    )
+        return by_inverse(torch.linalg.inv(A))
+    solve = partial(torch.linalg.lu_solve, *torch.linalg.lu_factor(A))
+    return solve, partial(solve, adjoint=True)
+
+
+def by_inverse(inverse: Tensor) -> tuple[Solve, Solve]:
+    """Return how to multiply by an inverse, and by its transpose."""
+    return lambda sides: inverse @ sides, lambda sides: inverse.mT @ sides
 
 
 def side_by_side(solve: Solve, rows: Tensor) -> Tensor:
@@ -66,7 +69,7 @@ def pass_solution(
     b: Value | None,
     solve: Solve,
     solve_transposed: Solve,
-    part: Callable[[Tensor], Tensor],
+    part: Callable[[Tensor], Tensor] = lambda rows: rows,
 ) -> Tangent:
     """Pass ``X = A^-1 B``, given how to multiply by A^-1 and by A^-T.
 
@@ -111,16 +114,12 @@ def times(A: Tensor, X: Tensor) -> Tensor:
 def solution(sweep: Sweep, op: Op, a: Value, b: Value, **kwargs: Any) -> Tangent:
     """``torch.linalg.solve`` with matrices on the right."""
     rows = sum(0 if t is None else len(t.rows) for t in (sweep.tangent(a), sweep.tangent(b)))
-    inverse = solver(a.now, rows * op.out.tensor.shape[-1])
-    return pass_solution(sweep, op, a, b, inverse(False), inverse(True), lambda rows: rows)
+    return pass_solution(sweep, op, a, b, *solver(a.now, rows * op.out.tensor.shape[-1]))
 
 
 def inverse(sweep: Sweep, op: Op, a: Value, **kwargs: Any) -> Tangent:
     """``torch.linalg.inv``."""
-    X = op.out.now
-    return pass_solution(
-        sweep, op, a, None, lambda sides: X @ sides, lambda sides: X.mT @ sides, lambda rows: rows
-    )
+    return pass_solution(sweep, op, a, None, *by_inverse(op.out.now))
 
 
 def triangular_solution(
@@ -135,16 +134,11 @@ def triangular_solution(
 ) -> Tangent:
     """``torch.linalg.solve_triangular`` from the left."""
     A = a.now
-
     part, off = torch.ones_like(A), int(unitriangular)  # laid out in memory as A is
     part = part.triu_(off) if upper else part.tril_(-off)
-
-    def triangle(M: Tensor, upper: bool) -> Solve:
-        how = {"upper": upper, "unitriangular": unitriangular}
-        return lambda sides: torch.linalg.solve_triangular(M, sides, **how)
-
-    solve, transposed = triangle(A, upper), triangle(A.mT, not upper)
-    return pass_solution(sweep, op, a, b, solve, transposed, lambda rows: rows * part)
+    solve = partial(torch.linalg.solve_triangular, unitriangular=unitriangular)
+    solvers = partial(solve, A, upper=upper), partial(solve, A.mT, upper=not upper)
+    return pass_solution(sweep, op, a, b, *solvers, lambda rows: rows * part)
 
 
 def cholesky(sweep: Sweep, op: Op, a: Value, **kwargs: Any) -> Tangent | None:

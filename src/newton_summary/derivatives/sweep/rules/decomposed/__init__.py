@@ -16,26 +16,14 @@ from newton_summary.derivatives.sweep.rules.decomposed.losses import LOSSES
 from newton_summary.derivatives.sweep.rules.decomposed.matrices import MATRICES
 from newton_summary.derivatives.sweep.rules.decomposed.recurrent import RECURRENT
 from newton_summary.derivatives.sweep.rules.decomposed.reductions import REDUCTIONS
-from newton_summary.derivatives.sweep.tape import find_tensors
 from newton_summary.derivatives.sweep.torch_functions import names
 
-# What holds for complex numbers as well.
-COMPLEX = names("""
+# What holds for complex numbers as well; other calls with them are recorded as they are.
+COMPLEX_FORMS = names("""
     div divide true_divide pow lerp addcmul addcdiv abs absolute angle polar
     addmm addmv baddbmm addbmm addr outer ger inner tensordot linalg_multi_dot chain_matmul kron
     einsum linalg_vector_norm linalg_norm linalg_matrix_norm dist sum_to_size
 """)
-
-
-def of_real_numbers(form: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a form that leaves calls with complex numbers as they are."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if any(tensor.is_complex() for tensor in find_tensors((args, kwargs))):
-            return NotImplemented
-        return form(*args, **kwargs)
-
-    return run
 
 
 def in_single_precision(form: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,14 +40,10 @@ def in_single_precision(form: Callable[..., Any]) -> Callable[..., Any]:
 
 
 DECOMPOSED: dict[str, Callable[..., Any]] = {
-    name: form if name in COMPLEX else of_real_numbers(form)
-    for forms in (
-        ARITHMETIC,
-        MATRICES,
-        REDUCTIONS,
-        LAYERS,
-        RECURRENT,
-        {name: in_single_precision(form) for name, form in LOSSES.items()},
-    )
-    for name, form in forms.items()
+    **ARITHMETIC,
+    **MATRICES,
+    **REDUCTIONS,
+    **LAYERS,
+    **RECURRENT,
+    **{name: in_single_precision(form) for name, form in LOSSES.items()},
 }

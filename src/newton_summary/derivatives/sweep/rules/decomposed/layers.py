@@ -12,6 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from newton_summary.derivatives.norms import affine
 from newton_summary.derivatives.sweep.rules.attention import in_tiles
+from newton_summary.derivatives.sweep.rules.convolutions import per_dimension
 from newton_summary.derivatives.sweep.rules.decomposed.matrices import contract
 from newton_summary.derivatives.sweep.rules.decomposed.reductions import root, vector_norm
 from newton_summary.derivatives.sweep.tape import positions_in
@@ -43,7 +44,7 @@ def native_layer_norm(
     return affine((x - mean) * rate, weight, bias), mean, rate
 
 
-def convolution(n: int) -> Callable[..., Any]:
+def convolution(name: str, n: int) -> Callable[..., Any]:
     """Return how to record a convolution with padding by name, or without a batch."""
 
     def conv(
@@ -52,33 +53,20 @@ def convolution(n: int) -> Callable[..., Any]:
         bias: Tensor | None = None,
         stride: Any = 1,
         padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
+        *rest: Any,
+        **kwargs: Any,
     ) -> Any:
-        func = getattr(torch, f"conv{n}d")
+        func = getattr(torch, name)
         if input.dim() == n + 1:
-            return func(input[None], weight, bias, stride, padding, dilation, groups)[0]
+            return func(input[None], weight, bias, stride, padding, *rest, **kwargs)[0]
         if not isinstance(padding, str):
             return NotImplemented
-        if padding == "valid":
-            return func(input, weight, bias, stride, 0, dilation, groups)
-        dilations = [dilation] * n if isinstance(dilation, int) else dilation
-        pads: list[int] = []
-        for size, d in zip(reversed(weight.shape[2:]), reversed(list(dilations)), strict=True):
-            total = d * (size - 1)
-            pads += [total // 2, total - total // 2]
-        return func(torch.constant_pad_nd(input, pads), weight, bias, stride, 0, dilation, groups)
-
-    return conv
-
-
-def conv_transpose(n: int) -> Callable[..., Any]:
-    """Return how to record a transposed convolution without a batch."""
-
-    def conv(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if input.dim() == n + 1:
-            return getattr(torch, f"conv_transpose{n}d")(input[None], *args, **kwargs)[0]
-        return NotImplemented
+        if padding == "same":
+            dilation = per_dimension(kwargs.get("dilation", rest[0] if rest else 1), n)
+            around = [d * (size - 1) for size, d in zip(weight.shape[2:], dilation, strict=True)]
+            pads = [pad for total in reversed(around) for pad in (total // 2, -(-total // 2))]
+            input = torch.constant_pad_nd(input, pads)
+        return func(input, weight, bias, stride, 0, *rest, **kwargs)
 
     return conv
 
@@ -204,8 +192,8 @@ LAYERS: dict[str, Callable[..., Any]] = {
     "dropout": dropout,
     "feature_dropout": feature_dropout,
     "native_layer_norm": native_layer_norm,
-    **{f"conv{n}d": convolution(n) for n in (1, 2, 3)},
-    **{f"conv_transpose{n}d": conv_transpose(n) for n in (1, 2, 3)},
+    **{f"conv{n}d": convolution(f"conv{n}d", n) for n in (1, 2, 3)},
+    **{f"conv_transpose{n}d": convolution(f"conv_transpose{n}d", n) for n in (1, 2, 3)},
     "embedding_bag": embedding_bag,
     "prelu": prelu,
     "glu": glu,

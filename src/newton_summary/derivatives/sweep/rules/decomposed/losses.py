@@ -24,11 +24,6 @@ def reduced(losses: Tensor, reduction: int) -> Tensor:
     return losses.sum() if reduction == SUM else losses
 
 
-def l1_loss(x: Tensor, y: Tensor, reduction: int = MEAN) -> Tensor:
-    """Absolute error."""
-    return reduced(torch.abs(x - y), reduction)
-
-
 def huber_loss(x: Tensor, y: Tensor, reduction: int = MEAN, delta: float = 1.0) -> Tensor:
     """Quadratic near zero, linear beyond ``delta``."""
     error = x - y
@@ -40,7 +35,7 @@ def huber_loss(x: Tensor, y: Tensor, reduction: int = MEAN, delta: float = 1.0) 
 def smooth_l1_loss(x: Tensor, y: Tensor, reduction: int = MEAN, beta: float = 1.0) -> Tensor:
     """Huber's loss over beta."""
     if beta == 0:
-        return l1_loss(x, y, reduction)
+        return reduced(torch.abs(x - y), reduction)
     return huber_loss(x, y, reduction, beta) / beta
 
 
@@ -234,7 +229,7 @@ def triplet_margin_loss(
 
 LOSSES: dict[str, Callable[..., Any]] = {
     "mse_loss": lambda x, y, reduction=MEAN: reduced(torch.square(x - y), reduction),
-    "l1_loss": l1_loss,
+    "l1_loss": lambda x, y, reduction=MEAN: reduced(torch.abs(x - y), reduction),
     "huber_loss": huber_loss,
     "smooth_l1_loss": smooth_l1_loss,
     "cross_entropy_loss": cross_entropy_loss,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
+from string import ascii_letters
 from typing import Any
 
 import torch
@@ -40,19 +40,13 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
 
 
 def tensordot(a: Tensor, b: Tensor, dims_a: Sequence[int], dims_b: Sequence[int]) -> Tensor:
-    """Sum over pairs of dimensions, as one matrix product."""
-    sum_a, sum_b = [d % a.dim() for d in dims_a], [d % b.dim() for d in dims_b]
-    for i, j in zip(sum_a, sum_b, strict=True):
-        if a.shape[i] != b.shape[j]:  # one of them has length one
-            a = a.sum(i, keepdim=True)
-            b = b.sum(j, keepdim=True)
-    rest_a = [d for d in range(a.dim()) if d not in sum_a]
-    rest_b = [d for d in range(b.dim()) if d not in sum_b]
-    n = math.prod(a.shape[d] for d in sum_a)
-    left = a.permute(rest_a + sum_a).reshape(-1, n)
-    right = b.permute(sum_b + rest_b).reshape(n, -1)
-    shape = [a.shape[d] for d in rest_a] + [b.shape[d] for d in rest_b]
-    return torch.matmul(left, right).reshape(shape)
+    """Sum over pairs of dimensions."""
+    in_a = list(ascii_letters[: a.dim()])
+    in_b = list(ascii_letters[a.dim() : a.dim() + b.dim()])
+    for i, j in zip(dims_a, dims_b, strict=True):
+        in_b[j] = in_a[i]
+    output = [c for c in (*in_a, *in_b) if (c in in_a) != (c in in_b)]
+    return contract(f"{''.join(in_a)},{''.join(in_b)}->{''.join(output)}", [a, b])
 
 
 def chain_matmul(*matrices: Any) -> Tensor:

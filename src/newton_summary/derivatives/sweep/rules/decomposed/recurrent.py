@@ -56,55 +56,40 @@ def one_step(cell: Cell) -> Callable[..., Any]:
 
 
 def layers(cell: Cell) -> Callable[..., Any]:
-    """Return how to record the layers of a recurrent network, of a plain or a packed sequence."""
-
-    def run(*args: Any) -> Any:
-        if isinstance(args[3], Sequence):  # packed: (data, batch_sizes, hx, weights, ...)
-            data, batch_sizes, start, weights, *settings = args
-            outputs, state = stack(cell, data, batch_sizes.tolist(), start, weights, *settings)
-            return outputs, *state
-        x, start, weights, *settings, batch_first = args
-        x = x.transpose(0, 1) if batch_first else x
-        outputs, state = stack(cell, x, None, start, weights, *settings)
-        return outputs.transpose(0, 1) if batch_first else outputs, *state
-
-    return run
-
-
-def stack(
-    cell: Cell,
-    sequence: Tensor,
-    sizes: list[int] | None,
-    start: Any,
-    weights: Sequence[Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-) -> tuple[Tensor, State]:
-    """Pass a sequence through all layers; arguments behind ``sizes`` are those of torch.
+    """Return how to record the layers of a recurrent network, of a plain or a packed sequence.
 
     The sequence is (steps, samples, features). A packed one, with the numbers ``sizes`` of samples
     in each step, is (steps and samples, features).
     """
-    starts = (start,) if isinstance(start, Tensor) else tuple(start)
-    directions = 2 if bidirectional else 1
-    per_direction = len(weights) // (num_layers * directions)
-    ends: list[State] = []
-    for layer in range(num_layers):
-        if layer > 0 and dropout > 0 and train:
-            sequence = torch.dropout(sequence, dropout, True)
-        results = []
-        for direction in range(directions):
-            which = layer * directions + direction
-            mine = weights[which * per_direction : (which + 1) * per_direction]
-            state = tuple(h[which] for h in starts)
-            outputs, end = one_layer(cell, sequence, sizes, state, mine, has_biases, direction == 1)
-            results.append(outputs)
-            ends.append(end)
-        sequence = results[0] if len(results) == 1 else torch.cat(results, -1)
-    return sequence, tuple(torch.stack(parts) for parts in zip(*ends, strict=True))
+
+    def run(*args: Any) -> Any:
+        if isinstance(args[3], Sequence):  # packed: (data, batch_sizes, hx, weights, ...)
+            sequence, counts, start, weights, *settings = args
+            sizes, batch_first = counts.tolist(), False
+        else:
+            sequence, start, weights, *settings, batch_first = args
+            sizes = None
+        has_biases, num_layers, dropout, train, bidirectional = settings
+        sequence = sequence.transpose(0, 1) if batch_first else sequence
+        starts = (start,) if isinstance(start, Tensor) else tuple(start)
+        directions = 2 if bidirectional else 1
+        n = len(weights) // (num_layers * directions)
+        ends: list[State] = []
+        for layer in range(num_layers):
+            if layer > 0 and dropout > 0 and train:
+                sequence = torch.dropout(sequence, dropout, True)
+            results = []
+            for reverse in (False, True)[:directions]:
+                which = len(ends)
+                mine, state = weights[which * n : (which + 1) * n], tuple(h[which] for h in starts)
+                outputs, end = one_layer(cell, sequence, sizes, state, mine, has_biases, reverse)
+                results.append(outputs)
+                ends.append(end)
+            sequence = results[0] if len(results) == 1 else torch.cat(results, -1)
+        sequence = sequence.transpose(0, 1) if batch_first else sequence
+        return sequence, *(torch.stack(parts) for parts in zip(*ends, strict=True))
+
+    return run
 
 
 def one_layer(

@@ -12,30 +12,20 @@ from torch import Tensor
 from newton_summary.derivatives.sweep.torch_functions import dimensions
 
 
-def variance(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """``torch.var`` in its several spellings."""
-    dims, correction, keepdim = _variance_arguments(x, *args, **kwargs)
-    n = math.prod(x.shape[d] for d in dims) if x.dim() else 1
-    centered = x - x.mean(dims, keepdim=True)
-    return (centered * centered).sum(dims, keepdim=keepdim) / max(n - correction, 0)
-
-
-def _variance_arguments(x: Tensor, *args: Any, **kwargs: Any) -> tuple[list[int], float, bool]:
-    """Read (dim, unbiased, keepdim), (unbiased), or (dim, *, correction, keepdim)."""
+def variance_and_mean(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """torch.var_mean: (dim, unbiased, keepdim), (unbiased), or (dim, *, correction, keepdim)."""
     if args and isinstance(args[0], bool):
         args = (None, *args)
     given = {**dict(zip(("dim", "unbiased", "keepdim"), args, strict=False)), **kwargs}
     correction = given.get("correction")
     if correction is None:
         correction = 1 if given.get("unbiased", True) else 0
-    dims = dimensions(x, given.get("dim"))
-    return dims, correction, given.get("keepdim", False)
-
-
-def variance_and_mean(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """``torch.var_mean``."""
-    dims, _, keepdim = _variance_arguments(x, *args, **kwargs)
-    return variance(x, *args, **kwargs), x.mean(dims, keepdim=keepdim)
+    dims, keepdim = dimensions(x, given.get("dim")), given.get("keepdim", False)
+    n = math.prod(x.shape[d] for d in dims) if x.dim() else 1
+    mean = x.mean(dims, keepdim=True)
+    centered = x - mean
+    squared = (centered * centered).sum(dims, keepdim=keepdim) / max(n - correction, 0)
+    return squared, mean if keepdim else mean.squeeze(tuple(dims))
 
 
 def deviation_and_mean(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -79,13 +69,6 @@ def norm(
     if isinstance(dim, int) or (dim is None and x.dim() == 1) or (dim is not None and len(dim) < 2):
         return vector_norm(x, ord, dim, keepdim, dtype=dtype)
     return NotImplemented
-
-
-def matrix_norm(
-    x: Tensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None
-) -> Any:
-    """Frobenius' norm of matrices."""
-    return vector_norm(x, 2, dim, keepdim, dtype=dtype) if ord == "fro" else NotImplemented
 
 
 def pdist(x: Tensor, p: float = 2.0) -> Any:
@@ -195,13 +178,15 @@ def segment_reduce(
 
 
 REDUCTIONS: dict[str, Callable[..., Any]] = {
-    "var": variance,
-    "std": lambda x, *args, **kwargs: root(variance(x, *args, **kwargs)),
+    "var": lambda *args, **kwargs: variance_and_mean(*args, **kwargs)[0],
+    "std": lambda *args, **kwargs: deviation_and_mean(*args, **kwargs)[0],
     "var_mean": variance_and_mean,
     "std_mean": deviation_and_mean,
     "linalg_vector_norm": vector_norm,
     "linalg_norm": norm,
-    "linalg_matrix_norm": matrix_norm,
+    "linalg_matrix_norm": lambda x, ord="fro", dim=(-2, -1), *args, **kwargs: norm(
+        x, ord, dim, *args, **kwargs
+    ),
     "dist": lambda a, b, p=2: vector_norm(a - b, p),
     "cdist": lambda a, b, p=2.0, compute_mode=None: vector_norm(
         a.unsqueeze(-2) - b.unsqueeze(-3), p, -1

@@ -28,14 +28,12 @@ The factor of the scores is in the keys. Sums are of float32, or float64, whatev
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from newton_summary.derivatives.sweep.rules.triton_kernels.precision import precision_of
+from newton_summary.derivatives.sweep.tf32 import precision_of
 
 # Queries and keys at a time, and warps of a program, chosen so that few registers are spilled.
 TILES = {torch.float32: (32, 32, 4), torch.bfloat16: (64, 32, 4)}
@@ -63,16 +61,16 @@ def _put(x_out, x, places, step, n, d, D: tl.constexpr):  # type: ignore[no-unty
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _visible(  # type: ignore[no-untyped-def]
-    scores, queries, keys, L, T, mask_in, mask_l, mask_t, CAUSAL: tl.constexpr, MASK: tl.constexpr
+    scores, queries, keys, L, T, mask_in, head, mask_l, mask_t, CAUSAL: tl.constexpr
 ):
-    """Return scores with -inf where a query may not attend to a key."""
+    """Return scores with -inf where a query may not attend to a key; ``head``: its mask's place."""
     seen = (queries < L) & (keys < T)
     if CAUSAL:
         seen = seen & (keys <= queries)
-    if MASK != "none":
-        where = mask_in + queries.to(tl.int64) * mask_l + keys.to(tl.int64) * mask_t
+    if mask_in is not None:
+        where = mask_in + head + queries.to(tl.int64) * mask_l + keys.to(tl.int64) * mask_t
         mask = tl.load(where, mask=seen, other=0)
-        if MASK == "seen":
+        if mask_in.dtype.element_ty == tl.int1:
             seen = seen & (mask != 0)
         else:
             scores += mask.to(scores.dtype)
@@ -101,7 +99,6 @@ def _at_the_point(  # type: ignore[no-untyped-def]
     mask_l,
     mask_t,
     CAUSAL: tl.constexpr,
-    MASK: tl.constexpr,
     PRECISION: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -116,7 +113,7 @@ def _at_the_point(  # type: ignore[no-untyped-def]
     delta = _rows(delta_in + n * L * d, places, d, L, d, D)
     k_in += n // shared * T * d
     v_in += n // shared * T * d
-    mask_in += n // heads * mask_b + n % heads * mask_h
+    head = n // heads * mask_b + n % heads * mask_h
     most = tl.full((QUERIES,), -float("inf"), wide)
     total = tl.zeros((QUERIES,), wide)
     N = tl.zeros((QUERIES, D), wide)
@@ -128,7 +125,7 @@ def _at_the_point(  # type: ignore[no-untyped-def]
         k = _rows(k_in, keys, d, T, d, D)
         v = _rows(v_in, keys, d, T, d, D)
         S = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=wide)
-        S = _visible(S, places[:, None], keys[None, :], L, T, mask_in, mask_l, mask_t, CAUSAL, MASK)
+        S = _visible(S, places[:, None], keys[None, :], L, T, mask_in, head, mask_l, mask_t, CAUSAL)
         Z = tl.dot(delta, tl.trans(v), input_precision=PRECISION, out_dtype=wide)
         new = tl.maximum(most, tl.max(S, 1))
         known = tl.where(new == -float("inf"), 0.0, new)  # a query may see no key
@@ -195,7 +192,6 @@ def _results(  # type: ignore[no-untyped-def]
     O_l,
     THIRD: tl.constexpr,
     CAUSAL: tl.constexpr,
-    MASK: tl.constexpr,
     PRECISION: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -214,7 +210,7 @@ def _results(  # type: ignore[no-untyped-def]
     v_in += n // shared * T * d
     K_in += s * K_s + b * K_b + h // shared * K_h
     V_in += s * V_s + b * V_b + h // shared * V_h
-    mask_in += b * mask_b + h * mask_h
+    head = b * mask_b + h * mask_h
     q = _rows(q_in + n * L * d, places, d, L, d, D)
     q1 = _rows(Q_in, places, Q_l, L, d, D)
     lse = tl.load(lse_in + n * L + places, mask=places < L, other=0.0)
@@ -230,7 +226,7 @@ def _results(  # type: ignore[no-untyped-def]
         k = _rows(k_in, keys, d, T, d, D)
         k1 = _rows(K_in, keys, K_t, T, d, D)
         P = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=wide)
-        P = _visible(P, places[:, None], keys[None, :], L, T, mask_in, mask_l, mask_t, CAUSAL, MASK)
+        P = _visible(P, places[:, None], keys[None, :], L, T, mask_in, head, mask_l, mask_t, CAUSAL)
         P = tl.exp(P - lse[:, None])
         S1 = tl.dot(q1, tl.trans(k), input_precision=PRECISION, out_dtype=wide)
         S1 = tl.dot(q, tl.trans(k1), S1, input_precision=PRECISION, out_dtype=wide)
@@ -299,9 +295,7 @@ def _queries(  # type: ignore[no-untyped-def]
     V_b,
     V_h,
     V_t,
-    THIRD: tl.constexpr,
     CAUSAL: tl.constexpr,
-    MASK: tl.constexpr,
     PRECISION: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -320,7 +314,7 @@ def _queries(  # type: ignore[no-untyped-def]
     v_in += n // shared * T * d
     K_in += s * K_s + b * K_b + h // shared * K_h
     V_in += s * V_s + b * V_b + h // shared * V_h
-    mask_in += b * mask_b + h * mask_h
+    head = b * mask_b + h * mask_h
     q = _rows(q_in + n * L * d, places, d, L, d, D)
     q1 = _rows(Q_in + s * Q_s + b * Q_b + h * Q_h, places, Q_l, L, d, D)
     delta = _rows(delta_in + n * L * d, places, d, L, d, D)
@@ -329,7 +323,7 @@ def _queries(  # type: ignore[no-untyped-def]
     D1 = tl.zeros((QUERIES,), wide)
     f1 = tl.zeros((QUERIES,), wide)
     g = tl.zeros((QUERIES, D), wide)
-    if THIRD:
+    if f3_out is not None:
         E2 = tl.zeros((QUERIES,), wide)
         f2 = tl.zeros((QUERIES,), wide)
         f3 = tl.zeros((QUERIES,), wide)
@@ -339,7 +333,7 @@ def _queries(  # type: ignore[no-untyped-def]
         k = _rows(k_in, keys, d, T, d, D)
         k1 = _rows(K_in, keys, K_t, T, d, D)
         P = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=wide)
-        P = _visible(P, places[:, None], keys[None, :], L, T, mask_in, mask_l, mask_t, CAUSAL, MASK)
+        P = _visible(P, places[:, None], keys[None, :], L, T, mask_in, head, mask_l, mask_t, CAUSAL)
         P = tl.exp(P - lse[:, None])
         S1 = tl.dot(q1, tl.trans(k), input_precision=PRECISION, out_dtype=wide)
         S1 = tl.dot(q, tl.trans(k1), S1, input_precision=PRECISION, out_dtype=wide)
@@ -351,7 +345,7 @@ def _queries(  # type: ignore[no-untyped-def]
         W1 = PS1 * Z + P * Z1
         D1 += tl.sum(PS1, 1)
         f1 += tl.sum(W1, 1)
-        if THIRD:
+        if f3_out is not None:
             R = 2.0 * tl.dot(q1, tl.trans(k1), input_precision=PRECISION, out_dtype=wide)
             PE = PS1 * S1 + P * R
             E2 += tl.sum(PE, 1)
@@ -362,7 +356,7 @@ def _queries(  # type: ignore[no-untyped-def]
     row = s * tl.num_programs(1) + n
     tl.store(D1_out + row * L + places, D1, mask=inside)
     tl.store(f1_out + row * L + places, f1, mask=inside)
-    if THIRD:
+    if f3_out is not None:
         f2 -= 2.0 * D1 * f1
         f3 -= 3.0 * (D1 * f2 + E2 * f1)
         place = row * tl.num_programs(0) + tl.program_id(0)
@@ -411,7 +405,6 @@ def _keys(  # type: ignore[no-untyped-def]
     V_h,
     V_t,
     CAUSAL: tl.constexpr,
-    MASK: tl.constexpr,
     PRECISION: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -437,7 +430,7 @@ def _keys(  # type: ignore[no-untyped-def]
         m = n * shared + i  # the head of queries
         hq = h * shared + i
         row = (s * tl.num_programs(1) * shared + m) * L
-        mask = mask_in + b * mask_b + hq * mask_h
+        head = b * mask_b + hq * mask_h
         for begin in range(first, L, QUERIES):
             places = begin + tl.arange(0, QUERIES)
             inside = places < L
@@ -450,7 +443,7 @@ def _keys(  # type: ignore[no-untyped-def]
             f1 = tl.load(f1_in + row + places, mask=inside, other=0.0)
             P = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=wide)
             P = _visible(
-                P, places[None, :], keys[:, None], L, T, mask, mask_l, mask_t, CAUSAL, MASK
+                P, places[None, :], keys[:, None], L, T, mask_in, head, mask_l, mask_t, CAUSAL
             )
             P = tl.exp(P - lse[None, :])
             c = tl.dot(k, tl.trans(q1), input_precision=PRECISION, out_dtype=wide)
@@ -468,15 +461,6 @@ def _keys(  # type: ignore[no-untyped-def]
     _put(gv_out + where, gv, keys, of_keys * d, T, d, D)
 
 
-class Passed(NamedTuple):
-    """What a pass gives, besides the derivatives of the result."""
-
-    gq: Tensor  # (S, B, L, heads, d)
-    gk: Tensor  # (S, B, T, heads of keys, d)
-    gv: Tensor
-    f3: Tensor | None  # (S,)
-
-
 def pass_attention(
     q: Tensor,
     k: Tensor,
@@ -489,12 +473,13 @@ def pass_attention(
     out: Tensor,
     S: int,
     causal: bool,
-) -> Passed:
-    """Pass an attention.
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+    """Pass an attention; return g_s for q, k and v, and f3_s, if there are rows of second order.
 
     Queries, delta and the mask are (B, heads, L, ...), keys and values (B, heads of keys, T, d);
     their derivatives Q, K, V and those of the result have a dimension for S rows of first order,
-    and for S of second, before that. The result's are written to ``out``.
+    and for S of second, before that. The result's are written to ``out``. The parts of g are
+    (S, B, L or T, heads, d).
     """
     B, heads, L, d = q.shape
     H, T = k.shape[1:3]
@@ -512,31 +497,26 @@ def pass_attention(
     gk, gv = q.new_empty((2, S, B, T, H, d))
     sizes = (L, T, d, heads, heads // H, *((0,) * 4 if mask is None else mask.stride()))
     strides = [n for x in (Q, K, V) for n in x.stride()[:-1]]
-    seen = q if mask is None else mask  # q for what is not there
     options = {
         "CAUSAL": causal,
-        "MASK": "none" if mask is None else "seen" if mask.dtype == torch.bool else "added",
         "PRECISION": precision_of(q.dtype),
         "QUERIES": queries,
         "KEYS": keys,
         "D": max(16, triton.next_power_of_2(d)),
         "num_warps": warps,
     }
-    inputs = (q, k, v, delta, seen)
+    inputs = (q, k, v, delta, mask)
     with torch.cuda.device(q.device):
         _at_the_point[(blocks, B * heads)](*(*inputs, lse, mean, result, Pk, Wk, *sizes), **options)
         _results[(blocks, B * heads, S)](
-            *(q, k, v, seen, lse, result, Q, K, V, out, S, *sizes, *strides, *out.stride()[:-1]),
+            *(q, k, v, mask, lse, result, Q, K, V, out, S, *sizes, *strides, *out.stride()[:-1]),
             THIRD=third,
             **options,
         )
         _queries[(blocks, B * heads, S)](
-            *(*inputs, lse, mean, Pk, Wk, Q, K, V, D1, f1, lse if f3 is None else f3, gq),
-            *(*sizes, *strides),
-            THIRD=third,
-            **options,
+            *(*inputs, lse, mean, Pk, Wk, Q, K, V, D1, f1, f3, gq, *sizes, *strides), **options
         )
         _keys[(triton.cdiv(T, keys), B * H, S)](
             *(*inputs, lse, mean, D1, f1, Q, K, V, gk, gv, *sizes, *strides), **options
         )
-    return Passed(gq, gk, gv, None if f3 is None else f3.sum(1))
+    return (gq, gk, gv), None if f3 is None else f3.sum(1)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from newton_summary.derivatives.sweep.rules.triton_kernels.precision import precision_of
+from newton_summary.derivatives.sweep.tf32 import precision_of
 
 PROGRAMS = 512  # that a product is divided among
 PIECE = 512  # numbers that are added up before they are added to the rest

@@ -29,7 +29,6 @@ def _norm_sums(  # type: ignore[no-untyped-def]
     size,
     cells,
     together,
-    HAS_DELTA: tl.constexpr,
     THIRD: tl.constexpr,
     CENTRED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -42,13 +41,13 @@ def _norm_sums(  # type: ignore[no-untyped-def]
     has_x2 = i < k2
     place = cell * together
     wide: tl.constexpr = c_in.dtype.element_ty
+    zero = tl.zeros((BLOCK,), dtype=wide)
     mean1, mean2 = 0.0, 0.0
     if CENTRED:
         first1 = tl.load(x1_in + place).to(wide)
         if THIRD:
             first2 = tl.load(x2_in + place, mask=has_x2, other=0.0).to(wide)
-        total1 = tl.zeros((BLOCK,), dtype=wide)
-        total2 = tl.zeros((BLOCK,), dtype=wide)
+        total1, total2 = zero, zero
         for begin in range(0, size, BLOCK):
             e = begin + tl.arange(0, BLOCK)
             inside = e < size
@@ -66,12 +65,8 @@ def _norm_sums(  # type: ignore[no-untyped-def]
     tl.store(means_out + out, mean1)
     if THIRD:
         tl.store(means_out + step + out, mean2)
-    c_c1 = tl.zeros((BLOCK,), dtype=wide)
-    c1_c1 = tl.zeros((BLOCK,), dtype=wide)
-    delta_c1 = tl.zeros((BLOCK,), dtype=wide)
-    c_c2 = tl.zeros((BLOCK,), dtype=wide)
-    delta_c2 = tl.zeros((BLOCK,), dtype=wide)
-    c1_c2 = tl.zeros((BLOCK,), dtype=wide)
+    c_c1, c1_c1, delta_c1 = zero, zero, zero
+    c_c2, delta_c2, c1_c2 = zero, zero, zero
     for begin in range(0, size, BLOCK):
         e = begin + tl.arange(0, BLOCK)
         inside = e < size
@@ -79,7 +74,7 @@ def _norm_sums(  # type: ignore[no-untyped-def]
         c = tl.load(c_in + where, mask=inside, other=0.0)
         c1 = tl.where(inside, tl.load(x1_in + where, mask=inside, other=0.0).to(wide) - mean1, 0.0)
         c_c1 += c * c1
-        if HAS_DELTA:
+        if delta_in is not None:
             delta = tl.load(delta_in + where, mask=inside, other=0.0)
             delta_c1 += delta * c1
         if THIRD:
@@ -88,7 +83,7 @@ def _norm_sums(  # type: ignore[no-untyped-def]
             c2 = tl.where(inside, x2 - mean2, 0.0)
             c_c2 += c * c2
             c1_c2 += c1 * c2
-            if HAS_DELTA:
+            if delta_in is not None:
                 delta_c2 += delta * c2
     tl.store(sums_out + out, tl.sum(c_c1))
     tl.store(sums_out + step + out, tl.sum(c1_c1))
@@ -117,19 +112,8 @@ def norm_sums(
     for part in parts:
         with torch.cuda.device(c.device):
             _norm_sums[(cells, len(part.x1))](
-                part.x1,
-                c if part.x2 is None else part.x2,  # c for what is not there, nor touched
-                c,
-                c if delta is None else delta,
-                means,
-                sums,
-                part.start,
-                k,
-                0 if part.x2 is None else len(part.x2),
-                N * together,
-                cells,
-                together,
-                HAS_DELTA=delta is not None,
+                *(part.x1, part.x2, c, delta, means, sums),
+                *(part.start, k, len(part.x2), N * together, cells, together),
                 THIRD=third,
                 CENTRED=centred,
                 BLOCK=min(1024, triton.next_power_of_2(N * together)),
@@ -158,18 +142,15 @@ def _standardized(  # type: ignore[no-untyped-def]
     together,
     begin,
     end,
-    WANTED: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    THIRD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     entries = begin + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = entries < end
     cell = (entries // together) % cells
-    if WANTED:
+    if rows_out is not None:
         c = tl.load(c_in + entries, mask=inside, other=0.0)
         r = tl.load(r_in + cell, mask=inside, other=0.0)
-    if WEIGHTED:
+    if weight_in is not None:
         weight = tl.load(weight_in + cell, mask=inside, other=0.0)
     for i in range(k1):
         row = tl.cast(i, tl.int64) * n + entries
@@ -177,17 +158,17 @@ def _standardized(  # type: ignore[no-untyped-def]
         group = tl.cast(start + i, tl.int64) * cells + cell
         mean1 = tl.load(means_in + group, mask=inside, other=0.0)
         c1 = tl.load(x1_in + row, mask=inside, other=0.0).to(mean1.dtype) - mean1
-        if WANTED:
+        if rows_out is not None:
             r1 = tl.load(r1_in + group, mask=inside, other=0.0)
             tl.store(rows_out + target, c1 * r + c * r1, mask=inside)
-            if THIRD:
+            if r2_in is not None:
                 r2 = tl.load(r2_in + group, mask=inside, other=0.0)
                 second = tl.cast(k, tl.int64) * cells + group
                 mean2 = tl.load(means_in + second, mask=inside, other=0.0)
                 c2 = tl.load(x2_in + row, mask=inside & (i < k2), other=0.0).to(mean1.dtype) - mean2
                 below = tl.cast(k + start + i, tl.int64) * n + entries
                 tl.store(rows_out + below, 2.0 * c1 * r1 + c * r2 + c2 * r, mask=inside)
-        if WEIGHTED:
+        if weight_in is not None:
             some = tl.cast(end - begin, tl.int64)
             pair = tl.cast(start + i, tl.int64) * some + entries - begin
             tl.store(pair_out + pair, c1, mask=inside)
@@ -208,35 +189,16 @@ def standardized(
     Of all entries of c, n are done. The factors are r, its derivatives r1 and r2, and the weight;
     the last two may be None.
     """
-    r, r1, r2, weight = (x if x is None else x.contiguous() for x in factors)
+    given = [None if x is None else x.contiguous() for x in factors]
     _, cells, together = sizes
     k, n = means.shape[1], entries.stop - entries.start
-    pair = None if weight is None else parts[0].x1.new_empty((2, k, n))
+    pair = None if given[-1] is None else parts[0].x1.new_empty((2, k, n))
     for part in parts:
         with torch.cuda.device(c.device):
             _standardized[(triton.cdiv(n, BLOCK),)](
-                part.x1,
-                c if part.x2 is None else part.x2,
-                c,
-                means,
-                r,
-                r1,
-                c if r2 is None else r2,
-                c if weight is None else weight,
-                c if rows is None else rows,
-                c if pair is None else pair,
-                part.start,
-                k,
-                c.numel(),
-                len(part.x1),
-                0 if part.x2 is None else len(part.x2),
-                cells,
-                together,
-                entries.start,
-                entries.stop,
-                WANTED=rows is not None,
-                WEIGHTED=weight is not None,
-                THIRD=r2 is not None,
+                *(part.x1, part.x2, c, means, *given, rows, pair),
+                *(part.start, k, c.numel(), len(part.x1), len(part.x2), cells, together),
+                *(entries.start, entries.stop),
                 BLOCK=BLOCK,
             )
     return pair

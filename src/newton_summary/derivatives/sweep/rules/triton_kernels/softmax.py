@@ -26,8 +26,6 @@ def _softmax(  # type: ignore[no-untyped-def]
     k,
     k2,
     size,
-    WEIGHTED: tl.constexpr,
-    WANTED: tl.constexpr,
     THIRD: tl.constexpr,
     LOG: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -38,7 +36,6 @@ def _softmax(  # type: ignore[no-untyped-def]
     n = cells * size  # numbers in a row of the stack
     has_x2 = i < k2
     p_in += cell * size
-    weight_in += cell * size
     x1_in += i * n + cell * size
     x2_in += i * n + cell * size
     wide: tl.constexpr = p_in.dtype.element_ty
@@ -53,7 +50,7 @@ def _softmax(  # type: ignore[no-untyped-def]
             mean2 += p * tl.load(x2_in + e, mask=inside & has_x2, other=0.0).to(wide)
     m1 = tl.sum(mean1)
     m2 = tl.sum(mean2)
-    if THIRD and (WANTED or not LOG):
+    if THIRD and (rows_out is not None or not LOG):
         for begin in range(0, size, BLOCK):
             e = begin + tl.arange(0, BLOCK)
             inside = e < size
@@ -69,7 +66,7 @@ def _softmax(  # type: ignore[no-untyped-def]
         c1 = tl.load(x1_in + e, mask=inside, other=0.0).to(wide) - m1
         if THIRD:
             c2 = tl.load(x2_in + e, mask=inside & has_x2, other=0.0).to(wide) - m2
-        if WANTED:
+        if rows_out is not None:
             first = c1
             if THIRD:
                 second = c2 - v
@@ -81,8 +78,8 @@ def _softmax(  # type: ignore[no-untyped-def]
             tl.store(rows_out + out + e, first, mask=inside)
             if THIRD:
                 tl.store(rows_out + tl.cast(k, tl.int64) * n + out + e, second, mask=inside)
-        if WEIGHTED:
-            work = c1 * tl.load(weight_in + e, mask=inside, other=0.0)
+        if weight_in is not None:
+            work = c1 * tl.load(weight_in + cell * size + e, mask=inside, other=0.0)
             tl.store(pair_out + out + e, c1, mask=inside)
             tl.store(pair_out + tl.cast(k, tl.int64) * n + out + e, work, mask=inside)
             if THIRD:
@@ -90,7 +87,7 @@ def _softmax(  # type: ignore[no-untyped-def]
                 if not LOG:
                     cube -= 3.0 * v
                 third += tl.where(inside, work * cube, 0.0)
-    if WEIGHTED and THIRD:
+    if sums_out is not None:
         tl.store(sums_out + (start + i) * cells + cell, tl.sum(third))
 
 
@@ -104,26 +101,16 @@ def pass_softmax(
     k, size = sum(len(part.x1) for part in parts), p.shape[-1]
     cells = p.numel() // size
     stack = parts[0].x1
-    p = p.to(torch.promote_types(p.dtype, torch.float32)).contiguous()
+    wide = torch.promote_types(p.dtype, torch.float32)
+    given = [None if x is None else x.to(wide).contiguous() for x in (p, weight)]
     rows = stack.new_empty(((2 if third else 1) * k, *p.shape)) if wanted else None
     pair = None if weight is None else stack.new_empty((2, k, *p.shape))
-    sums = p.new_empty((k, cells)) if third and weight is not None else None
+    sums = p.new_empty((k, cells), dtype=wide) if third and weight is not None else None
     for part in parts:
         with torch.cuda.device(p.device):
             _softmax[(cells, len(part.x1))](
-                part.x1,
-                p if part.x2 is None else part.x2,  # p for what is not there, nor touched
-                p,
-                p if weight is None else weight.to(p.dtype).contiguous(),
-                p if rows is None else rows,
-                p if pair is None else pair,
-                p if sums is None else sums,
-                part.start,
-                k,
-                0 if part.x2 is None else len(part.x2),
-                size,
-                WEIGHTED=weight is not None,
-                WANTED=wanted,
+                *(part.x1, part.x2, *given, rows, pair, sums),
+                *(part.start, k, len(part.x2), size),
                 THIRD=third,
                 LOG=log,
                 BLOCK=min(2048, triton.next_power_of_2(size)),
