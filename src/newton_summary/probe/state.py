@@ -35,13 +35,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class _Innermost(threading.local):
-    """The innermost journal of this thread."""
+class _Open(threading.local):
+    """The journals that this thread is in, the innermost last."""
 
-    journal: Journal | None = None
+    def __init__(self) -> None:
+        self.journals: list[Journal] = []
 
 
-_here = _Innermost()
+_open = _Open()
 
 
 class Journal:
@@ -58,7 +59,6 @@ class Journal:
     def __init__(self) -> None:
         self._steps: list[Step] = []
         self._tries = 0  # of the last step
-        self._outer: Journal | None = None
 
     def undo_later(self, step: Step) -> None:
         """Announce a change: ``step`` puts back what is there now.
@@ -78,8 +78,7 @@ class Journal:
 
     def __enter__(self) -> Journal:
         """Become this thread's innermost journal."""
-        self._outer = _here.journal
-        _here.journal = self
+        _open.journals.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -91,18 +90,9 @@ class Journal:
             self._undo_all()
 
     def _undo_all(self) -> None:
-        while (inner := _here.journal) is not None and inner is not self and self._contains(inner):
-            inner.undo()
-            _here.journal = inner._outer
-        self.undo()
-        if _here.journal is self:
-            _here.journal = self._outer
-
-    def _contains(self, other: Journal) -> bool:
-        outer = other._outer
-        while outer is not None and outer is not self:
-            outer = outer._outer
-        return outer is self
+        while self in _open.journals:
+            _open.journals[-1].undo()
+            _open.journals.pop()
 
 
 def _end_contexts(error: BaseException | None) -> None:
