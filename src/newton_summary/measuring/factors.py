@@ -7,7 +7,6 @@ whose own factor is noise share one.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from newton_summary.measuring.box import CubicModel, box_minimum
-from newton_summary.solver import Array
+from newton_summary.solver import Array, arrays_of
 from newton_summary.summary import Summary
 
 Verdict = Literal["raise", "lower", "keep", "noise", "refuted", "not yet", "no effect", "no step"]
@@ -89,19 +88,6 @@ class FactorModel:
         self.mean = _model(summary, live, strength, diagonal)
         self.parts = [_model(part, live, strength, diagonal) for part in summary.parts]
         self.weights = np.array([float(part.num_samples) for part in summary.parts])
-
-    @property
-    def strength(self) -> float:
-        """The strength of the cubic term."""
-        return self.mean.strength
-
-    def at(self, strength: float) -> FactorModel:
-        """Return the same model with another strength of the cubic term."""
-        other = copy.copy(self)
-        other.mean, *other.parts = (
-            replace(model, strength=strength) for model in (self.mean, *self.parts)
-        )
-        return other
 
     def minimum(self) -> Array:
         """Return the factors of all groups, (S,)."""
@@ -204,20 +190,18 @@ def has_effect(summary: Summary, max_change: float) -> NDArray[np.bool_]:
     Not those of a bias before a batch norm, or of the factor of a fresh LoRA adapter whose partner
     is zero: their factor is arbitrary, and solving for it would spoil the others.
     """
-    g, H = (np.abs(x.detach().double().cpu().numpy()) for x in (summary.gbar, summary.hessian()))
-    size = g * max_change + 0.5 * np.diag(H) * max_change**2
+    g, H, _ = arrays_of(summary)
+    size = np.abs(g) * max_change + 0.5 * np.abs(np.diag(H)) * max_change**2
     return np.asarray(size > NO_EFFECT * size.max())
 
 
 def _model(
     summary: Summary, live: NDArray[np.bool_], strength: float, diagonal: bool
 ) -> CubicModel:
-    g = summary.gbar.detach().double().cpu().numpy()
-    H = summary.hessian().detach().double().cpu().numpy()
-    H = np.diag(np.diag(H)) if diagonal else (H + H.T) / 2
-    D3 = np.zeros_like(g) if summary.D3 is None else summary.D3.detach().double().cpu().numpy()
+    g, H, D3 = arrays_of(summary, diagonal)
+    D = np.zeros_like(g) if D3 is None else np.cbrt(np.abs(D3))
     g = g - H[:, ~live].sum(1)  # of the groups that keep their step
-    return CubicModel(g[live], H[np.ix_(live, live)], np.cbrt(np.abs(D3))[live], strength)
+    return CubicModel(g[live], H[np.ix_(live, live)], D[live], strength)
 
 
 def _ties(tied: NDArray[np.bool_]) -> Array:

@@ -38,7 +38,7 @@ from newton_summary.parallel.processes import (
 from newton_summary.partition import Params, Partition, Spec, make_partition, result_dtype, unwrap
 from newton_summary.probe.directions import Direction, find_direction
 from newton_summary.probe.eager import is_approximate, start_measuring
-from newton_summary.probe.inputs import NumSamples, check_microbatch
+from newton_summary.probe.inputs import NumSamples
 from newton_summary.probe.probe import Closure, Evaluation, LossFn, Probe
 from newton_summary.probe.state import Journal
 from newton_summary.summary import Summary, not_finite
@@ -282,7 +282,6 @@ def mean_over(processes: Processes, summary: Summary, u: Params) -> Summary:
 
 def backends_for(backend: str, microbatch: int | None, sharded: bool) -> Sequence[str]:
     """Return the backends to try, in order; raise if there is none."""
-    check_microbatch(microbatch)
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(
             f"Unknown backend {backend!r}.{nearest(backend, BACKENDS)} "
