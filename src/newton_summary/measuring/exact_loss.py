@@ -28,7 +28,7 @@ WIDER = {
     torch.complex64: torch.complex128,
     torch.complex32: torch.complex128,
 }
-CONVERSIONS = {"float": torch.float64, "half": torch.float64, "bfloat16": torch.float64}
+CONVERSIONS = ("float", "half", "bfloat16")
 REINTERPRETS = ("view",)  # its dtype says how bits are read
 LEAVES_THE_GRAPH = frozenset(("detach", "data.get", "item", "tolist", "__float__", "numpy"))
 
@@ -95,7 +95,7 @@ class ExactLoss(TorchFunctionMode):
         elif call.in_place:
             result = func(args[0], *widened(args[1:]), **widened(kwargs))
         elif call.name in CONVERSIONS:
-            result = args[0].to(CONVERSIONS[call.name])
+            result = args[0].to(torch.float64)
         elif call.name == "_grouped_mm":
             result = grouped_mm(*widened(args), **widened(kwargs))
         else:

@@ -38,7 +38,7 @@ from newton_summary.parallel.processes import (
 from newton_summary.partition import Params, Partition, Spec, make_partition, result_dtype, unwrap
 from newton_summary.probe.directions import Direction, find_direction
 from newton_summary.probe.eager import is_approximate, start_measuring
-from newton_summary.probe.inputs import NumSamples
+from newton_summary.probe.inputs import NumSamples, check_microbatch
 from newton_summary.probe.probe import Closure, Evaluation, LossFn, Probe
 from newton_summary.probe.state import Journal
 from newton_summary.summary import Summary, not_finite
@@ -282,6 +282,7 @@ def mean_over(processes: Processes, summary: Summary, u: Params) -> Summary:
 
 def backends_for(backend: str, microbatch: int | None, sharded: bool) -> Sequence[str]:
     """Return the backends to try, in order; raise if there is none."""
+    check_microbatch(microbatch)
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(
             f"Unknown backend {backend!r}.{nearest(backend, BACKENDS)} "
@@ -486,16 +487,10 @@ def _mean_summary(
 
 def _nothing(probe: Probe, order: int) -> Summary:
     """Return the summary of no samples: zeros, which count nothing in the mean over processes."""
-    first = next(iter(probe.params.values()))
-    zeros = torch.zeros(len(probe.partition), dtype=result_dtype(probe.params), device=first.device)
-    return Summary(
-        zeros,
-        zeros.new_zeros(len(zeros), len(zeros)) if order > 1 else None,
-        zeros.clone() if order > 2 else None,
-        zeros.new_zeros(()),
-        partition=probe.partition,
-        backend="no data",
-    )
+    first, S = next(iter(probe.params.values())), len(probe.partition)
+    zeros = partial(torch.zeros, dtype=result_dtype(probe.params), device=first.device)
+    H, D3 = zeros(S, S) if order > 1 else None, zeros(S) if order > 2 else None
+    return Summary(zeros(S), H, D3, zeros(()), partition=probe.partition, backend="no data")
 
 
 def _mean_tensor(

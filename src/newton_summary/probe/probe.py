@@ -149,12 +149,8 @@ class Probe:
         self._start = self.random.capture()
         journal.undo_later(lambda: self.random.restore(self._start, anew=True))
         self._model_state = ModelState(self.model)
-        journal.undo_later(self._release)
+        journal.undo_later(self._model_state.release)
         self._model_state.rest()
-
-    def _release(self) -> None:
-        with torch._C.DisableTorchFunction():
-            self._model_state.release()
 
     def __exit__(self, *error: object) -> None:
         """Put everything back, also after an error."""
@@ -292,12 +288,9 @@ class Probe:
         if eps > 1e-6:
             return  # half precision: what it rounds away could be a coupling
         before = self.random.capture()
-        joined = whole.split(2 * parts[0].size)
+        pairs = zip(parts[::2], parts[1::2])
         with torch.no_grad():
-            for i, both in enumerate(joined):
-                pair = parts[2 * i : 2 * i + 2]
-                if len(pair) < 2:
-                    continue
+            for both, pair in zip(whole.split(2 * parts[0].size), pairs):
                 loss = float(both())
                 draws = not self.random.is_at(whole.state)
                 mean = sum(part.size / both.size * float(part()) for part in pair)

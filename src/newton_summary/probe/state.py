@@ -218,16 +218,13 @@ class ModelState:
         modules = list(model.modules())
         self.params = [(p, p.requires_grad, p.grad, p._backward_hooks) for p in model.parameters()]
         self.modes = [(module, module.training) for module in modules]
-        own = (module._buffers for module in modules)
-        self.buffers = [(buffers, dict(buffers)) for buffers in own if isinstance(buffers, dict)]
         self.attributes = PlainAttributes(modules)
-        found = (buffer for _, buffers in self.buffers for buffer in buffers.values())
         plain = list(self.attributes.tensors())
         if plain:  # a view of a parameter moves with it
             memory = {_address(p) for p, *_ in self.params}
             plain = [x for x in plain if _address(x) not in memory]
         # One made under inference_mode cannot be changed outside of it.
-        self.tensors = [x for x in (*found, *plain) if x is not None and not x.is_inference()]
+        self.tensors = [x for x in (*model.buffers(), *plain) if not x.is_inference()]
         self.values = [tensor.detach().clone() for tensor in self.tensors]
         self.versions = [_unsafe_preserve_version_counter(tensor) for tensor in self.tensors]
         self.hooks = [(m, m._backward_hooks, m._backward_pre_hooks) for m in modules]
@@ -249,9 +246,6 @@ class ModelState:
         for module, training in self.modes:
             if module.training != training:
                 module.training = training
-        for live, saved in self.buffers:
-            live.clear()
-            live.update(saved)
         self.attributes.restore()
         if self.tensors:
             # Always: the fused batch norm changes its statistics without counting a new version.
@@ -265,13 +259,14 @@ class ModelState:
 
     def release(self) -> None:
         """Put back everything, at the end; also versions, so that older graphs remain valid."""
-        self.restore()
+        with torch._C.DisableTorchFunction():
+            self.restore()
+            for p, _, grad, hooks in self.params:
+                p.grad = grad
+                if hooks:
+                    p._backward_hooks = hooks
         for version in self.versions:
             version.__exit__()
-        for p, _, grad, hooks in self.params:
-            p.grad = grad
-            if hooks:
-                p._backward_hooks = hooks
         for module, after, before in self.hooks:
             vars(module).update(_backward_hooks=after, _backward_pre_hooks=before)
         for hooks, saved in self.forward_hooks:
@@ -280,7 +275,7 @@ class ModelState:
 
 
 class PlainAttributes:
-    """What modules hold besides parameters, buffers and modules: states, counters, caches.
+    """What modules hold besides parameters and modules: buffers, states, counters, caches.
 
     References are put back, and the contents of lists, dicts, sets and deques.
     """
@@ -290,7 +285,7 @@ class PlainAttributes:
         self.saved = [{k: v for k, v in live.items() if k not in _STANDARD} for live in self.live]
         self.lengths = [len(live) for live in self.live]
         values = [value for saved in self.saved for value in saved.values()]
-        values += [live.get("_non_persistent_buffers_set") for live in self.live]
+        values += [live.get(name) for live in self.live for name in _LISTING_BUFFERS]
         self.contents = [(x, copy.copy(x)) for x in values if type(x) in _CONTAINERS]
 
     def tensors(self) -> Iterator[Tensor]:
@@ -314,6 +309,7 @@ class PlainAttributes:
 
 
 _STANDARD = frozenset(vars(nn.Module()))  # what every module has; looked after in other ways
+_LISTING_BUFFERS = ("_buffers", "_non_persistent_buffers_set")
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 
 
