@@ -30,7 +30,7 @@ from newton_summary.measuring.rehearsal import Rehearsal, rehearse, rehearse_sma
 from newton_summary.measuring.trial_steps import real_changes
 from newton_summary.parallel.processes import Distributed, find_processes
 from newton_summary.partition import Params, Partition, Spec
-from newton_summary.probe.directions import optimizer_step
+from newton_summary.probe.directions import borrowed
 from newton_summary.probe.inputs import NumSamples
 from newton_summary.probe.probe import LossFn, Probe
 from newton_summary.probe.state import Journal, unmoved
@@ -371,7 +371,7 @@ def suggest_lrs(
 
         def rehearse_factors(
             factors: Sequence[Array], unasked: bool = False
-        ) -> tuple[Rehearsal, int | None]:
+        ) -> tuple[Rehearsal | None, int | None]:
             """Return which of several factors a short training prefers to the present rates."""
             with processes.joint():
                 probe = open_probe(model, loss_fn, data, part, microbatch, processes, num_samples)
@@ -436,8 +436,8 @@ def _next_step(optimizer: Optimizer, probe: Probe) -> tuple[Params, set[str]]:
     The step says nothing about the right rate of the latter.
     """
     g = probe.gradient()
-    with probe.processes.joint():
-        u = optimizer_step(optimizer, g, probe.params)
+    with probe.processes.joint(), borrowed(optimizer, probe.params) as step:
+        u = step(g)
     still = {name for name, x in g.items() if type(x) is Tensor and not x.any()}
     if still:
         with unmoved(probe.params.values()):
@@ -481,7 +481,7 @@ class _Trials:
     model: FactorModel
     summary: Summary
     by_step: Callable[..., list[float]]
-    by_training: Callable[..., tuple[Rehearsal, int | None]] | None
+    by_training: Callable[..., tuple[Rehearsal | None, int | None]] | None
 
     @property
     def lowest(self) -> Array:

@@ -57,12 +57,9 @@ class Rehearsal(NamedTuple):
     then_steps: int  # a larger rate has to be faster
 
 
-NOTHING = Rehearsal(0, math.nan, math.nan, 0)  # without batches
-
-
 def rehearse(
     probe: Probe, optimizer: Optimizer, several: Sequence[Array], times: Sequence[float]
-) -> tuple[Rehearsal, int | None]:
+) -> tuple[Rehearsal | None, int | None]:
     """Train with the present rates, and with each of several factors on the steps of the groups.
 
     Model and optimizer are put back bit for bit. Takes 2 gradients of each batch for the present
@@ -75,11 +72,12 @@ def rehearse(
         times: How many times as long as with the present rates a step is with each of them.
 
     Returns:
-        The rehearsal, and which of the factors to prefer to the present rates; None if none is.
+        The rehearsal, None without batches, and which of the factors to prefer to the present
+        rates; None if none is.
     """
     with _batches_of(probe) as batches:
         if not batches:
-            return NOTHING, None
+            return None, None
         train, steps = partial(_train, probe, optimizer, batches), PASSES * len(batches)
         pairs = [_lengths(steps, c) for c in times]
         ends = [_lengths(steps, min(times) / c)[0] for c in times]  # compared as if present
@@ -99,11 +97,11 @@ def rehearse(
 
 def rehearse_smaller(
     probe: Probe, optimizer: Optimizer, several: Sequence[Array]
-) -> tuple[Rehearsal, int | None]:
+) -> tuple[Rehearsal | None, int | None]:
     """Do the same with smaller rates that derivatives do not ask for, in half of the steps."""
     with _batches_of(probe) as batches:
         if not batches:
-            return NOTHING, None
+            return None, None
         train, few = partial(_train, probe, optimizer, batches, seen=True), len(batches)
         steps = PASSES * few
         present = train(np.ones_like(several[0]), {0, steps})

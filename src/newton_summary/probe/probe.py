@@ -115,7 +115,7 @@ class Probe:
         )
         self.num_parts: int | None = None
         self.counted = True
-        self._count = SampleCount(num_samples, self._may_be_time_first)
+        self._count = SampleCount(num_samples, self.model)
         self.trusted = False
         self.processes = processes
         self.params: Params = partition.params
@@ -366,9 +366,6 @@ class Probe:
     def _evaluating(self) -> AbstractContextManager[None]:
         """Return a context in which the loss is evaluated."""
         return nullcontext()
-
-    def _may_be_time_first(self) -> bool:
-        return any(getattr(module, "batch_first", True) is False for module in self.model.modules())
 
 
 @dataclass
