@@ -238,8 +238,7 @@ def measure(
     """
     reason, found = None, None
     for name, following in zip(backends, [*backends[1:], None], strict=True):
-        probe.recorded = name == "sweep"
-        if u is None and not probe.recorded:
+        if u is None and name != "sweep":
             u = probe.gradient()
         try:
             run = partial(_measure_batch, probe, name, u, order, stack_limit)
@@ -442,8 +441,7 @@ def _measure_batch(
                 large = error.with_traceback(None)  # which would keep the tape
             samples = max(1, batch.size * large.limit // large.needed)
             if u is None:  # all parts move along the gradient of the whole
-                with probe.unrecorded():
-                    u = probe.gradient([(batch, batch.size)])
+                u = probe.gradient([(batch, batch.size)])
             return measure_in_parts(batch, samples, u, partial(run, u=u))
     return [replace(run(batch), num_samples=batch.size)]
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.checkpoint as checkpoint
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from newton_summary.display.warn import warn_user
@@ -195,6 +195,12 @@ class _StanceSwitch:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
+
+
+def is_recorded() -> bool:
+    """Whether a recorder looks on, which sees itself what a loss may not do."""
+    modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(getattr(mode, "sees_changes", False) for mode in modes)
 
 
 HOOKS = ("register_hook", "register_post_accumulate_grad_hook")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from newton_summary.probe.eager import (
     RestingHooks,
     install_switches,
     is_measuring,
+    is_recorded,
     refuse_unknown_checkpoints,
     start_measuring,
 )
@@ -86,7 +87,6 @@ class Probe:
         params: The live parameters by name.
         num_parts: How many (parts of) batches there are; known after the first pass over the data.
         counted: Whether the number of samples is known.
-        recorded: Whether a recorder sees to it that the loss does not change the parameters.
         trusted: Whether the loss was seen not to change them; its first evaluation is compared.
         losses: Of all (parts of) batches, as they were when the gradient was computed.
         complaint: What was wrong about what the last loss did or returned.
@@ -120,7 +120,6 @@ class Probe:
         self.processes = processes
         self.params: Params = partition.params
         self._batches: Iterable[Any] | None = None
-        self.recorded = False
         self.losses: list[float] = []
         self.complaint: Exception | None = None
         self._warned: set[str] = set()
@@ -241,15 +240,6 @@ class Probe:
         self.processes.average_(mean, samples)
         return {name: g.to(p.dtype) for (name, p), g in zip(self.params.items(), mean, strict=True)}
 
-    @contextmanager
-    def unrecorded(self) -> Iterator[None]:
-        """Evaluate the loss without a recorder here."""
-        recorded, self.recorded = self.recorded, False
-        try:
-            yield
-        finally:
-            self.recorded = recorded
-
     def step(self, steps: Params, start: Iterable[Tensor] | None = None) -> None:
         """Subtract steps from the parameters, or from where they shall start."""
         with torch.no_grad():
@@ -317,13 +307,14 @@ class Probe:
             self.random.restore(evaluation.state)
             self._model_state.restore()
             torch.clear_autocast_cache()  # of an outer autocast: it may hold moved parameters
-            known = self.trusted or self.recorded
+            recorded = is_recorded()
+            known = self.trusted or recorded
             watch = ParameterWatch(self.params, in_detail=not known)
             self.random.forget()
         try:
             with ExitStack() as around:
                 around.enter_context(refuse_unknown_checkpoints())
-                if not self.recorded:  # a recorder sees them itself
+                if not recorded:  # a recorder sees them itself
                     around.enter_context(RestingHooks())
                 if evaluation.is_part:
                     around.enter_context(WholeBatchOnly())
