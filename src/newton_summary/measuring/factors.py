@@ -104,17 +104,15 @@ class FactorModel:
             none = np.zeros(len(self.live), dtype=bool)
             return Factors(self._everyone([]), none, None, np.ones(len(self.live)))
         limits = (low / fraction, high / fraction)  # of the best factors, before the fraction
-        own, errors, _ = self._solve(np.eye(count), limits)
-        estimates = [Estimate(*pair) for pair in zip(own.tolist(), errors, strict=True)]
+        estimates, _ = self._solve(np.eye(count), limits)
         tied = np.array([e.verdict == "noise" for e in estimates]) & (count > 1)
         groups = _ties(tied)
-        solution, solution_errors, separate = self._solve(groups, limits)
+        chosen, separate = self._solve(groups, limits)
         if count > 1 and len(self.parts) > 1:
-            shared, shared_errors, common = self._solve(np.ones((count, 1)), limits)
+            shared, common = self._solve(np.ones((count, 1)), limits)
             if separate > common + 0.01 * abs(common):
                 tied[:] = True  # one factor for all is better for batches that it has not seen
-                groups, solution, solution_errors = _ties(tied), shared, shared_errors
-        chosen = [Estimate(*pair) for pair in zip(solution.tolist(), solution_errors, strict=True)]
+                groups, chosen = _ties(tied), shared
         steps = [fraction * e.factor if e.verdict in ("raise", "lower") else 1.0 for e in chosen]
         changes = groups @ np.array(steps)
         noisy = (changes != 1).any() and not self._lowers(changes)
@@ -126,32 +124,23 @@ class FactorModel:
             within_noise=bool(noisy),
         )
 
-    def _solve(
-        self, groups: Array, limits: tuple[float, float]
-    ) -> tuple[Array, list[float | None], float]:
-        """Return the best factors of groups that are tied, and their standard errors.
+    def _solve(self, groups: Array, limits: tuple[float, float]) -> tuple[list[Estimate], float]:
+        """Return the best factors of groups that are tied, with their standard errors.
 
         And the mean change that factors of one half of the batches predict for the other half.
         """
         x = box_minimum(self.mean.tied(groups), *limits)
-        if len(self.parts) < 2:
-            return x, [None] * len(x), math.nan
-        halves = self._halves()
-        found = [box_minimum(half.tied(groups), *limits, near=x) for half, _ in halves]
-        gains = [float(rest(groups @ y)) for y, (_, rest) in zip(found, halves, strict=True)]
-        size = len(self.parts) // 2
-        scale = math.sqrt(size / (len(self.parts) - size))
-        return x, (scale * np.std(found, axis=0)).tolist(), float(np.mean(gains))
-
-    def _halves(self) -> list[tuple[CubicModel, CubicModel]]:
-        """Return the models of random halves of the batches, each with that of the others."""
-        count = len(self.parts)
+        count, size = len(self.parts), len(self.parts) // 2
+        if count < 2:
+            return [Estimate(factor, None) for factor in x.tolist()], math.nan
         draw = np.random.default_rng(0)
-        orders = {tuple(draw.permutation(count)) for _ in range(HALVES)} if count > 1 else set()
-        size = count // 2
-        return [
-            (self._average(order[:size]), self._average(order[size:])) for order in sorted(orders)
-        ]
+        found, gains = [], []
+        for order in sorted({tuple(draw.permutation(count)) for _ in range(HALVES)}):
+            half, rest = self._average(order[:size]), self._average(order[size:])
+            found.append(box_minimum(half.tied(groups), *limits, near=x))
+            gains.append(float(rest(groups @ found[-1])))
+        errors = math.sqrt(size / (count - size)) * np.std(found, axis=0)
+        return [Estimate(*pair) for pair in zip(x.tolist(), errors.tolist())], float(np.mean(gains))
 
     def _average(self, chosen: Sequence[int]) -> CubicModel:
         """Return the model of some batches: the mean of everything but D, which is that of all."""

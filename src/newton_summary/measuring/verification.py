@@ -166,7 +166,7 @@ def verify(
         Journal(),
         _not_called(unwrap(model)),
         _in_float64(),
-        Probe(exact, ExactLoss(loss_fn).wrapped(), first, groups) as probe,
+        Probe(exact, ExactLoss(loss_fn), first, groups) as probe,
     ):
         u = find_direction(direction, probe)
         closure, _ = next(iter(probe.closures()))

@@ -361,7 +361,10 @@ class RateController(ShownAsTable):
             if target < 1.5 * s:
                 break
             s = min(target, 10 * s)
-        best = (best or s) * self._share_of_velocity()
+        # SGD's steps grow by 1 / (1 - momentum) while its velocity builds up; Adam's do not.
+        best = (best or s) * min(
+            1 - float(group.get("momentum", 0.0)) for group in self.optimizer.param_groups
+        )
         # Where a schedule begins below its peak, what was found is for the peak.
         shape = self._rate / (self.multiplier * self._peak_lr())
         self._place(at(best * shape))
@@ -425,14 +428,6 @@ class RateController(ShownAsTable):
             max(float(group.get("initial_lr", first)), float(group.get("max_lr", 0.0)))
             for group, first in groups
         )
-
-    def _share_of_velocity(self) -> float:
-        """Return how long the first step is, as a part of what it becomes at a constant gradient.
-
-        SGD's steps grow by 1 / (1 - momentum) while its velocity builds up; Adam's do not.
-        """
-        groups = self.optimizer.param_groups
-        return min(1 - float(group.get("momentum", 0.0)) for group in groups)
 
     def _change(
         self, loss: float, slope: float, curvature: float, factor: float, change: float, why: Why
