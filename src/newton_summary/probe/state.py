@@ -120,8 +120,7 @@ def copies_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return copies without a history, by one kernel for many of them."""
     tensors = [tensor.detach() for tensor in tensors]
     copies = [torch.empty_like(tensor) for tensor in tensors]
-    if tensors:
-        torch._foreach_copy_(list(map(local_part, copies)), list(map(local_part, tensors)))
+    torch._foreach_copy_(list(map(local_part, copies)), list(map(local_part, tensors)))
     return copies
 
 
@@ -138,8 +137,7 @@ def unmoved(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
     def put_back() -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            if tensors:
-                torch._foreach_copy_(list(map(local_part, tensors)), list(map(local_part, copies)))
+            torch._foreach_copy_(list(map(local_part, tensors)), list(map(local_part, copies)))
         for version in versions:
             version.__exit__()
 
