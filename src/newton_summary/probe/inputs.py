@@ -297,7 +297,7 @@ class SampleCount:
         n, m = before[0], now[0]
         pairs = zip(before, now, strict=True)
         others = [(a, b) for a, b in pairs if a != b and a * m != b * n]  # not in proportion
-        time_first = (getattr(m, "batch_first", True) is False for m in self.model.modules())
+        time_first = (getattr(x, "batch_first", True) is False for x in self.model.modules())
         if not others and n == m and first[0][1:2] != other[0][1:2] and any(time_first):
             raise ValueError(
                 f"Two batches begin with tensors of shapes {first[0]} and {other[0]}, and the "

@@ -87,7 +87,7 @@ class Probe:
         params: The live parameters by name.
         num_parts: How many (parts of) batches there are; known after the first pass over the data.
         counted: Whether the number of samples is known.
-        trusted: Whether the loss was seen not to change them; its first evaluation is compared.
+        trusted: Whether the loss was seen not to change parameters: its first evaluation tells.
         losses: Of all (parts of) batches, as they were when the gradient was computed.
         complaint: What was wrong about what the last loss did or returned.
     """
