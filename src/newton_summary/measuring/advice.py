@@ -26,7 +26,7 @@ from newton_summary.measuring.param_groups import (
     own_groups,
     rates_of,
 )
-from newton_summary.measuring.rehearsal import Rehearsal, rehearse, rehearse_smaller
+from newton_summary.measuring.rehearsal import Rehearsal, rehearse
 from newton_summary.measuring.trial_steps import real_changes
 from newton_summary.parallel.processes import Distributed, find_processes
 from newton_summary.partition import Params, Partition, Spec
@@ -375,10 +375,8 @@ def suggest_lrs(
             """Return which of several factors a short training prefers to the present rates."""
             with processes.joint():
                 probe = open_probe(model, loss_fn, data, part, microbatch, processes, num_samples)
-            if unasked:
-                return rehearse_smaller(probe, optimizer, factors)
             times = [math.sqrt(float((c**2 * sizes).sum() / sizes.sum())) for c in factors]
-            return rehearse(probe, optimizer, factors, times)
+            return rehearse(probe, optimizer, factors, None if unasked else times)
 
         limits = (1 / max_change, max_change)
         strengths = (0.0, *STRENGTHS) if lambda_int == "auto" else (lambda_int,)
