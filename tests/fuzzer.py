@@ -380,7 +380,7 @@ def check(program: Program) -> Outcome:
     options: dict[str, Any] = {"partition": partition, "direction": u}
     try:
         # What the loss detaches is a constant: it stays as it is when the parameters move.
-        exact = ExactLoss(loss_fn).wrapped()
+        exact = ExactLoss(loss_fn)
         actual = summarize(model, exact, batch, backend="sweep", **options)
     except CannotDifferentiate as error:
         return Outcome("fallback", note=str(error))

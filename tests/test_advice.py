@@ -658,7 +658,7 @@ def test_a_rate_that_makes_the_loss_grow_is_lowered(lr):
 def test_when_another_rate_is_better(c, present, other, is_better, monkeypatch):
     """By the losses after so many of 8 steps, at a rate c times as large."""
 
-    def reached(probe, optimizer, batches, factors, lengths):
+    def reached(probe, optimizer, batches, factors, lengths, seen):
         losses = present if factors[0] == 1 else other
         return {n: losses[n] for n in lengths}
 

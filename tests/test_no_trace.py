@@ -584,6 +584,16 @@ def test_torchscript_inside_a_model_can_be_measured():
     torch.testing.assert_close(actual.D3, expected.D3)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_batch_norm_in_torchscript_keeps_its_statistics():
+    norm = torch.jit.script(nn.BatchNorm1d(4))
+    model = nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 3)).double()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with pytest.warns(UserWarning, match="Falling back from 'nested'"):
+        summarize(model, cross_entropy, batch_of(5, 3))
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
 def test_data_parallel_wrappers_are_looked_through():
     problem = PROBLEMS["mlp_cross_entropy"]()
     wrapped = nn.DataParallel(problem.model)

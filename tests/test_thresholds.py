@@ -247,13 +247,13 @@ def test_newton_with_absolute_curvature_does_not_depend_on_units():
 
 
 def test_of_two_strengths_the_one_that_lowers_the_loss_is_taken():
-    models = {
-        strength: SimpleNamespace(minimum=lambda c=c: np.array([c]), strength=strength)
+    live = np.array([True])
+    models = [
+        SimpleNamespace(minimum=lambda c=c: np.array([c]), strength=strength, live=live)
         for strength, c in ((1.0, 2.0), (3.0, 1.5))
-    }
-    model = SimpleNamespace(at=models.__getitem__, live=np.array([True]))
+    ]
     changes = {2.0: 0.1, 1.5: -0.2}
-    chosen = _best_strength(model, [1.0, 3.0], lambda tried: [changes[float(c)] for (c,) in tried])
+    chosen = _best_strength(models, lambda tried: [changes[float(c)] for (c,) in tried])
     assert chosen.strength == 3.0
 
 

@@ -155,7 +155,7 @@ def test_model(name: str) -> None:
             u[table][module.padding_idx] = 0
     sizes = partition.inner(u, u).sqrt()
     u = {n: U / sizes[partition.labels[n]] for n, U in u.items()}
-    exact = ExactLoss(loss_fn).wrapped()
+    exact = ExactLoss(loss_fn)
     actual = summarize(
         model, exact, inputs, partition=partition, direction=u, backend="sweep", microbatch=None
     )

@@ -278,6 +278,17 @@ def _jackknife(summary: Summary, lambda_int: float, diagonal: bool) -> Tensor | 
     return ((len(parts) - 1) / len(parts) * gaps.square().sum(0)).sqrt()
 
 
+def arrays_of(summary: Summary, diagonal: bool = False) -> tuple[Array, Array, Array | None]:
+    """Return gbar, the symmetric part of Hbar, or its diagonal alone, and D3 as arrays."""
+    g, H = _array(summary.gbar), _array(summary.hessian())
+    D3 = None if summary.D3 is None else _array(summary.D3)
+    return g, np.diag(np.diag(H)) if diagonal else H / 2 + H.T / 2, D3
+
+
+def _array(tensor: Tensor) -> Array:
+    return np.asarray(tensor.detach().to("cpu", torch.float64))
+
+
 def _checked(summary: Summary, lambda_int: float) -> tuple[Array, Array, Array | None]:
     """Return gbar, the symmetric part of Hbar, and D3 as arrays; raise on wrong use."""
     if summary.Hbar is None:
@@ -289,12 +300,7 @@ def _checked(summary: Summary, lambda_int: float) -> tuple[Array, Array, Array |
         )
     if not len(summary):
         raise ValueError("gbar has shape (0,): it is a vector with one entry per group.")
-    g, H = _array(summary.gbar), _array(summary.Hbar)
-    return g, H / 2 + H.T / 2, None if summary.D3 is None else _array(summary.D3)
-
-
-def _array(tensor: Tensor) -> Array:
-    return np.asarray(tensor.detach().to("cpu", torch.float64))
+    return arrays_of(summary)
 
 
 def _minimise(

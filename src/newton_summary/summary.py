@@ -351,19 +351,16 @@ class Summary(ShownAsTable):
         parts = (cls.from_state_dict(part) for part in state.get("parts", ()))
         state["parts"] = tuple(replace(p, partition=state.get("partition")) for p in parts)
         made = cls(**state)
-        made._check_facts()
-        return made
-
-    def _check_facts(self) -> None:
-        """Check what a file may have and a measurement cannot."""
-        if self.loss.numel() != 1 or not self.loss.is_floating_point():
+        # What a file may have and a measurement cannot:
+        if made.loss.numel() != 1 or not made.loss.is_floating_point():
             raise ValueError("The loss is not a number.")
         kinds = {"num_samples": int, "backend": str, "reason": str | None, "approximate": bool}
         for name, kind in kinds.items():
-            if not isinstance(getattr(self, name), kind):
-                raise ValueError(f"{name} is {getattr(self, name)!r}.")
-        if not len(self) or self.num_samples < 0:
+            if not isinstance(getattr(made, name), kind):
+                raise ValueError(f"{name} is {getattr(made, name)!r}.")
+        if not len(made) or made.num_samples < 0:
             raise ValueError("There are no groups or no samples.")
+        return made
 
     def save(self, path: str | Path) -> None:
         """Write the summary to a file, which :meth:`load` reads on any machine."""

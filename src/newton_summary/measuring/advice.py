@@ -26,11 +26,11 @@ from newton_summary.measuring.param_groups import (
     own_groups,
     rates_of,
 )
-from newton_summary.measuring.rehearsal import Rehearsal, rehearse, rehearse_smaller
+from newton_summary.measuring.rehearsal import Rehearsal, rehearse
 from newton_summary.measuring.trial_steps import real_changes
 from newton_summary.parallel.processes import Distributed, find_processes
 from newton_summary.partition import Params, Partition, Spec
-from newton_summary.probe.directions import optimizer_step
+from newton_summary.probe.directions import borrowed
 from newton_summary.probe.inputs import NumSamples
 from newton_summary.probe.probe import LossFn, Probe
 from newton_summary.probe.state import Journal, unmoved
@@ -100,6 +100,7 @@ class GroupAdvice:
         return tuple(lr * self.change for lr in self.lrs)
 
 
+@dataclass(eq=False)
 class Advice(ShownAsTable):
     """Factors for the learning rates of an optimizer, made by :func:`suggest_lrs`.
 
@@ -129,24 +130,17 @@ class Advice(ShownAsTable):
 
     _right = (1, 2, 3, 5, 6)
 
-    def __init__(
-        self,
-        groups: Sequence[GroupAdvice],
-        now: Change,
-        then: Change,
-        together: Estimate | None,
-        summary: Summary,
-        rates: LearningRates,
-        optimizer: Optimizer,
-        partition: Partition,
-        limits: tuple[float, float],
-        rehearsal: Rehearsal | None = None,
-    ):
-        self.rehearsal = rehearsal
-        self.groups, self.summary, self.rates = tuple(groups), summary, rates
-        self.now, self.then, self.together = now, then, together
-        self._optimizer, self._partition = optimizer, partition
-        self._limits, self._applied = limits, False
+    groups: tuple[GroupAdvice, ...]
+    now: Change
+    then: Change
+    together: Estimate | None
+    rehearsal: Rehearsal | None
+    summary: Summary
+    rates: LearningRates
+    _optimizer: Optimizer
+    _partition: Partition
+    _limits: tuple[float, float]
+    _applied: bool = False
 
     def __getitem__(self, name: str) -> GroupAdvice:
         """Return the advice for the group called ``name``."""
@@ -164,7 +158,8 @@ class Advice(ShownAsTable):
         for title, group in zip(self._partition.titles, self.groups, strict=True):
             judged = group.verdict not in ("no effect", "no step")
             factor, error = self._factor(group.factor, group.stderr) if judged else ("", "")
-            lrs, suggested = (_listed(values) for values in (group.lrs, group.suggested))
+            both = (group.lrs, group.suggested)
+            lrs, suggested = (", ".join(f"{rate:.3g}" for rate in rates) for rates in both)
             change = f"x{group.change:.3g}"
             rows.append((title, lrs, change, suggested, group.verdict, factor, error))
         return rows
@@ -376,19 +371,17 @@ def suggest_lrs(
 
         def rehearse_factors(
             factors: Sequence[Array], unasked: bool = False
-        ) -> tuple[Rehearsal, int | None]:
+        ) -> tuple[Rehearsal | None, int | None]:
             """Return which of several factors a short training prefers to the present rates."""
             with processes.joint():
                 probe = open_probe(model, loss_fn, data, part, microbatch, processes, num_samples)
-            if unasked:
-                return rehearse_smaller(probe, optimizer, factors)
             times = [math.sqrt(float((c**2 * sizes).sum() / sizes.sum())) for c in factors]
-            return rehearse(probe, optimizer, factors, times)
+            return rehearse(probe, optimizer, factors, None if unasked else times)
 
         limits = (1 / max_change, max_change)
-        factor_model = FactorModel(summary, live, 0.0, limits, diagonal)
         strengths = (0.0, *STRENGTHS) if lambda_int == "auto" else (lambda_int,)
-        factor_model = _best_strength(factor_model, strengths, try_factors)
+        models = [FactorModel(summary, live, s, limits, diagonal) for s in strengths]
+        factor_model = _best_strength(models, try_factors)
         found = factor_model.factors(fraction)
         early = np.array([any(m.name in waiting for m in members) for members in part.members])
         early &= live & (found.changes > 1)
@@ -403,7 +396,7 @@ def suggest_lrs(
         is_noise = found.within_noise or verdicts <= {"noise"}
         if whole and not is_noise and not early.any():
             checked = trials.lower(checked, changes)
-    rates = learning_rates(summary, factor_model.strength, diagonal=diagonal)
+    rates = learning_rates(summary, factor_model.mean.strength, diagonal=diagonal)
     sure = checked.verdict is None and not found.within_noise
     sure &= found.together is not None and found.together.verdict != "noise"
     judged = []
@@ -422,16 +415,16 @@ def suggest_lrs(
         judged.append(GroupAdvice(name, lrs, own.factor, own.stderr, change, verdict))
     limits = (limits[0] / fraction, limits[1] / fraction)  # of the factors before the fraction
     return Advice(
-        judged,
+        tuple(judged),
         checked.now,
         checked.then,
         found.together if sure and any(g.verdict == "noise" for g in judged) else None,
+        checked.rehearsal,
         summary,
         rates,
         optimizer,
         part,
         limits,
-        checked.rehearsal,
     )
 
 
@@ -441,8 +434,8 @@ def _next_step(optimizer: Optimizer, probe: Probe) -> tuple[Params, set[str]]:
     The step says nothing about the right rate of the latter.
     """
     g = probe.gradient()
-    with probe.processes.joint():
-        u = optimizer_step(optimizer, g, probe.params)
+    with probe.processes.joint(), borrowed(optimizer, probe.params) as step:
+        u = step(g)
     still = {name for name, x in g.items() if type(x) is Tensor and not x.any()}
     if still:
         with unmoved(probe.params.values()):
@@ -453,11 +446,10 @@ def _next_step(optimizer: Optimizer, probe: Probe) -> tuple[Params, set[str]]:
 
 
 def _best_strength(
-    model: FactorModel, strengths: Sequence[float], try_factors: Callable[..., list[float]]
+    models: Sequence[FactorModel], try_factors: Callable[..., list[float]]
 ) -> FactorModel:
-    """Return the model with the strength whose minimum lowers the loss most."""
-    models = [model.at(strength) for strength in strengths]
-    if len(models) == 1 or not model.live.any():
+    """Return the model whose minimum lowers the loss most."""
+    if len(models) == 1 or not models[0].live.any():
         return models[0]
     minima: dict[bytes, tuple[FactorModel, Array]] = {}
     for one in models:
@@ -487,7 +479,7 @@ class _Trials:
     model: FactorModel
     summary: Summary
     by_step: Callable[..., list[float]]
-    by_training: Callable[..., tuple[Rehearsal, int | None]] | None
+    by_training: Callable[..., tuple[Rehearsal | None, int | None]] | None
 
     @property
     def lowest(self) -> Array:
@@ -553,7 +545,3 @@ def _longest(changes: Array, model: FactorModel) -> Array:
     powers = np.geomspace(max(far, 1.0), 1.0, 33)
     several = ((changes**t).clip(*model.limits) for t in powers)
     return next((c for c in several if model.change(c) <= model.change(ones)), changes)
-
-
-def _listed(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.3g}" for value in values)

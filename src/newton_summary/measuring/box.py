@@ -87,6 +87,11 @@ def box_minimum(model: CubicModel, low: float, high: float, near: Array | None =
 
 
 def _descend(model: CubicModel, c: Array, low: float, high: float) -> Array:
+    def lower(step: Array, halvings: int) -> Array | None:
+        """Return the first of c - step, c - step/2, ... inside the box that is lower, or None."""
+        points = ((c - 0.5**k * step).clip(low, high) for k in range(halvings))
+        return next((point for point in points if model(point) < value), None)
+
     for _ in range(100):
         slope, curvature, value = model.slope(c), model.curvature(c), model(c)
         free = ~(((c <= low) & (slope > 0)) | ((c >= high) & (slope < 0)))
@@ -96,24 +101,13 @@ def _descend(model: CubicModel, c: Array, low: float, high: float) -> Array:
         plain = np.where(free, slope / np.where(size > 0, size, size.max() or 1.0), 0)
         newton = np.zeros_like(c)
         newton[free] = absolute_newton(slope[free], curvature[np.ix_(free, free)])
-        found = _lower(model, c, newton, value, low, high, 8)
+        found = lower(newton, 8)
         if found is None:
-            found = _lower(model, c, plain, value, low, high, 40)
+            found = lower(plain, 40)
         if found is None or np.abs(found - c).max() <= 1e-12 * high:
             break
         c = found
     return c
-
-
-def _lower(
-    model: CubicModel, c: Array, step: Array, value: Array, low: float, high: float, halvings: int
-) -> Array | None:
-    """Return the first of c - step, c - step/2, ... inside the box that is lower, or None."""
-    for k in range(halvings):
-        point = np.asarray((c - 0.5**k * step).clip(low, high))
-        if model(point) < value:
-            return point
-    return None
 
 
 def absolute_newton(slope: Array, curvature: Array, floor: float = 1e-10) -> Array:

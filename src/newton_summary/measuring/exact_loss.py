@@ -9,7 +9,7 @@ moves the parameters and evaluates the loss again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import update_wrapper
 from itertools import pairwise
 from typing import Any
 
@@ -28,7 +28,7 @@ WIDER = {
     torch.complex64: torch.complex128,
     torch.complex32: torch.complex128,
 }
-CONVERSIONS = {"float": torch.float64, "half": torch.float64, "bfloat16": torch.float64}
+CONVERSIONS = ("float", "half", "bfloat16")
 REINTERPRETS = ("view",)  # its dtype says how bits are read
 LEAVES_THE_GRAPH = frozenset(("detach", "data.get", "item", "tolist", "__float__", "numpy"))
 
@@ -50,35 +50,31 @@ class ExactLoss(TorchFunctionMode):
     """While active, torch computes in float64, and constants are those of the first evaluation.
 
     Args:
-        loss_fn: The loss. What :meth:`wrapped` returns is evaluated in its place.
+        loss_fn: The loss. This object is evaluated in its place.
     """
 
     def __init__(self, loss_fn: LossFn):
         super().__init__()
+        update_wrapper(self, loss_fn, updated=())
         self.loss_fn = loss_fn
         self.constants: list[Any] = []  # of the first evaluation, in the order in which they came
         self.known = False  # whether that has ended
         self.position = 0
         self.active = False  # an interrupt may leave the mode where it was
 
-    def wrapped(self) -> LossFn:
-        """Return the loss to be evaluated."""
-
-        @wraps(self.loss_fn)
-        def evaluate(model: Any, batch: Any) -> Tensor:
-            self.position = 0
-            if not self.known:
-                self.constants.clear()
-            try:
-                with self:
-                    self.active = True
-                    loss = self.loss_fn(model, batch)
-            finally:
-                self.active = False
-            self.known = True
-            return loss
-
-        return evaluate
+    def __call__(self, model: Any, batch: Any) -> Tensor:
+        """Evaluate the loss."""
+        self.position = 0
+        if not self.known:
+            self.constants.clear()
+        try:
+            with self:
+                self.active = True
+                loss = self.loss_fn(model, batch)
+        finally:
+            self.active = False
+        self.known = True
+        return loss
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -95,7 +91,7 @@ class ExactLoss(TorchFunctionMode):
         elif call.in_place:
             result = func(args[0], *widened(args[1:]), **widened(kwargs))
         elif call.name in CONVERSIONS:
-            result = args[0].to(CONVERSIONS[call.name])
+            result = args[0].to(torch.float64)
         elif call.name == "_grouped_mm":
             result = grouped_mm(*widened(args), **widened(kwargs))
         else:

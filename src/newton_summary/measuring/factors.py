@@ -7,7 +7,6 @@ whose own factor is noise share one.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from newton_summary.measuring.box import CubicModel, box_minimum
-from newton_summary.solver import Array
+from newton_summary.solver import Array, arrays_of
 from newton_summary.summary import Summary
 
 Verdict = Literal["raise", "lower", "keep", "noise", "refuted", "not yet", "no effect", "no step"]
@@ -90,19 +89,6 @@ class FactorModel:
         self.parts = [_model(part, live, strength, diagonal) for part in summary.parts]
         self.weights = np.array([float(part.num_samples) for part in summary.parts])
 
-    @property
-    def strength(self) -> float:
-        """The strength of the cubic term."""
-        return self.mean.strength
-
-    def at(self, strength: float) -> FactorModel:
-        """Return the same model with another strength of the cubic term."""
-        other = copy.copy(self)
-        other.mean, *other.parts = (
-            replace(model, strength=strength) for model in (self.mean, *self.parts)
-        )
-        return other
-
     def minimum(self) -> Array:
         """Return the factors of all groups, (S,)."""
         return self._all(box_minimum(self.mean, *self.limits))
@@ -118,17 +104,15 @@ class FactorModel:
             none = np.zeros(len(self.live), dtype=bool)
             return Factors(self._everyone([]), none, None, np.ones(len(self.live)))
         limits = (low / fraction, high / fraction)  # of the best factors, before the fraction
-        own, errors, _ = self._solve(np.eye(count), limits)
-        estimates = [Estimate(*pair) for pair in zip(own.tolist(), errors, strict=True)]
+        estimates, _ = self._solve(np.eye(count), limits)
         tied = np.array([e.verdict == "noise" for e in estimates]) & (count > 1)
         groups = _ties(tied)
-        solution, solution_errors, separate = self._solve(groups, limits)
+        chosen, separate = self._solve(groups, limits)
         if count > 1 and len(self.parts) > 1:
-            shared, shared_errors, common = self._solve(np.ones((count, 1)), limits)
+            shared, common = self._solve(np.ones((count, 1)), limits)
             if separate > common + 0.01 * abs(common):
                 tied[:] = True  # one factor for all is better for batches that it has not seen
-                groups, solution, solution_errors = _ties(tied), shared, shared_errors
-        chosen = [Estimate(*pair) for pair in zip(solution.tolist(), solution_errors, strict=True)]
+                groups, chosen = _ties(tied), shared
         steps = [fraction * e.factor if e.verdict in ("raise", "lower") else 1.0 for e in chosen]
         changes = groups @ np.array(steps)
         noisy = (changes != 1).any() and not self._lowers(changes)
@@ -140,32 +124,23 @@ class FactorModel:
             within_noise=bool(noisy),
         )
 
-    def _solve(
-        self, groups: Array, limits: tuple[float, float]
-    ) -> tuple[Array, list[float | None], float]:
-        """Return the best factors of groups that are tied, and their standard errors.
+    def _solve(self, groups: Array, limits: tuple[float, float]) -> tuple[list[Estimate], float]:
+        """Return the best factors of groups that are tied, with their standard errors.
 
         And the mean change that factors of one half of the batches predict for the other half.
         """
         x = box_minimum(self.mean.tied(groups), *limits)
-        if len(self.parts) < 2:
-            return x, [None] * len(x), math.nan
-        halves = self._halves()
-        found = [box_minimum(half.tied(groups), *limits, near=x) for half, _ in halves]
-        gains = [float(rest(groups @ y)) for y, (_, rest) in zip(found, halves, strict=True)]
-        size = len(self.parts) // 2
-        scale = math.sqrt(size / (len(self.parts) - size))
-        return x, (scale * np.std(found, axis=0)).tolist(), float(np.mean(gains))
-
-    def _halves(self) -> list[tuple[CubicModel, CubicModel]]:
-        """Return the models of random halves of the batches, each with that of the others."""
-        count = len(self.parts)
+        count, size = len(self.parts), len(self.parts) // 2
+        if count < 2:
+            return [Estimate(factor, None) for factor in x.tolist()], math.nan
         draw = np.random.default_rng(0)
-        orders = {tuple(draw.permutation(count)) for _ in range(HALVES)} if count > 1 else set()
-        size = count // 2
-        return [
-            (self._average(order[:size]), self._average(order[size:])) for order in sorted(orders)
-        ]
+        found, gains = [], []
+        for order in sorted({tuple(draw.permutation(count)) for _ in range(HALVES)}):
+            half, rest = self._average(order[:size]), self._average(order[size:])
+            found.append(box_minimum(half.tied(groups), *limits, near=x))
+            gains.append(float(rest(groups @ found[-1])))
+        errors = math.sqrt(size / (count - size)) * np.std(found, axis=0)
+        return [Estimate(*pair) for pair in zip(x.tolist(), errors.tolist())], float(np.mean(gains))
 
     def _average(self, chosen: Sequence[int]) -> CubicModel:
         """Return the model of some batches: the mean of everything but D, which is that of all."""
@@ -204,20 +179,18 @@ def has_effect(summary: Summary, max_change: float) -> NDArray[np.bool_]:
     Not those of a bias before a batch norm, or of the factor of a fresh LoRA adapter whose partner
     is zero: their factor is arbitrary, and solving for it would spoil the others.
     """
-    g, H = (np.abs(x.detach().double().cpu().numpy()) for x in (summary.gbar, summary.hessian()))
-    size = g * max_change + 0.5 * np.diag(H) * max_change**2
+    g, H, _ = arrays_of(summary)
+    size = np.abs(g) * max_change + 0.5 * np.abs(np.diag(H)) * max_change**2
     return np.asarray(size > NO_EFFECT * size.max())
 
 
 def _model(
     summary: Summary, live: NDArray[np.bool_], strength: float, diagonal: bool
 ) -> CubicModel:
-    g = summary.gbar.detach().double().cpu().numpy()
-    H = summary.hessian().detach().double().cpu().numpy()
-    H = np.diag(np.diag(H)) if diagonal else (H + H.T) / 2
-    D3 = np.zeros_like(g) if summary.D3 is None else summary.D3.detach().double().cpu().numpy()
+    g, H, D3 = arrays_of(summary, diagonal)
+    D = np.zeros_like(g) if D3 is None else np.cbrt(np.abs(D3))
     g = g - H[:, ~live].sum(1)  # of the groups that keep their step
-    return CubicModel(g[live], H[np.ix_(live, live)], np.cbrt(np.abs(D3))[live], strength)
+    return CubicModel(g[live], H[np.ix_(live, live)], D[live], strength)
 
 
 def _ties(tied: NDArray[np.bool_]) -> Array:

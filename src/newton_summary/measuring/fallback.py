@@ -29,7 +29,6 @@ def reason_to_fall_back(error: Exception, batch: Evaluation, backend: str) -> Ex
     ours = isinstance(error, PASSED_ON) or error is probe.complaint
     if ours or is_out_of_memory(error) or backend not in AUTO or probe.processes.sharded:
         return error
-    probe.recorded = False
     loss = batch()
     check_finite(loss)
     check_depends(loss, probe.params)

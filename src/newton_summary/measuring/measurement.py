@@ -238,8 +238,7 @@ def measure(
     """
     reason, found = None, None
     for name, following in zip(backends, [*backends[1:], None], strict=True):
-        probe.recorded = name == "sweep"
-        if u is None and not probe.recorded:
+        if u is None and name != "sweep":
             u = probe.gradient()
         try:
             run = partial(_measure_batch, probe, name, u, order, stack_limit)
@@ -442,8 +441,7 @@ def _measure_batch(
                 large = error.with_traceback(None)  # which would keep the tape
             samples = max(1, batch.size * large.limit // large.needed)
             if u is None:  # all parts move along the gradient of the whole
-                with probe.unrecorded():
-                    u = probe.gradient([(batch, batch.size)])
+                u = probe.gradient([(batch, batch.size)])
             return measure_in_parts(batch, samples, u, partial(run, u=u))
     return [replace(run(batch), num_samples=batch.size)]
 
@@ -487,16 +485,10 @@ def _mean_summary(
 
 def _nothing(probe: Probe, order: int) -> Summary:
     """Return the summary of no samples: zeros, which count nothing in the mean over processes."""
-    first = next(iter(probe.params.values()))
-    zeros = torch.zeros(len(probe.partition), dtype=result_dtype(probe.params), device=first.device)
-    return Summary(
-        zeros,
-        zeros.new_zeros(len(zeros), len(zeros)) if order > 1 else None,
-        zeros.clone() if order > 2 else None,
-        zeros.new_zeros(()),
-        partition=probe.partition,
-        backend="no data",
-    )
+    first, S = next(iter(probe.params.values())), len(probe.partition)
+    zeros = partial(torch.zeros, dtype=result_dtype(probe.params), device=first.device)
+    H, D3 = zeros(S, S) if order > 1 else None, zeros(S) if order > 2 else None
+    return Summary(zeros(S), H, D3, zeros(()), partition=probe.partition, backend="no data")
 
 
 def _mean_tensor(

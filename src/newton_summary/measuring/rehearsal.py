@@ -19,8 +19,7 @@ batches that were trained on, which favours large rates. It is if the present ra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby, islice
 from statistics import fmean
@@ -57,12 +56,9 @@ class Rehearsal(NamedTuple):
     then_steps: int  # a larger rate has to be faster
 
 
-NOTHING = Rehearsal(0, math.nan, math.nan, 0)  # without batches
-
-
 def rehearse(
-    probe: Probe, optimizer: Optimizer, several: Sequence[Array], times: Sequence[float]
-) -> tuple[Rehearsal, int | None]:
+    probe: Probe, optimizer: Optimizer, several: Sequence[Array], times: Sequence[float] | None
+) -> tuple[Rehearsal | None, int | None]:
     """Train with the present rates, and with each of several factors on the steps of the groups.
 
     Model and optimizer are put back bit for bit. Takes 2 gradients of each batch for the present
@@ -72,55 +68,41 @@ def rehearse(
         probe: The loss and its data, at most the first 32 batches of it.
         optimizer: Whose steps are taken, on a copy of its state.
         several: Factors of all groups, each (S,).
-        times: How many times as long as with the present rates a step is with each of them.
+        times: How many times as long as with the present rates a step is with each of them. None
+            for smaller rates that derivatives do not ask for, which have half of the steps.
 
     Returns:
-        The rehearsal, and which of the factors to prefer to the present rates; None if none is.
+        The rehearsal, None without batches, and which of the factors to prefer to the present
+        rates; None if none is.
     """
-    with _batches_of(probe) as batches:
+    with Journal(), probe:
+        with probe.processes.joint():
+            parts = groupby(probe.closures(), key=lambda part: part[0].number)
+            batches = [list(of_one) for _, of_one in islice(parts, MOST)]
+        batches = batches[: min(probe.processes.gather(len(batches)))]  # as each process has
+        few, steps = len(batches), PASSES * len(batches)
         if not batches:
-            return NOTHING, None
-        train, steps = partial(_train, probe, optimizer, batches), PASSES * len(batches)
-        pairs = [_lengths(steps, c) for c in times]
-        ends = [_lengths(steps, min(times) / c)[0] for c in times]  # compared as if present
+            return None, None
+        pairs, ends = [(steps, few)] * len(several), [few] * len(several)
+        if times is not None:
+            pairs = [_lengths(steps, c) for c in times]
+            ends = [_lengths(steps, min(times) / c)[0] for c in times]  # compared as if present
+        train = partial(_train, probe, optimizer, batches, seen=times is None)
         present = train(np.ones_like(several[0]), {0, *(n for n, _ in pairs)})
-        others = [train(c, {*both, end}) for c, both, end in zip(several, pairs, ends)]
+        others = [
+            train(c, {m, end} if times is None else {n, m, end})
+            for c, (n, m), end in zip(several, pairs, ends, strict=True)
+        ]
     found, better = [], []
     for i, (other, (n, m)) in enumerate(zip(others, pairs, strict=True)):
-        is_lost = times[i] < 1 and present[n] > present[0]
-        if is_lost and other[m] >= present[n]:
+        is_lost = (times is None or times[i] < 1) and present[n] > present[0]
+        if is_lost and times is not None and other[m] >= present[n]:
             m = n
         found.append(Rehearsal(n, present[n], other[m], m))
         if other[m] < present[n] or (is_lost and present[n] == math.inf):
             better.append(i)
     best = min(better or range(len(found)), key=lambda i: others[i][ends[i]])
     return found[best], best if better else None
-
-
-def rehearse_smaller(
-    probe: Probe, optimizer: Optimizer, several: Sequence[Array]
-) -> tuple[Rehearsal, int | None]:
-    """Do the same with smaller rates that derivatives do not ask for, in half of the steps."""
-    with _batches_of(probe) as batches:
-        if not batches:
-            return NOTHING, None
-        train, few = partial(_train, probe, optimizer, batches, seen=True), len(batches)
-        steps = PASSES * few
-        present = train(np.ones_like(several[0]), {0, steps})
-        others = [train(factors, {few})[few] for factors in several]
-    now, then = present[steps], min(others)
-    is_better = then < now or present[0] < now == math.inf
-    return Rehearsal(steps, now, then, few), others.index(then) if is_better else None
-
-
-@contextmanager
-def _batches_of(probe: Probe) -> Iterator[list[Any]]:
-    """Open a probe, and give as many batches as each process has, each in its parts."""
-    with Journal(), probe:
-        with probe.processes.joint():
-            parts = groupby(probe.closures(), key=lambda part: part[0].number)
-            batches = [list(of_one) for _, of_one in islice(parts, MOST)]
-        yield batches[: min(probe.processes.gather(len(batches)))]
 
 
 def _lengths(steps: int, c: float) -> tuple[int, int]:
@@ -136,7 +118,7 @@ def _train(
     batches: Sequence[Any],
     factors: Array,
     lengths: set[int],
-    seen: bool = False,
+    seen: bool,
 ) -> dict[int, float]:
     """Return the loss of the last quarter of the batches after so many steps on the others.
 

@@ -56,7 +56,7 @@ def is_mean_of_parts(whole: Evaluation, parts: Sequence[Evaluation], u: Params) 
         return False  # what half precision rounds away could be a coupling
     sizes = step_sizes(probe.params, u, probe.partition, DISTANCE)
     try:
-        with probe.unrecorded(), unmoved(probe.params.values()), warnings.catch_warnings():
+        with unmoved(probe.params.values()), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a loss that is given too few samples
             probe.step(probe.partition.scale(u, -sizes))
             if not _same_gradient(whole, parts[:2], eps):

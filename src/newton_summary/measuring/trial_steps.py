@@ -114,7 +114,13 @@ def try_steps(
         u = find_direction(direction, probe)
         start = probe.mean_loss()
         check_finite(start)
-        _compare(float(start), float(summary.loss))
+        loss, measured = float(start), float(summary.loss)
+        if math.isfinite(measured) and not math.isclose(loss, measured, rel_tol=1e-3, abs_tol=1e-9):
+            warn_user(
+                f"The loss is {loss:.6g}, but it was {measured:.6g} when the summary was measured, "
+                f"so predicted and real changes belong to different functions. Use the same data, "
+                f"and try steps before the model or the random state changes."
+            )
         with unmoved(probe.params.values()) as copies:
             for eta in (eta.detach().to("cpu", torch.float64) for eta in etas):
                 probe.step(groups.scale(u, eta), copies)
@@ -175,12 +181,3 @@ def find_groups(
     if len(groups) != len(summary):
         raise ValueError(f"The partition has {len(groups)} groups, the summary {len(summary)}.")
     return groups
-
-
-def _compare(loss: float, measured: float) -> None:
-    if math.isfinite(measured) and not math.isclose(loss, measured, rel_tol=1e-3, abs_tol=1e-9):
-        warn_user(
-            f"The loss is {loss:.6g}, but it was {measured:.6g} when the summary was measured, so "
-            f"predicted and real changes belong to different functions. Use the same data, and try "
-            f"steps before the model or the random state changes."
-        )

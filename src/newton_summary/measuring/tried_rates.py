@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +16,7 @@ from newton_summary.parallel.processes import Distributed
 from newton_summary.probe.directions import Direction
 from newton_summary.probe.inputs import NumSamples
 from newton_summary.probe.probe import LossFn
-from newton_summary.solver import LearningRates
+from newton_summary.solver import LearningRates, arrays_of
 from newton_summary.solver import learning_rates as solve
 from newton_summary.summary import Summary
 
@@ -133,9 +134,8 @@ def learning_rates(
 
 def _absolute(summary: Summary, rates: LearningRates) -> LearningRates:
     """Return |Hbar|^-1 gbar for a model without minimum."""
-    g, H = (x.detach().double().cpu().numpy() for x in (summary.gbar, summary.hessian()))
-    if not bool(torch.isfinite(torch.cat([summary.gbar, summary.hessian().flatten()])).all()):
+    g, H, _ = arrays_of(summary, rates.diagonal)
+    if not (np.isfinite(g).all() and np.isfinite(H).all()):
         return rates
-    H = H * (torch.eye(len(g)).numpy() if rates.diagonal else 1)
-    eta = torch.from_numpy(absolute_newton(g, (H + H.T) / 2, floor=1e-3)).to(rates.eta)
+    eta = torch.from_numpy(absolute_newton(g, H, floor=1e-3)).to(rates.eta)
     return replace(rates, eta=eta, status="absolute", eta_stderr=None, escaping=())

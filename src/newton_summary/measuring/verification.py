@@ -64,12 +64,11 @@ class Verification(ShownAsTable):
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
         """``agrees``, ``differs``, or ``unclear`` where the differences depend on their step."""
-        columns = (self.Hbar_error, self.Hbar_doubt, self.D3_error, self.D3_doubt)
-        pairs = [
-            (_verdict(*row[:2]), _verdict(*row[2:])) for row in torch.stack(columns, 1).tolist()
-        ]
-        order: tuple[Verdict, ...] = ("differs", "unclear", "agrees")  # the worse one counts
-        return tuple(next(v for v in order if v in pair) for pair in pairs)
+        error = torch.stack([self.Hbar_error, self.D3_error])
+        doubt = torch.stack([self.Hbar_doubt, self.D3_doubt])
+        found = torch.where(doubt > error / 10, 1, 2) * ~(error <= TOLERANCE)
+        order: tuple[Verdict, ...] = ("agrees", "unclear", "differs")  # the worse one counts
+        return tuple(order[i] for i in found.amax(0).tolist())
 
     @property
     def status(self) -> Verdict:
@@ -104,12 +103,6 @@ _SAID = {
     "unclear": "unclear (the differences depend on their step: kinks such as ReLU and max-pooling, "
     "rounding inside of the loss, or no third derivative to speak of)",
 }
-
-
-def _verdict(error: float, doubt: float) -> Verdict:
-    if error <= TOLERANCE:
-        return "agrees"
-    return "unclear" if doubt > error / 10 else "differs"
 
 
 def verify(
@@ -166,7 +159,7 @@ def verify(
         Journal(),
         _not_called(unwrap(model)),
         _in_float64(),
-        Probe(exact, ExactLoss(loss_fn).wrapped(), first, groups) as probe,
+        Probe(exact, ExactLoss(loss_fn), first, groups) as probe,
     ):
         u = find_direction(direction, probe)
         closure, _ = next(iter(probe.closures()))

@@ -22,10 +22,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, astuple, dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -198,6 +197,10 @@ class RateController(ShownAsTable):
         """
         self.before_step(batch)
         self._steps_itself = True
+        self._let_step()
+
+    def _let_step(self) -> None:
+        """Let the optimizer take its step; an interrupt leaves learning rates as they were."""
         with Journal() as journal:
             journal.undo_later(TorchState(()).restore)
             journal.undo_later(self._put_back_lrs)
@@ -321,10 +324,7 @@ class RateController(ShownAsTable):
         self, batch: Any, before: list[Tensor], u: dict[str, Tensor]
     ) -> tuple[float, float, float]:
         """Return loss, slope and curvature of the last step, from the gradients at both ends."""
-        with self._measuring(batch, u) as measure:
-            _, slope_after = measure()
-            with self._moved_to(before):
-                loss, slope = measure()
+        (_, slope_after), (loss, slope) = self._slopes(batch, u, None, before)
         return loss, slope, slope - slope_after
 
     def _start(self, batch: Any, before: list[Tensor]) -> None:
@@ -342,8 +342,7 @@ class RateController(ShownAsTable):
         def at(s: float) -> list[Tensor]:
             return list(torch._foreach_sub(before, torch._foreach_mul(parts, s)))
 
-        with self._moved_to(before):
-            loss, slope = self._loss_and_slope(batch, u)
+        ((loss, slope),) = self._slopes(batch, u, before)
         if not math.isfinite(slope):  # begin with the next batch
             self._place(before)
             self._change(loss, slope, math.nan, math.nan, 1.0, "not finite")
@@ -351,8 +350,7 @@ class RateController(ShownAsTable):
         best, lowest, curvature = 0.0, loss, math.nan
         s = SHORTEST * size / length
         for _ in range(TRIALS if slope > 0 else 0):
-            with self._moved_to(at(s)):
-                loss_there, slope_there = self._loss_and_slope(batch, u)
+            ((loss_there, slope_there),) = self._slopes(batch, u, at(s))
             level = loss_there == lowest and slope_there > 0  # rounding hides that it falls
             if not (loss_there < lowest or level):
                 if best > 0:
@@ -365,7 +363,10 @@ class RateController(ShownAsTable):
             if target < 1.5 * s:
                 break
             s = min(target, 10 * s)
-        best = (best or s) * self._share_of_velocity()
+        # SGD's steps grow by 1 / (1 - momentum) while its velocity builds up; Adam's do not.
+        best = (best or s) * min(
+            1 - float(group.get("momentum", 0.0)) for group in self.optimizer.param_groups
+        )
         # Where a schedule begins below its peak, what was found is for the peak.
         shape = self._rate / (self.multiplier * self._peak_lr())
         self._place(at(best * shape))
@@ -374,40 +375,36 @@ class RateController(ShownAsTable):
         self._started = True
         self._due = self.steps + 1
 
-    def _loss_and_slope(self, batch: Any, u: dict[str, Tensor]) -> tuple[float, float]:
-        """Return the loss, and how fast it falls along ``-u``; infinity and NaN if it is lost."""
-        with self._measuring(batch, u) as measure:
-            return measure()
+    def _slopes(
+        self, batch: Any, u: dict[str, Tensor], *places: list[Tensor] | None
+    ) -> list[tuple[float, float]]:
+        """Return the loss, and how fast it falls along ``-u``, at several values of the parameters.
 
-    @contextmanager
-    def _measuring(
-        self, batch: Any, u: dict[str, Tensor]
-    ) -> Iterator[Callable[[], tuple[float, float]]]:
-        """Give a function that returns the same, wherever the parameters are when it is called."""
+        None stands for the present ones. Infinity and NaN where the loss is lost.
+        """
         partition = self._partition
-        processes = find_processes(self.distributed, partition.params)
-
-        def of_ranks() -> tuple[float, float]:
-            backend: Backend = "sweep" if self._sharded else "differences"
-            how: Any = {"order": 1, "backend": backend, "distributed": self.distributed}
-            given = (self.model, self.loss_fn, batch)
-            summary = summarize(*given, partition=partition, direction=u, **how)
-            return float(summary.loss), float(summary.gbar[0])
-
-        def or_lost(measure: Callable[[], tuple[float, float]]) -> tuple[float, float]:
-            try:
-                return measure()
-            except NotFiniteError as error:
-                self.reason = str(error)
-                return math.inf, math.nan
-
-        if self._sharded or processes.count > 1:
-            yield partial(or_lost, of_ranks)
-            return
-        groups = find_partition(self.model, partition)
-        with Journal(), Probe(self.model, self.loss_fn, batch, groups) as probe:
-            probe.trusted = self._started
-            yield partial(or_lost, partial(loss_and_slope, probe, u))
+        several = find_processes(self.distributed, partition.params).count > 1
+        own: Any = nullcontext()
+        if not (self._sharded or several):
+            own = Probe(self.model, self.loss_fn, batch, find_partition(self.model, partition))
+            own.trusted = self._started
+        backend: Backend = "sweep" if self._sharded else "differences"
+        how: Any = {"order": 1, "backend": backend, "distributed": self.distributed}
+        found = []
+        with Journal(), own as probe:
+            for place in places:
+                try:
+                    with nullcontext() if place is None else self._moved_to(place):
+                        if probe is not None:
+                            found.append(loss_and_slope(probe, u))
+                            continue
+                        given = (self.model, self.loss_fn, batch)
+                        summary = summarize(*given, partition=partition, direction=u, **how)
+                        found.append((float(summary.loss), float(summary.gbar[0])))
+                except NotFiniteError as error:
+                    self.reason = str(error)
+                    found.append((math.inf, math.nan))
+        return found
 
     def _step_taken(self, before: list[Tensor]) -> dict[str, Tensor]:
         """Return what the last step has subtracted from each parameter of the model."""
@@ -433,14 +430,6 @@ class RateController(ShownAsTable):
             max(float(group.get("initial_lr", first)), float(group.get("max_lr", 0.0)))
             for group, first in groups
         )
-
-    def _share_of_velocity(self) -> float:
-        """Return how long the first step is, as a part of what it becomes at a constant gradient.
-
-        SGD's steps grow by 1 / (1 - momentum) while its velocity builds up; Adam's do not.
-        """
-        groups = self.optimizer.param_groups
-        return min(1 - float(group.get("momentum", 0.0)) for group in groups)
 
     def _change(
         self, loss: float, slope: float, curvature: float, factor: float, change: float, why: Why
@@ -520,12 +509,10 @@ class RateController(ShownAsTable):
         return f"RateController({type(self.optimizer).__name__}, lr {rates}, step {self.steps})"
 
     def _rows(self) -> list[list[str]]:
-        header = ["step", "rate", "loss", "slope", "curvature", "factor", "change", "why"]
-        rows = []
-        for r in self.history:
-            numbers = (r.rate, r.loss, r.slope, r.curvature, r.factor, r.change)
-            rows.append([str(r.step), *(f"{x:.3g}" for x in numbers), r.why])
-        return without_middle([header, *rows])
+        rows = [[field.name for field in fields(RateRecord)]]
+        for step, *numbers, why in map(astuple, self.history):
+            rows.append([str(step), *(f"{x:.3g}" for x in numbers), why])
+        return without_middle(rows)
 
     def _said(self) -> str:
         rates = ", ".join(f"{rate:.3g}" for rate in self.rates)

@@ -27,7 +27,6 @@ from newton_summary.optimizer.update import unfit
 from newton_summary.parallel.processes import local_part
 from newton_summary.partition import Partition, inner_of_all
 from newton_summary.probe.inputs import LossFn
-from newton_summary.probe.state import Journal, TorchState
 from newton_summary.summary import Summary
 
 BEGIN = 1e-3  # eta of Adam's step before the start has found one
@@ -175,14 +174,11 @@ class Steered(RateController):
         self._set_groups()
         finite = self._gradients_are_finite()
         self._before_hook()
-        with Journal() as journal:  # an interrupt leaves the learning rates
-            journal.undo_later(TorchState(()).restore)
-            journal.undo_later(self._put_back_lrs)
-            if finite:
-                self.optimizer.step()
-            else:
-                self._ends.before = None
-                self._skipped += 1
+        if finite:
+            self._let_step()
+        else:
+            self._ends.before = None
+            self._skipped += 1
 
     @property
     def skipped(self) -> int:
@@ -258,8 +254,7 @@ class Steered(RateController):
         moving = [(u[name], p.grad) for name, p in self._held.items() if p.grad is not None]
         slope_after = inner_of_all((d for d, _ in moving), (grad for _, grad in moving))
         self._ends.before = None  # taken already
-        with self._moved_to(before):
-            loss, slope = self._loss_and_slope(batch, u)
+        ((loss, slope),) = self._slopes(batch, u, before)
         return loss, slope, slope - float(slope_after)
 
     def _keep(self, found: Summary) -> None:

@@ -75,11 +75,9 @@ def find_processes(distributed: str | bool | Any, params: Mapping[str, Tensor]) 
 
     Args:
         distributed: ``"auto"`` for all processes where a process group is initialised, ``True``
-            (an error if there is none), ``False``, a process group, or what this returned before.
+            (an error if there is none), ``False``, or a process group.
         params: The parameters; the numbers that are exchanged lie on the device of the first.
     """
-    if isinstance(distributed, Alone):
-        return distributed
     initialized = dist.is_available() and dist.is_initialized()
     if not initialized and (distributed is False or distributed == "auto"):
         return ALONE

@@ -241,15 +241,15 @@ def _named_spec(spec: str) -> Callable[[nn.Module], Mapping[str, Sequence[Any]]]
     )
 
 
-def _match_patterns(spec: Mapping[str, Any], model: nn.Module) -> dict[str, list[Any]]:
-    """Turn patterns into lists of names; ``...`` takes what the others leave."""
+def _match_patterns(spec: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Turn patterns into lists of names."""
     names = list(trainable(model))
-    groups: dict[str, list[Any]] = {}
+    groups: dict[str, Any] = {}
     for group, rule in spec.items():
         if not isinstance(group, str):
             raise TypeError(f"Group names are strings, not {group!r}.")
         if isinstance(rule, EllipsisType):
-            groups[group] = []
+            groups[group] = rule
         elif isinstance(rule, str | re.Pattern):
             groups[group] = _search(rule, names, group, model)
         elif isinstance(rule, list | tuple):
@@ -263,18 +263,6 @@ def _match_patterns(spec: Mapping[str, Any], model: nn.Module) -> dict[str, list
         raise ValueError(
             f"Both {rests[0]!r} and {rests[1]!r} are `...`: only one group can take the rest."
         )
-    if rests:
-        aliases = aliases_of(model)
-        taken = {
-            aliases.get(_name_and_index(member, group)[0])
-            for group, members in groups.items()
-            for member in members
-        }
-        groups[rests[0]] = [name for name in names if name not in taken]
-        if not groups[rests[0]]:
-            raise ValueError(
-                f"Group {rests[0]!r} takes the rest, and nothing is left. Leave it out."
-            )
     return groups
 
 
@@ -331,13 +319,16 @@ def _name_and_index(member: Any, group: str) -> tuple[str, Any]:
     )
 
 
-def _assemble(groups: Mapping[str, Sequence[Any]], model: nn.Module) -> Partition:
-    """Turn lists of members into labels; refuse what lies in two groups or in none."""
+def _assemble(groups: Mapping[str, Any], model: nn.Module) -> Partition:
+    """Turn lists of members into labels; refuse what lies in two groups or in none.
+
+    ``...`` in the place of a list takes what the others leave.
+    """
     params, aliases = trainable(model), aliases_of(model)
     names = list(groups)
     labels: dict[str, int | Tensor] = {}
     for s, (group, members) in enumerate(groups.items()):
-        for member in members:
+        for member in () if members is ... else members:
             written, index = _name_and_index(member, group)
             name = aliases.get(written, written)
             if name not in params:
@@ -356,6 +347,14 @@ def _assemble(groups: Mapping[str, Sequence[Any]], model: nn.Module) -> Partitio
                 raise ValueError(_in_two_groups(name, names[int(taken[0])], group, aliases))
             label[chosen] = s
             labels[name] = label
+    for s, (group, members) in enumerate(groups.items()):
+        if members is ...:
+            rest = [name for name in params if name not in labels]
+            if not rest:
+                raise ValueError(
+                    f"Group {group!r} takes the rest, and nothing is left. Leave it out."
+                )
+            labels |= dict.fromkeys(rest, s)
     for name, p in params.items():
         label = labels.get(name)
         if label is None:

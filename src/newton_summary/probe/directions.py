@@ -44,9 +44,9 @@ def find_direction(direction: Direction, probe: Probe) -> Params:
             )
         return DIRECTIONS[direction](probe)
     if isinstance(direction, Optimizer):
-        u = probe.gradient()
-        with probe.processes.joint():
-            return optimizer_step(direction, u, probe.params)
+        g = probe.gradient()
+        with probe.processes.joint(), borrowed(direction, probe.params) as step:
+            return step(g)
     if isinstance(direction, Mapping):
         with probe.processes.joint():
             # Compiled modules put a prefix before the names of their parameters.
@@ -111,16 +111,6 @@ def _unknown_name(name: str, params: Params, model: nn.Module) -> str:
         f"The direction names {name!r}, which is no trainable parameter of the model."
         f"{nearest(name, params)}"
     )
-
-
-def optimizer_step(optimizer: Optimizer, grads: Params, params: Params) -> Params:
-    """Return what the optimizer's next step would subtract from each parameter.
-
-    Raises:
-        ValueError: If the optimizer lacks a parameter, or needs to evaluate the loss (LBFGS).
-    """
-    with borrowed(optimizer, params) as step:
-        return step(grads)
 
 
 @contextmanager

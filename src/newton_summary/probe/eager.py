@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.checkpoint as checkpoint
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from newton_summary.display.warn import warn_user
@@ -111,9 +111,11 @@ def install_switches() -> None:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         wrapper: Any = nn.parallel.DistributedDataParallel
         if not getattr(wrapper.forward, "is_switch", False):
-            wrapper.forward = _data_parallel_switch(wrapper.forward)
+            switch = _switch(wrapper.forward, _run_inside)
+            # Outside of torch.compile, as the original is.
+            wrapper.forward = torch._disable_dynamo(switch, recursive=False)  # type: ignore[attr-defined]
     if not getattr(torch.cond, "is_switch", False):
-        setattr(torch, "cond", _cond_switch(torch.cond))  # noqa: B010
+        setattr(torch, "cond", _switch(torch.cond, _run_one))  # noqa: B010
     compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None and not isinstance(compiler._stance, _StanceSwitch):
         compiler._stance = _StanceSwitch(compiler._stance)
@@ -151,41 +153,34 @@ def _run_checkpoint(cls: Any, run: Callable[..., Any], preserve_rng: bool, *args
     return torch.autograd.Function.apply.__func__(cls, run, preserve_rng, *args)  # type: ignore[attr-defined]
 
 
-def _data_parallel_switch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let modules wrapped for data parallelism run as if they were not.
+def _switch(original: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function in whose place another one runs during a measurement."""
+
+    @wraps(original)
+    def switch(*args: Any, **kwargs: Any) -> Any:
+        return (instead if is_measuring() else original)(*args, **kwargs)
+
+    setattr(switch, "is_switch", True)  # noqa: B010
+    return switch
+
+
+def _run_inside(wrapper: Any, *inputs: Any, **kwargs: Any) -> Any:
+    """Run a module that is wrapped for data parallelism as if it was not.
 
     A loss may use the wrapped module although it is given the one inside. Its forward pass would
     prepare an all-reduce of gradients that never come, and send buffers to the other ranks.
     """
+    if wrapper.device_ids and (inputs or kwargs):
+        from torch.distributed.utils import _to_kwargs
 
-    def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-        if not is_measuring():
-            return original(self, *inputs, **kwargs)
-        if self.device_ids and (inputs or kwargs):
-            from torch.distributed.utils import _to_kwargs
-
-            device = torch.device(self.device_type, self.device_ids[0])
-            (inputs,), (kwargs,) = _to_kwargs(inputs, kwargs, device, False)
-        return self.module(*inputs, **kwargs)
-
-    # Outside of torch.compile, as the original is.
-    switch: Any = torch._disable_dynamo(forward, recursive=False)  # type: ignore[attr-defined]
-    switch.is_switch = True
-    return switch  # type: ignore[no-any-return]
+        device = torch.device(wrapper.device_type, wrapper.device_ids[0])
+        (inputs,), (kwargs,) = _to_kwargs(inputs, kwargs, device, False)
+    return wrapper.module(*inputs, **kwargs)
 
 
-def _cond_switch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let ``torch.cond`` call one of its functions, where else it would compile both."""
-
-    @wraps(original)
-    def cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
-        if not is_measuring():
-            return original(pred, true_fn, false_fn, operands)
-        return (true_fn if pred else false_fn)(*operands)
-
-    switch: Any = cond
-    switch.is_switch = True
-    return switch  # type: ignore[no-any-return]
+def _run_one(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
+    """Call one of the functions of ``torch.cond``, where else it would compile both."""
+    return (true_fn if pred else false_fn)(*operands)
 
 
 class _StanceSwitch:
@@ -200,6 +195,12 @@ class _StanceSwitch:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
+
+
+def is_recorded() -> bool:
+    """Whether a recorder looks on, which sees itself what a loss may not do."""
+    modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(getattr(mode, "sees_changes", False) for mode in modes)
 
 
 HOOKS = ("register_hook", "register_post_accumulate_grad_hook")

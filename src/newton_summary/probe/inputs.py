@@ -255,14 +255,14 @@ class SampleCount:
 
     Args:
         given: What the user says: a number for every batch, or a function of the batch.
-        time_first: Returns whether the first dimension may be time.
+        model: Its layers tell whether the first dimension may be time.
     """
 
-    def __init__(self, given: NumSamples | None, time_first: Callable[[], bool] = lambda: False):
+    def __init__(self, given: NumSamples | None, model: nn.Module):
         if given is not None and not callable(given):
             given = _whole_number(given)
         self.given = given
-        self.time_first = time_first
+        self.model = model
         self._first: list[tuple[int, ...]] = []  # shapes in the first batch
         self._warned = False
 
@@ -297,7 +297,8 @@ class SampleCount:
         n, m = before[0], now[0]
         pairs = zip(before, now, strict=True)
         others = [(a, b) for a, b in pairs if a != b and a * m != b * n]  # not in proportion
-        if not others and n == m and first[0][1:2] != other[0][1:2] and self.time_first():
+        time_first = (getattr(x, "batch_first", True) is False for x in self.model.modules())
+        if not others and n == m and first[0][1:2] != other[0][1:2] and any(time_first):
             raise ValueError(
                 f"Two batches begin with tensors of shapes {first[0]} and {other[0]}, and the "
                 f"model has a layer with batch_first=False: samples may be counted by the first "

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from newton_summary.probe.eager import (
     RestingHooks,
     install_switches,
     is_measuring,
+    is_recorded,
     refuse_unknown_checkpoints,
     start_measuring,
 )
@@ -86,8 +87,7 @@ class Probe:
         params: The live parameters by name.
         num_parts: How many (parts of) batches there are; known after the first pass over the data.
         counted: Whether the number of samples is known.
-        recorded: Whether a recorder sees to it that the loss does not change the parameters.
-        trusted: Whether the loss was seen not to change them; its first evaluation is compared.
+        trusted: Whether the loss was seen not to change parameters: its first evaluation tells.
         losses: Of all (parts of) batches, as they were when the gradient was computed.
         complaint: What was wrong about what the last loss did or returned.
     """
@@ -115,12 +115,11 @@ class Probe:
         )
         self.num_parts: int | None = None
         self.counted = True
-        self._count = SampleCount(num_samples, self._may_be_time_first)
+        self._count = SampleCount(num_samples, self.model)
         self.trusted = False
         self.processes = processes
         self.params: Params = partition.params
         self._batches: Iterable[Any] | None = None
-        self.recorded = False
         self.losses: list[float] = []
         self.complaint: Exception | None = None
         self._warned: set[str] = set()
@@ -149,12 +148,8 @@ class Probe:
         self._start = self.random.capture()
         journal.undo_later(lambda: self.random.restore(self._start, anew=True))
         self._model_state = ModelState(self.model)
-        journal.undo_later(self._release)
+        journal.undo_later(self._model_state.release)
         self._model_state.rest()
-
-    def _release(self) -> None:
-        with torch._C.DisableTorchFunction():
-            self._model_state.release()
 
     def __exit__(self, *error: object) -> None:
         """Put everything back, also after an error."""
@@ -245,15 +240,6 @@ class Probe:
         self.processes.average_(mean, samples)
         return {name: g.to(p.dtype) for (name, p), g in zip(self.params.items(), mean, strict=True)}
 
-    @contextmanager
-    def unrecorded(self) -> Iterator[None]:
-        """Evaluate the loss without a recorder here."""
-        recorded, self.recorded = self.recorded, False
-        try:
-            yield
-        finally:
-            self.recorded = recorded
-
     def step(self, steps: Params, start: Iterable[Tensor] | None = None) -> None:
         """Subtract steps from the parameters, or from where they shall start."""
         with torch.no_grad():
@@ -292,12 +278,9 @@ class Probe:
         if eps > 1e-6:
             return  # half precision: what it rounds away could be a coupling
         before = self.random.capture()
-        joined = whole.split(2 * parts[0].size)
+        pairs = zip(parts[::2], parts[1::2])
         with torch.no_grad():
-            for i, both in enumerate(joined):
-                pair = parts[2 * i : 2 * i + 2]
-                if len(pair) < 2:
-                    continue
+            for both, pair in zip(whole.split(2 * parts[0].size), pairs):
                 loss = float(both())
                 draws = not self.random.is_at(whole.state)
                 mean = sum(part.size / both.size * float(part()) for part in pair)
@@ -324,13 +307,14 @@ class Probe:
             self.random.restore(evaluation.state)
             self._model_state.restore()
             torch.clear_autocast_cache()  # of an outer autocast: it may hold moved parameters
-            known = self.trusted or self.recorded
+            recorded = is_recorded()
+            known = self.trusted or recorded
             watch = ParameterWatch(self.params, in_detail=not known)
             self.random.forget()
         try:
             with ExitStack() as around:
                 around.enter_context(refuse_unknown_checkpoints())
-                if not self.recorded:  # a recorder sees them itself
+                if not recorded:  # a recorder sees them itself
                     around.enter_context(RestingHooks())
                 if evaluation.is_part:
                     around.enter_context(WholeBatchOnly())
@@ -373,9 +357,6 @@ class Probe:
     def _evaluating(self) -> AbstractContextManager[None]:
         """Return a context in which the loss is evaluated."""
         return nullcontext()
-
-    def _may_be_time_first(self) -> bool:
-        return any(getattr(module, "batch_first", True) is False for module in self.model.modules())
 
 
 @dataclass

@@ -35,13 +35,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class _Innermost(threading.local):
-    """The innermost journal of this thread."""
+class _Open(threading.local):
+    """The journals that this thread is in, the innermost last."""
 
-    journal: Journal | None = None
+    def __init__(self) -> None:
+        self.journals: list[Journal] = []
 
 
-_here = _Innermost()
+_open = _Open()
 
 
 class Journal:
@@ -58,7 +59,6 @@ class Journal:
     def __init__(self) -> None:
         self._steps: list[Step] = []
         self._tries = 0  # of the last step
-        self._outer: Journal | None = None
 
     def undo_later(self, step: Step) -> None:
         """Announce a change: ``step`` puts back what is there now.
@@ -78,8 +78,7 @@ class Journal:
 
     def __enter__(self) -> Journal:
         """Become this thread's innermost journal."""
-        self._outer = _here.journal
-        _here.journal = self
+        _open.journals.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -91,18 +90,9 @@ class Journal:
             self._undo_all()
 
     def _undo_all(self) -> None:
-        while (inner := _here.journal) is not None and inner is not self and self._contains(inner):
-            inner.undo()
-            _here.journal = inner._outer
-        self.undo()
-        if _here.journal is self:
-            _here.journal = self._outer
-
-    def _contains(self, other: Journal) -> bool:
-        outer = other._outer
-        while outer is not None and outer is not self:
-            outer = outer._outer
-        return outer is self
+        while self in _open.journals:
+            _open.journals[-1].undo()
+            _open.journals.pop()
 
 
 def _end_contexts(error: BaseException | None) -> None:
@@ -130,8 +120,7 @@ def copies_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return copies without a history, by one kernel for many of them."""
     tensors = [tensor.detach() for tensor in tensors]
     copies = [torch.empty_like(tensor) for tensor in tensors]
-    if tensors:
-        torch._foreach_copy_(list(map(local_part, copies)), list(map(local_part, tensors)))
+    torch._foreach_copy_(list(map(local_part, copies)), list(map(local_part, tensors)))
     return copies
 
 
@@ -148,8 +137,7 @@ def unmoved(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
     def put_back() -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            if tensors:
-                torch._foreach_copy_(list(map(local_part, tensors)), list(map(local_part, copies)))
+            torch._foreach_copy_(list(map(local_part, tensors)), list(map(local_part, copies)))
         for version in versions:
             version.__exit__()
 
@@ -228,16 +216,13 @@ class ModelState:
         modules = list(model.modules())
         self.params = [(p, p.requires_grad, p.grad, p._backward_hooks) for p in model.parameters()]
         self.modes = [(module, module.training) for module in modules]
-        own = (module._buffers for module in modules)
-        self.buffers = [(buffers, dict(buffers)) for buffers in own if isinstance(buffers, dict)]
         self.attributes = PlainAttributes(modules)
-        found = (buffer for _, buffers in self.buffers for buffer in buffers.values())
         plain = list(self.attributes.tensors())
         if plain:  # a view of a parameter moves with it
             memory = {_address(p) for p, *_ in self.params}
             plain = [x for x in plain if _address(x) not in memory]
         # One made under inference_mode cannot be changed outside of it.
-        self.tensors = [x for x in (*found, *plain) if x is not None and not x.is_inference()]
+        self.tensors = [x for x in (*model.buffers(), *plain) if not x.is_inference()]
         self.values = [tensor.detach().clone() for tensor in self.tensors]
         self.versions = [_unsafe_preserve_version_counter(tensor) for tensor in self.tensors]
         self.hooks = [(m, m._backward_hooks, m._backward_pre_hooks) for m in modules]
@@ -259,9 +244,6 @@ class ModelState:
         for module, training in self.modes:
             if module.training != training:
                 module.training = training
-        for live, saved in self.buffers:
-            live.clear()
-            live.update(saved)
         self.attributes.restore()
         if self.tensors:
             # Always: the fused batch norm changes its statistics without counting a new version.
@@ -275,13 +257,14 @@ class ModelState:
 
     def release(self) -> None:
         """Put back everything, at the end; also versions, so that older graphs remain valid."""
-        self.restore()
+        with torch._C.DisableTorchFunction():
+            self.restore()
+            for p, _, grad, hooks in self.params:
+                p.grad = grad
+                if hooks:
+                    p._backward_hooks = hooks
         for version in self.versions:
             version.__exit__()
-        for p, _, grad, hooks in self.params:
-            p.grad = grad
-            if hooks:
-                p._backward_hooks = hooks
         for module, after, before in self.hooks:
             vars(module).update(_backward_hooks=after, _backward_pre_hooks=before)
         for hooks, saved in self.forward_hooks:
@@ -290,7 +273,7 @@ class ModelState:
 
 
 class PlainAttributes:
-    """What modules hold besides parameters, buffers and modules: states, counters, caches.
+    """What modules hold besides parameters and modules: buffers, states, counters, caches.
 
     References are put back, and the contents of lists, dicts, sets and deques.
     """
@@ -300,7 +283,7 @@ class PlainAttributes:
         self.saved = [{k: v for k, v in live.items() if k not in _STANDARD} for live in self.live]
         self.lengths = [len(live) for live in self.live]
         values = [value for saved in self.saved for value in saved.values()]
-        values += [live.get("_non_persistent_buffers_set") for live in self.live]
+        values += [live.get(name) for live in self.live for name in _LISTING_BUFFERS]
         self.contents = [(x, copy.copy(x)) for x in values if type(x) in _CONTAINERS]
 
     def tensors(self) -> Iterator[Tensor]:
@@ -324,6 +307,7 @@ class PlainAttributes:
 
 
 _STANDARD = frozenset(vars(nn.Module()))  # what every module has; looked after in other ways
+_LISTING_BUFFERS = ("_buffers", "_non_persistent_buffers_set")
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 
 

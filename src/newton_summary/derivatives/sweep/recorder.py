@@ -72,6 +72,8 @@ def values_read(op: Op) -> list[Value]:
 class Recorder(TorchFunctionMode):
     """Record what the loss does to the parameters, the leaves of the tape."""
 
+    sees_changes = True  # of the parameters, and hooks: a probe need not look for them
+
     def __init__(self, params: Params):
         super().__init__()
         self.ops: list[Op] = []
