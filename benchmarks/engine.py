@@ -134,7 +134,9 @@ CASES = [
         large=True,
     ),
     Case("mlp12", lambda: models.big_mlp(12, 256), "canonical", 200, CIFAR),
+    Case("gpt-cpu", lambda: models.GPT(1000, 128, 128, 2, 4), "canonical", 4, tokens=(1000, 128)),
 ]
+FOR_CPU = ("mlp12", "gpt-cpu")
 
 
 def sync(device: str) -> None:
@@ -449,7 +451,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--models", nargs="*", default=[c.name for c in CASES if c.name != "mlp12" and not c.large]
+        "--models",
+        nargs="*",
+        default=[c.name for c in CASES if c.name not in FOR_CPU and not c.large],
     )
     parser.add_argument(
         "--methods",
