@@ -168,7 +168,7 @@ def test_a_cuda_graph_gives_the_same_training():
     assert actual.last_summary.num_samples == expected.last_summary.num_samples
 
 
-def test_a_captured_advance_of_the_direction_gives_the_same_training():
+def test_captured_steps_give_the_same_training():
     """Also past gradients that are not finite or missing, and other momenta."""
 
     def train_with(cuda_graph):
@@ -186,6 +186,9 @@ def test_a_captured_advance_of_the_direction_gives_the_same_training():
             if step == 74:
                 for group in optimizer.param_groups:
                     group["momentum"] = 0.8
+            if step == 77:
+                for group in optimizer.param_groups:
+                    group["lr"] = 0.1
             optimizer.step()
         return model, optimizer
 

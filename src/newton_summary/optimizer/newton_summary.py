@@ -151,12 +151,12 @@ class NewtonSummary(Optimizer):
             :func:`summarize`; ``distributed`` as there (gradients have to be the same on all ranks,
             as DistributedDataParallel leaves them; then so are the rates); and ``cuda_graph=True``
             to capture the measurement on a GPU as a CUDA graph after the first refreshes and replay
-            it, and with the paper's algorithm the way from gradients to direction: several times
-            faster for small models, whose kernels are shorter than their launches. The loss must
-            then do the same at each call (no branch on values, steps or random numbers), and the
-            memory of a measurement stays taken. For batches of ``curvature``, and not for one
-            group, whose refresh takes two gradients. Falls back, with a warning, where it cannot be
-            done: dropout, batch norm in training, several ranks.
+            it, and with the paper's algorithm the steps in between: several times faster for small
+            models, whose kernels are shorter than their launches. The loss must then do the same at
+            each call (no branch on values, steps or random numbers), and the memory of a
+            measurement stays taken. For batches of ``curvature``, and not for one group, whose
+            refresh takes two gradients. Falls back, with a warning, where it cannot be done:
+            dropout, batch norm in training, several ranks.
 
     Attributes:
         model: The model of the partition.
@@ -405,14 +405,18 @@ class NewtonSummary(Optimizer):
             self._schedule.advance()
             return
         update = self._get_update()
-        update.advance(self._of_groups("momentum"))  # direction
-        if self.refresh_due and update.usable:  # else at the next step
-            with self._refreshing(update) as (u, order):
-                own = self._curvature.measure(self.partition, u, order, data)  # summary
-                self.last_summary = self._curvature.mean(own, u)  # mean over the ranks
-                self._average.push(self.last_summary)  # window
-                self._renew_rates(update)  # rates
-        update.move(self._of_groups("lr"))  # update
+        momenta, lrs = self._of_groups("momentum"), self._of_groups("lr")
+        if self.refresh_due:
+            update.advance(momenta)  # direction
+            if update.usable:  # else at the next step
+                with self._refreshing(update) as (u, order):
+                    own = self._curvature.measure(self.partition, u, order, data)  # summary
+                    self.last_summary = self._curvature.mean(own, u)  # mean over the ranks
+                    self._average.push(self.last_summary)  # window
+                    self._renew_rates(update)  # rates
+            update.move(lrs)  # update
+        else:
+            update.step(momenta, lrs)
         self._schedule.advance()
 
     def _step_steered(self, steered: Steered, data: Data) -> None:

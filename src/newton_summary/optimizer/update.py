@@ -19,8 +19,6 @@ from torch import Tensor
 from newton_summary.parallel.processes import is_sharded, like_sharded, local_part, local_rows
 from newton_summary.partition import Params, Partition, result_dtype
 
-BEFORE_CAPTURE = 3  # steps without a graph, in which libraries make their choices
-
 
 class Bucket:
     """Parameters of one dtype on one device, and their direction end to end in one buffer.
@@ -50,7 +48,7 @@ class Bucket:
         self.divided = len(self.group_numbers) < len(labels)
         self._labels = labels
         self._zero = self.u.new_zeros(())
-        self._known_rates: Tensor | None = None  # of the groups
+        self.known_rates: Tensor | None = None  # of the groups, which ``rates`` has
 
     @cached_property
     def entries(self) -> Tensor:
@@ -123,10 +121,14 @@ class Bucket:
             for p, view, s in zip(self.params, self.views, self.group_numbers):
                 p.sub_(view, alpha=values[s])
             return
-        if rates is not self._known_rates:
+        if rates is not self.known_rates:
             there = rates.to(self.u.device, self.dtype, non_blocking=True)
             torch.index_select(there, 0, self.entries, out=self.rates)
-            self._known_rates = rates
+            self.known_rates = rates
+        self.move_by_rates()
+
+    def move_by_rates(self) -> None:
+        """Subtract from each parameter its direction times the rate of each entry."""
         if self.u.dtype == self.dtype:  # one launch
             torch._foreach_addcmul_(self.params, self.views, self.rate_views, value=-1.0)
         else:
@@ -134,36 +136,47 @@ class Bucket:
             torch._foreach_sub_(self.params, self.split(steps))
 
 
-class CapturedAdvance:
-    """The way from gradients to direction as a CUDA graph: two launches in the place of six.
+class CapturedStep:
+    """A step as a CUDA graph: two launches in the place of seven.
+
+    One graph leads from gradients to direction, another one on to the parameters, with the rates
+    that the bucket holds.
 
     Args:
         bucket: All parameters, on the current device, in float32 or wider.
         made: Counts the steps that were made, on the device.
-
-    Attributes:
-        extent: Of the direction, before it is set to zero.
     """
 
     def __init__(self, bucket: Bucket, made: Tensor):
         self.grads = torch.empty_like(bucket.u)
         self.places = bucket.split(self.grads)
         self.momentum, self._known = self.grads.new_zeros(()), 0.0
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+        self._graphs = [self._capture(bucket, made, moves) for moves in (False, True)]
+
+    def _capture(
+        self, bucket: Bucket, made: Tensor, moves: bool
+    ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Return a graph, and where it leaves the extent of the direction."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             bucket.u.mul_(self.momentum).add_(self.grads)
-            self.extent = _extent(bucket.u)
-            finite = _is_finite(self.extent)
+            extent = _extent(bucket.u)
+            finite = _is_finite(extent)
             bucket.zero_unless(finite)
             made += finite
+            if moves:
+                bucket.move_by_rates()
+        return graph, extent
 
-    def launch(self, grads: list[Tensor], momentum: float) -> None:
-        """Advance the direction by the gradients of all parameters."""
+    def launch(self, grads: list[Tensor], momentum: float, moves: bool) -> Tensor:
+        """Make a step by the gradients of all parameters; return the extent of the direction."""
         if momentum != self._known:
             self._known = momentum
             self.momentum.fill_(momentum)
         torch._foreach_copy_(self.places, grads)
-        self._graph.replay()
+        graph, extent = self._graphs[moves]
+        graph.replay()
+        return extent
 
 
 class Update:
@@ -173,7 +186,7 @@ class Update:
         partition: The groups, and with them the live parameters.
         state: The state of the optimizer, where ``momentum_buffer`` is kept for each parameter.
         skipped: How many steps were not made before.
-        cuda_graph: Whether the direction's advance may be captured, if it can be.
+        cuda_graph: Whether steps may be captured, if they can be.
 
     Attributes:
         direction: By name, as views of the buffers.
@@ -221,7 +234,7 @@ class Update:
             and first.u.dtype == first.dtype
             and not first.sharded
         )
-        self._captured: CapturedAdvance | None = None
+        self._captured: CapturedStep | None = None
 
     # --- gradient to direction --------------------------------------------------------------------
 
@@ -232,7 +245,7 @@ class Update:
             momenta: Of each group; of all groups, if there is but one.
         """
         self._asked += 1
-        if self._capturable and self._advance_captured(momenta):
+        if self._capturable and self._launch(momenta, moves=False):
             return
         for bucket in self.buckets:
             bucket.advance(momenta)
@@ -242,19 +255,18 @@ class Update:
             bucket.zero_unless(finite)
         self._made += finite
 
-    def _advance_captured(self, momenta: Sequence[float]) -> bool:
-        """Do the same by a graph; return whether it could be done."""
+    def _launch(self, momenta: Sequence[float], moves: bool) -> bool:
+        """Do the same by a graph, and move if wanted; return whether it could be done."""
         bucket = self.buckets[0]
         _, grads = bucket.gradients()
-        if len(grads) < len(bucket.live) or len(set(momenta)) > 1 or self._asked < BEFORE_CAPTURE:
+        if len(grads) < len(bucket.live) or len(set(momenta)) > 1 or bucket.known_rates is None:
             return False
         if self._captured is None:
             current = bucket.u.get_device() == torch.cuda.current_device()
             if not current or torch.cuda.is_current_stream_capturing():
                 return False
-            self._captured = CapturedAdvance(bucket, torch.as_tensor(self._made))
-        self._captured.launch(grads, momenta[0])
-        self._extent = self._captured.extent
+            self._captured = CapturedStep(bucket, torch.as_tensor(self._made))
+        self._extent = self._captured.launch(grads, momenta[0], moves)
         return True
 
     @property
@@ -287,6 +299,22 @@ class Update:
         """Take over the rates of a refresh, (S,), for the moves to come."""
         self._eta, self._last = eta, None
 
+    def step(self, momenta: Sequence[float], lrs: Sequence[float | Tensor]) -> None:
+        """Advance the direction and move, with nothing in between."""
+        last, held = self._last, self.buckets[0].known_rates
+        if (
+            self._capturable
+            and last is not None
+            and last[1] is held
+            and not _on_device(lrs)
+            and last[0] == lrs
+            and self._launch(momenta, moves=True)
+        ):
+            self._asked += 1
+            return
+        self.advance(momenta)
+        self.move(lrs)
+
     def move(self, lrs: Sequence[float | Tensor]) -> None:
         """Subtract U I_{P:S} (lr eta) from the parameters.
 
@@ -297,7 +325,7 @@ class Update:
         """
         if self._eta is None:
             return
-        if any(isinstance(lr, Tensor) for lr in lrs):  # on the device, where one of them may be
+        if _on_device(lrs):
             factors = torch.stack([torch.as_tensor(x, device=self.device) for x in lrs])
             rates = self._eta.to(self.device, self.dtype, non_blocking=True) * factors.to(
                 self.dtype
@@ -309,6 +337,11 @@ class Update:
             self._last = list(lrs), rates
         for bucket in self.buckets:
             bucket.move(rates)
+
+
+def _on_device(lrs: Sequence[float | Tensor]) -> bool:
+    """Return whether one of the numbers is a tensor, which may be on the device."""
+    return any(isinstance(lr, Tensor) for lr in lrs)
 
 
 def _extent(u: Tensor) -> Tensor:
