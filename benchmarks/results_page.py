@@ -879,10 +879,10 @@ def machines(runs: Runs) -> list[str]:
     days = sorted({str(s["started"])[:10] for s in sessions})
     places = sorted({str(s.get("gpu") or s["device"]) for s in sessions})
     versions = sorted({str(s["torch"]) for s in sessions})
-    commits = sorted({str(s.get("commit")) for s in sessions})
+    commits = sorted({s["commit"] for s in sessions if s.get("commit")})
     return [
         f"{len(runs.all)} runs, {days[0]}{'' if len(days) == 1 else ' to ' + days[-1]}, on "
-        f"{', '.join(places)}, torch {', '.join(versions)}, commit {', '.join(commits)}.",
+        f"{', '.join([*places, *(f'torch {v}' for v in versions), *commits])}.",
         "",
     ]
 
