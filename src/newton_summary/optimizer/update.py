@@ -265,7 +265,11 @@ class Update:
             current = bucket.u.get_device() == torch.cuda.current_device()
             if not current or torch.cuda.is_current_stream_capturing():
                 return False
-            self._captured = CapturedStep(bucket, torch.as_tensor(self._made))
+            try:
+                self._captured = CapturedStep(bucket, torch.as_tensor(self._made))
+            except RuntimeError:  # something else that the device was asked for meanwhile
+                self._capturable = False
+                return False
         self._extent = self._captured.launch(grads, momenta[0], moves)
         return True
 
