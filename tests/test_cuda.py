@@ -205,6 +205,35 @@ def test_captured_steps_give_the_same_training():
         torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-9)
 
 
+def test_captured_steps_follow_parameters_that_move_in_memory():
+    """As after ``p.data = ...``; and autograd knows that they have changed the parameters."""
+
+    def train_with(cuda_graph):
+        model, batches = lenet()
+        optimizer = NewtonSummary.paper(
+            make_partition(model), curvature=(cross_entropy, batches), cuda_graph=cuda_graph
+        )
+        for step in range(62):
+            optimizer.zero_grad()
+            cross_entropy(model, batches[step % 3]).backward()
+            if step in (44, 55):
+                for p in model.parameters():
+                    p.data = p.data.clone()
+            optimizer.step()
+        loss = cross_entropy(model, batches[0])
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        return model, optimizer
+
+    plain, _ = train_with(cuda_graph=False)
+    captured, optimizer = train_with(cuda_graph=True)
+    assert optimizer._update._captured is not None
+    for a, e in zip(captured.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-7, atol=1e-9)
+
+
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [(nn.Dropout(0.5), "random numbers"), (nn.BatchNorm1d(6), "buffer '1.running_mean'")],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -61,6 +63,16 @@ def test_what_an_interrupted_journal_leaves_is_undone_by_the_one_around_it():
     with pytest.raises(Interrupt):
         work()
     assert undone == ["inner, second", "inner, first", "outer"]
+
+
+def test_a_journal_that_another_thread_ends_is_undone():
+    undone = []
+    journal = Journal()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(journal.__enter__).result()
+    journal.undo_later(lambda: undone.append("step"))
+    journal.__exit__()
+    assert undone == ["step"]
 
 
 @pytest.mark.parametrize("error", [Interrupt, ArithmeticError])

@@ -514,6 +514,16 @@ def test_sparse_gradients_are_refused():
         opt.step()
 
 
+def test_a_step_that_is_refused_does_not_count_as_skipped():
+    model = make_net()
+    opt = make_optimizer(model, **MODES["paper"])
+    quiet(lambda: train(model, opt, 4))
+    model[0].weight.grad = model[0].weight.grad.to_sparse()
+    with pytest.raises(ValueError, match="sparse"):
+        opt.step()
+    assert opt.state_dict()["newton_summary"]["counts"]["skipped_since"] == 0
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_first_gradient_of_zero_changes_nothing(mode):
     """No move, no refresh; in Algorithm 2, what follows is as without that step."""

@@ -1,12 +1,14 @@
 """Files of a run: kills at every write, flipped bits, full disks, and directories of strangers."""
 
 import csv
+import io
 import json
 import os
 import random
 import re
 import shutil
 import warnings
+import zipfile
 from dataclasses import replace
 from functools import partial
 
@@ -505,6 +507,27 @@ def test_what_is_written_is_read(tmp_path):
         assert torch.equal(found["model"][name], tensor)
     model.load_state_dict(found["model"])
     optimizer.load_state_dict(found["optimizer"])
+
+
+def test_names_are_checked_where_torch_finds_them():
+    """It does not mind the case of letters, and reads files that do not begin as a zip does."""
+    allocating = b"\x80\x02cbuiltins\nbytearray\nK\x02\x85R."  # a number of bytes
+    for name in ("data.pkl", "DATA.pkl"):
+        stream = io.BytesIO()
+        with zipfile.ZipFile(stream, "w") as archive:
+            archive.writestr(f"archive/{name}", allocating)
+            archive.writestr("archive/version", "3\n")
+        with pytest.raises(reading.Damaged, match="bytearray"):
+            reading.load_tensors(stream.getvalue())
+    before, after = io.BytesIO(), io.BytesIO()
+    torch.save([1], before, _use_new_zipfile_serialization=False)
+    torch.save([2], after)
+    for content in (
+        before.getvalue() + after.getvalue(),
+        stream.getvalue().replace(b".pkl", b".abc"),
+    ):
+        with pytest.raises(reading.Damaged, match=r"not written by torch\.save"):
+            reading.load_tensors(content)
 
 
 def test_errors_of_writing_name_the_file(tmp_path):

@@ -71,6 +71,10 @@ class Bucket:
         """Return a buffer as one tensor for each parameter, of its shape."""
         return [x.view(shape) for x, shape in zip(torch.split(flat, self.sizes), self.shapes)]
 
+    def addresses(self) -> list[int]:
+        """Return where the parameters are in memory."""
+        return [p.data_ptr() for p in self.params]
+
     def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return where gradients belong in the buffer, and these; frozen parameters have none."""
         places, grads = [], []
@@ -148,6 +152,7 @@ class CapturedStep:
     """
 
     def __init__(self, bucket: Bucket, made: Tensor):
+        self.params, self.addresses = bucket.params, bucket.addresses()
         self.grads = torch.empty_like(bucket.u)
         self.places = bucket.split(self.grads)
         self.momentum, self._known = self.grads.new_zeros(()), 0.0
@@ -176,6 +181,8 @@ class CapturedStep:
         torch._foreach_copy_(self.places, grads)
         graph, extent = self._graphs[moves]
         graph.replay()
+        if moves:  # autograd does not see what a graph does
+            torch.autograd.graph.increment_version(self.params)
         return extent
 
 
@@ -244,8 +251,8 @@ class Update:
         Args:
             momenta: Of each group; of all groups, if there is but one.
         """
-        self._asked += 1
         if self._capturable and self._launch(momenta, moves=False):
+            self._asked += 1
             return
         for bucket in self.buckets:
             bucket.advance(momenta)
@@ -254,6 +261,7 @@ class Update:
         for bucket in self.buckets:
             bucket.zero_unless(finite)
         self._made += finite
+        self._asked += 1
 
     def _launch(self, momenta: Sequence[float], moves: bool) -> bool:
         """Do the same by a graph, and move if wanted; return whether it could be done."""
@@ -261,7 +269,7 @@ class Update:
         _, grads = bucket.gradients()
         if len(grads) < len(bucket.live) or len(set(momenta)) > 1 or bucket.known_rates is None:
             return False
-        if self._captured is None:
+        if self._captured is None or self._captured.addresses != bucket.addresses():
             current = bucket.u.get_device() == torch.cuda.current_device()
             if not current or torch.cuda.is_current_stream_capturing():
                 return False

@@ -93,6 +93,7 @@ class Journal:
         while self in _open.journals:
             _open.journals[-1].undo()
             _open.journals.pop()
+        self.undo()  # of one that another thread has entered
 
 
 def _end_contexts(error: BaseException | None) -> None:

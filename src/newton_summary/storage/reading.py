@@ -90,8 +90,12 @@ def load_tensors(content: bytes) -> Any:
             raise Damaged("it would be larger than its bytes")
         if (damaged := archive.testzip()) is not None:
             raise Damaged(f"the checksum of {damaged} differs")
-        for entry in entries:
-            if entry.filename.partition("/")[2] == "data.pkl":
+        # As torch looks for it: by the name in the archive, in letters of either case.
+        inner = [entry.orig_filename.partition("/")[2].lower() for entry in entries]
+        if "data.pkl" not in inner or not content.startswith(b"PK\3\4"):
+            raise Damaged("it was not written by torch.save")
+        for entry, name in zip(entries, inner, strict=True):
+            if name == "data.pkl":
                 _check_names(archive.read(entry))
     value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     _check_plain(value)
