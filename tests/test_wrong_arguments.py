@@ -163,7 +163,7 @@ MEASURED = {
     ),
     "NewtonSummary advised": (
         lambda p: ns.suggest_lrs(p.model, OURS, p.batch, ns.NewtonSummary(p.groups, OURS)),
-        "NewtonSummary cannot give a direction",
+        "NewtonSummary finds its rates itself: pass an optimizer whose lr",
     ),
     "samples": (
         lambda p: ns.summarize(p.model, OURS, p.batch, num_samples=-1),

@@ -346,6 +346,11 @@ def suggest_lrs(
             f"The optimizer is of type {type(optimizer).__name__}: pass the torch optimizer that "
             f"trains the model, suggest_lrs(model, loss_fn, data, optimizer)."
         )
+    if hasattr(optimizer, "last_summary"):
+        raise ValueError(
+            f"{type(optimizer).__name__} finds its rates itself: pass an optimizer whose lr you "
+            f"choose, such as Adam."
+        )
     if isinstance(data, Iterator):  # is read several times; a list of tensors would be one batch
         data = dict(enumerate(data)).values()
     microbatch, num_samples = measuring.get("microbatch"), measuring.get("num_samples")
