@@ -887,7 +887,7 @@ ERRORS = {
     "partition/schemes.py": [
         ("Did you mean 'canonical'", groups("canonica")),
         ("needs a number: write for example 'blocks-2'", groups("blocks")),
-        ("at most 1 levels deep", groups("modules-7")),
+        ("at most 1 level deep. Use 'modules-1'.", groups("modules-7")),
         ("needs 9 layers", groups("chunks-9")),
         ("no parameter that requires a gradient", lambda p: ns.make_partition(nn.ReLU())),
         ("lazy module", lambda p: ns.make_partition(nn.LazyLinear(2))),

@@ -16,7 +16,7 @@ from torch import nn
 import newton_summary as ns
 from newton_summary.integrations.console import sentence
 from newton_summary.measuring import rehearsal
-from newton_summary.measuring.advice import VERDICTS, _Trials
+from newton_summary.measuring.advice import VERDICTS, GroupAdvice, _Trials
 from newton_summary.measuring.factors import Estimate, FactorModel
 from newton_summary.measuring.param_groups import multiply_rates
 from newton_summary.probe.probe import Probe
@@ -289,6 +289,30 @@ def test_losses_of_a_rehearsal_can_be_told_apart():
     assert "says little: give sixteen batches" in str(advice)
 
 
+@pytest.mark.parametrize("factor", [1.0, 10.0])
+@pytest.mark.parametrize(("start", "decides"), [(1.0, False), (2.0, False), (2.5, True)])
+def test_a_rehearsal_that_lowers_the_loss_with_no_rate_decides_nothing(factor, start, decides):
+    """The rate is kept, and not called good; unless it is the best one for the next step."""
+    advice = valley_advice(lr=0.111, apart=1.0, shared=0.0)
+    advice.groups = (GroupAdvice("group0", (0.1,), factor, 0.0, change=1.0, verdict="keep"),) * 2
+    advice.together, advice.rehearsal = None, rehearsal.Rehearsal(16, 2.0, 2.2, 10, start)
+    assert advice.rehearsal.decides == decides
+    is_told = factor == 10 and not decides
+    told = "keep: the rehearsal decides nothing: the loss of the batches that it was not trained "
+    assert (f"{told}on, {start:.4g} at the start, falls with neither" in str(advice)) == is_told
+    assert ("fast enough in the rehearsal" in str(advice)) != is_told
+    assert ("keep lr 0.1 of group0: a rehearsal decides nothing" in sentence(advice)) == is_told
+
+
+def test_a_limit_at_which_the_next_step_raises_the_loss_is_not_trained_at():
+    model, targets = Point(), [(torch.zeros(1, dtype=torch.float64),)] * 4
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
+    advice = ns.suggest_lrs(model, distance, targets, sgd)
+    assert "at the limit (max_change): apply, train a little, and ask again" in str(advice)
+    advice.then = advice.then._replace(real=71.3)
+    assert "at the limit (max_change): apply and ask again" in str(advice)
+
+
 def test_the_error_of_a_factor_is_that_of_the_mean():
     """With equal curvatures the factor is a mean over batches, whose standard error is known."""
     draw = np.random.default_rng(0)
@@ -541,7 +565,7 @@ def test_a_rehearsal_is_a_training_that_is_undone(lr, times, unseen):
                 after.append(np.mean([float(loss_fn(twin, b)) for b in data[seen:]]))
         reached.append(np.mean(after[-max(round(count / 8), 1) :]))
     now, then = (pytest.approx(loss, rel=1e-9) for loss in reached)
-    assert advice.rehearsal == (steps[0], now, then, steps[1]) and reached[1] < reached[0]
+    assert advice.rehearsal[:4] == (steps[0], now, then, steps[1]) and reached[1] < reached[0]
     assert f"in {steps[0]} steps now" in str(advice) and f"in {steps[1]} as sugg" in str(advice)
 
 
@@ -568,7 +592,7 @@ def test_a_rate_that_does_not_train_is_lowered_though_its_next_step_is_the_best(
             after.append(np.mean([float(loss_fn(twin, batch).detach()) for batch in DATA[:5]]))
         reached.append(np.mean(after[-round(count / 8) :]))
     now, then = (pytest.approx(loss, rel=1e-9) for loss in reached)
-    assert advice.rehearsal == (12, now, then, 6) and reached[1] < 0.5 * reached[0]
+    assert advice.rehearsal[:4] == (12, now, then, 6) and reached[1] < 0.5 * reached[0]
     assert "in 6 as suggested, though the next step is worse" in str(advice)
     kept = ns.suggest_lrs(model, loss_fn, DATA, sgd, rehearsal=False)
     assert kept.groups[0].change != group.change and kept.then.real <= kept.now.real
@@ -635,7 +659,7 @@ def test_a_rate_that_makes_the_loss_grow_is_lowered(lr):
     model, targets = Point(), [(torch.zeros(1, dtype=torch.float64),)] * 4
     sgd = torch.optim.SGD(model.parameters(), lr=lr)
     advice = ns.suggest_lrs(model, distance, targets, sgd)
-    steps, now, then, then_steps = advice.rehearsal
+    steps, now, then, then_steps, _ = advice.rehearsal
     assert advice.groups[0].verdict == "lower" and advice.groups[0].change < 0.5
     assert then < now or then == now == math.inf
     assert then_steps == (8 if lr < 100 else steps)

@@ -170,7 +170,7 @@ def test_ntk_parameterisation_computes_the_same(tmp_path):
         ({"batch_size": 0}, "batch_size = 0"),
         ({"dtype": "float8"}, "dtype = 'float8'"),
         ({"device": "cuda:77"}, "The device 'cuda:77' is not available"),
-        ({"device": "abacus"}, "The device 'abacus' is not available"),
+        ({"device": "abacus"}, "The device 'abacus' is not available: write cpu, cuda"),
         ({"device": "meta"}, "The device 'meta' is not available"),
         ({"optimizer": AdamConfig(lr=math.nan)}, "optimizer.lr = nan"),
         ({"optimizer": NewtonSummaryConfig(partition="blocks-9")}, "partition = 'blocks-9'"),

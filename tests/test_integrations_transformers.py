@@ -252,6 +252,14 @@ def test_steering_equals_a_plain_loop_to_the_bit(tmp_path):
     assert logged == [record.rate * record.change for record in controller.history]
 
 
+def test_the_rate_at_the_end_of_a_schedule_is_said_to_be_its_first(tmp_path, capsys):
+    """The Trainer's linear schedule ends at 0, where nothing can be seen."""
+    fit(Classifier(), Points(), tmp_path, [quick(every_n_epochs=1)], num_train_epochs=2)
+    *earlier, last = [line for line in capsys.readouterr().err.splitlines() if ": epoch" in line]
+    said = "(the schedule is at 0: measured at its first rate)"
+    assert len(earlier) == 2 and last.endswith(said) and not any(said in line for line in earlier)
+
+
 def test_steering_resumes_to_the_bit(tmp_path):
     whole, resumed = Classifier(), Classifier()
     options = {"save_strategy": "epoch", "num_train_epochs": 4}

@@ -598,8 +598,8 @@ WRONG = {
     "chunks": ("chunks-3", ["'chunks-3' needs 3 layers", "has 2", "from 1 to 2"]),
     "no number": ("blocks", ["'blocks' needs a number", "'blocks-2'"]),
     "letter for a number": ("alternate-k", ["needs a number", "'alternate-2'"]),
-    "too deep": ("modules-2", ["'modules-2'", "at most 1 levels deep", "from 1 to 1"]),
-    "depth 0": ("modules-0", ["'modules-0'", "from 1 to 1"]),
+    "too deep": ("modules-2", ["'modules-2'", "at most 1 level deep. Use 'modules-1'."]),
+    "depth 0": ("modules-0", ["'modules-0'", "Use 'modules-1'."]),
     "unknown": ("canonicle", ["Unknown partition 'canonicle'", "Did you mean 'canonical'"]),
     "half overlapping": (
         {"a": [("0.weight", 0)], "b": [("0.weight", slice(0, 2))], "c": ...},

@@ -168,7 +168,7 @@ def test_an_optimizer_that_measures_is_no_direction():
         lambda: summarize(model, loss_fn, batch, direction=optimizer),
         lambda: suggest_lrs(model, loss_fn, [batch, batch], optimizer),
     ):
-        with pytest.raises(ValueError, match=r"NewtonSummary.*measures the loss in its own step"):
+        with pytest.raises(ValueError, match=r"NewtonSummary (cannot give|finds)"):
             call()
     for p, value in zip(model.parameters(), before, strict=True):
         assert torch.equal(p, value)

@@ -31,6 +31,18 @@ RATES = ns.learning_rates(SUMMARY)
 TRIED = (NET, loss_fn, BATCH, SUMMARY)
 
 WRONG = {
+    "budget misspelt": (
+        lambda: ns.NewtonSummary(NET, loss_fn, budjet=0.1),
+        "NewtonSummary has no argument 'budjet'. Did you mean 'budget'",
+    ),
+    "period misspelt": (
+        lambda: ns.NewtonSummary.paper(ns.make_partition(NET), sumary_period=5),
+        "NewtonSummary.paper has no argument 'sumary_period'. Did you mean 'summary_period'",
+    ),
+    "loss as the paper's lr": (
+        lambda: ns.NewtonSummary.paper(ns.make_partition(NET), loss_fn, [BATCH]),
+        r"is lr\. Loss and data .* curvature=\(loss_fn, batches\)",
+    ),
     "lambda word": (
         lambda: ns.learning_rates(SUMMARY, "auto"),
         "tries steps, which needs the model",
@@ -151,7 +163,7 @@ MEASURED = {
     ),
     "NewtonSummary advised": (
         lambda p: ns.suggest_lrs(p.model, OURS, p.batch, ns.NewtonSummary(p.groups, OURS)),
-        "NewtonSummary cannot give a direction",
+        "NewtonSummary finds its rates itself: pass an optimizer whose lr",
     ),
     "samples": (
         lambda p: ns.summarize(p.model, OURS, p.batch, num_samples=-1),

@@ -395,6 +395,8 @@ def find_device(name: str) -> torch.device:
         torch.zeros(1, device=device).tolist()  # fails on a meta device
     except Exception as error:  # torch raises many types, with long messages
         reason = str(error).splitlines()[0].rstrip(".")
+        if "device type at start" in reason:  # and all that torch was ever built for
+            reason = "write cpu, cuda, cuda:1, ... or another device of torch"
         raise UserError(f"The device {name!r} is not available: {reason}.") from None
     return device
 

@@ -42,7 +42,7 @@ def sentence(advice: Advice, steered: bool = False) -> str:
     """Return what advice says in one line: the loss, and a clause for each group."""
     several, together = len(advice.groups) > 1, advice.together
     noisy = [g for g in advice.groups if g.verdict == "noise"] if together is not None else []
-    said = [clause(g, several) for g in advice.groups if g not in noisy]
+    said = [clause(g, several, advice.kept_undecided(g)) for g in advice.groups if g not in noisy]
     if together is not None:
         lrs = tuple(dict.fromkeys(lr for group in noisy for lr in group.lrs))
         who = "the others" if said else "all"
@@ -53,7 +53,7 @@ def sentence(advice: Advice, steered: bool = False) -> str:
     return f"loss {float(advice.summary.loss):.4g}; {'; '.join(said)}{' (steered)' * steered}"
 
 
-def clause(group: GroupAdvice, named: bool = False) -> str:
+def clause(group: GroupAdvice, named: bool = False, undecided: bool = False) -> str:
     """Return what to do about the learning rate of a group.
 
     >>> clause(GroupAdvice("group0", (3e-4,), 6.1, 0.8, change=6.1, verdict="raise"))
@@ -76,7 +76,8 @@ def clause(group: GroupAdvice, named: bool = False) -> str:
             found = f"x{group.change:.2g} by a rehearsal (the best next step: {found})"
         return f"lr {lr} {'could' if group.verdict == 'raise' else 'should'} be {found}"
     if group.verdict == "keep" and Estimate(group.factor, group.stderr).verdict != "keep":
-        return f"keep lr {lr}: good enough in a rehearsal (for the next step alone: {found})"
+        why = "a rehearsal decides nothing" if undecided else "good enough in a rehearsal"
+        return f"keep lr {lr}: {why} (for the next step alone: {found})"
     return {
         "keep": f"lr {lr} is right (the best next step: {found})",
         "noise": f"lr {lr}: too noisy to say",

@@ -259,7 +259,7 @@ class Monitor:
         if self.lambda_int is not None:
             given["lambda_int"] = self.lambda_int
         advise = partial(suggest_lrs, model, self._loss, data, optimizer, **given)
-        with self._present_rates(optimizer):
+        with self._present_rates(optimizer) as ended:
             self.advice = groups = advise()
             if self.partition is not None:
                 groups = advise(partition=self.partition, rehearsal=False)
@@ -273,7 +273,8 @@ class Monitor:
         rates = replace(groups.rates, eta=changes, eta_stderr=stderr, status="minimum")
         self.history.add(epoch, groups.summary, rates, trials=[Trial(1.0, *groups.then)])
         said = sentence(self.advice, steered=self.controller is not None)
-        self.console.say(f"epoch {epoch:g}: {said}")
+        at = " (the schedule is at 0: measured at its first rate)" if ended else ""
+        self.console.say(f"epoch {epoch:g}: {said}{at}")
         for group in self.advice.groups:
             self.history.add_value(f"factor of lr, {group.name}", epoch, group.factor)
         return rates
@@ -348,18 +349,19 @@ class Monitor:
         self._recorded = len(self.controller.history)
 
     @contextmanager
-    def _present_rates(self, optimizer: Optimizer) -> Iterator[None]:
+    def _present_rates(self, optimizer: Optimizer) -> Iterator[bool]:
         """Show the learning rates as the controller multiplies them.
 
         At the end of a schedule, where they are zero and nothing can be seen, those of its peak.
+        Yields whether it is so.
         """
         own = [group["lr"] for group in optimizer.param_groups]
         factor = 1.0 if self.controller is None else self.controller.multiplier
-        ended = not any(float(lr) for lr in own)
+        ended = not any(map(float, own)) and any("initial_lr" in g for g in optimizer.param_groups)
         try:
             for group, lr in zip(optimizer.param_groups, own, strict=True):
                 group["lr"] = (group.get("initial_lr", lr) if ended else lr) * factor
-            yield
+            yield ended
         finally:
             for group, lr in zip(optimizer.param_groups, own, strict=True):
                 group["lr"] = lr

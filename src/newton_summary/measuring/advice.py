@@ -44,10 +44,10 @@ ALIKE = 2.0  # rates within this factor train alike: none is left for another
 SHORT = 8  # steps of a rehearsal: fewer than four batches
 VERDICTS: dict[Verdict, str] = {
     "raise": "the loss would fall more with a larger rate",
-    "lower": "the loss would fall more with a smaller rate",
+    "lower": "the loss would fall more, or rise less, with a smaller rate",
     "keep": "the present rate is within the error of the best one, or about as good: near it, or "
     "fast enough in the rehearsal",
-    "noise": "the batches do not agree on whether to raise or lower it: measure on more data",
+    "noise": "the batches do not agree on whether another rate is better: measure on more data",
     "refuted": "a step with another rate was tried, and lowered the loss less than the present one",
     "not yet": "parts of it have no gradient yet, such as a LoRA factor whose partner is zero: ask "
     "again after some steps",
@@ -171,7 +171,7 @@ class Advice(ShownAsTable):
             f"(predicted: {self.now.predicted:+.3g} and {self.then.predicted:+.3g})"
         ]
         if self.rehearsal is not None:
-            steps, now, then, then_steps = self.rehearsal
+            steps, now, then, then_steps, _ = self.rehearsal
             reached, reached_then = told_apart(now, then)
             changed = any(group.change != 1 for group in self.groups)
             which = "as suggested" if changed else "with another rate"
@@ -197,15 +197,29 @@ class Advice(ShownAsTable):
         if any(
             math.isclose(group.change, limit) for group in self.groups for limit in self._limits
         ):
-            lines.append("at the limit (max_change): apply, train a little, and ask again")
+            first = "apply, train a little," if self.then.real < 0 else "apply"
+            lines.append(f"at the limit (max_change): {first} and ask again")
+        meanings = {**VERDICTS}
+        if self.rehearsal is not None and any(self.kept_undecided(g) for g in self.groups):
+            meanings["keep"] = (
+                f"the rehearsal decides nothing: the loss of the batches that it was not trained "
+                f"on, {self.rehearsal.start:.4g} at the start, falls with neither rate; give more "
+                f"batches"
+            )
         lines += [
             f"{v}: {means}"
-            for v, means in VERDICTS.items()
+            for v, means in meanings.items()
             if any(g.verdict == v for g in self.groups)
         ]
         if self.rates.no_cubic and self.summary.gbar.any():  # not where nothing moves
             lines.append("D3 is 0 in all groups, as with ReLU and squared error.")
         return "\n".join(lines)
+
+    def kept_undecided(self, group: GroupAdvice) -> bool:
+        """Whether a group keeps its rate only because a rehearsal lowered the loss with none."""
+        if self.rehearsal is None or self.rehearsal.decides or group.verdict != "keep":
+            return False
+        return Estimate(group.factor, group.stderr).verdict != "keep"
 
     def _factor(self, factor: float, stderr: float | None) -> tuple[str, str]:
         """Return a factor and its error as text; one at the limits may be beyond."""
@@ -331,6 +345,11 @@ def suggest_lrs(
         raise TypeError(
             f"The optimizer is of type {type(optimizer).__name__}: pass the torch optimizer that "
             f"trains the model, suggest_lrs(model, loss_fn, data, optimizer)."
+        )
+    if hasattr(optimizer, "last_summary"):
+        raise ValueError(
+            f"{type(optimizer).__name__} finds its rates itself: pass an optimizer whose lr you "
+            f"choose, such as Adam."
         )
     if isinstance(data, Iterator):  # is read several times; a list of tensors would be one batch
         data = dict(enumerate(data)).values()

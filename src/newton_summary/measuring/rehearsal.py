@@ -54,6 +54,12 @@ class Rehearsal(NamedTuple):
     now: float
     then: float  # as suggested; with the best others if nothing is
     then_steps: int  # a larger rate has to be faster
+    start: float = math.nan  # before the first step
+
+    @property
+    def decides(self) -> bool:
+        """Whether the loss fell at all; else none of the rates is known to train."""
+        return not min(self.now, self.then) >= self.start
 
 
 def rehearse(
@@ -98,7 +104,7 @@ def rehearse(
         is_lost = (times is None or times[i] < 1) and present[n] > present[0]
         if is_lost and times is not None and other[m] >= present[n]:
             m = n
-        found.append(Rehearsal(n, present[n], other[m], m))
+        found.append(Rehearsal(n, present[n], other[m], m, present[0]))
         if other[m] < present[n] or (is_lost and present[n] == math.inf):
             better.append(i)
     best = min(better or range(len(found)), key=lambda i: others[i][ends[i]])

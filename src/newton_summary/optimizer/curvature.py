@@ -15,7 +15,6 @@ import torch
 
 from newton_summary.derivatives import Backend
 from newton_summary.derivatives.sweep.cuda_graph import SweepGraphs, Wanted
-from newton_summary.display.names import check_arguments
 from newton_summary.errors import NotFiniteError
 from newton_summary.measuring.measurement import (
     backends_for,
@@ -61,7 +60,6 @@ class Curvature:
     """
 
     def __init__(self, given: Any, loss_fn: LossFn | None, how: Measuring):
-        check_arguments("NewtonSummary", how, Measuring.__annotations__)
         self.backend, self.microbatch = how.get("backend", "auto"), how.get("microbatch")
         self.distributed = how.get("distributed", "auto")
         backends_for(self.backend, self.microbatch, sharded=False)  # raises if there is none

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -194,6 +195,8 @@ class NewtonSummary(Optimizer):
             if lr is not None:
                 raise TypeError(f"loss_fn={loss_fn!r}: give a function, loss_fn(model, batch).")
             lr, loss_fn = loss_fn, None
+        *named, _ = inspect.signature(NewtonSummary).parameters  # the last one is **measuring
+        check_arguments("NewtonSummary", measuring, Measuring.__annotations__, *named)
         given = {
             "lr": lr,
             "lambda_int": lambda_int,
@@ -327,7 +330,13 @@ class NewtonSummary(Optimizer):
             variant: ``"as-run"`` or ``"as-published"``.
             **measuring: How summaries are measured. Whatever is not of Algorithm 2 is refused.
         """
-        check_arguments("NewtonSummary.paper", measuring, Measuring.__annotations__)
+        *named, _ = inspect.signature(cls.paper).parameters
+        check_arguments("NewtonSummary.paper", measuring, Measuring.__annotations__, *named)
+        if callable(lr):
+            raise TypeError(
+                "The second argument of NewtonSummary.paper is lr. Loss and data of the summaries "
+                "are one argument: NewtonSummary.paper(partition, curvature=(loss_fn, batches))."
+            )
         if variant not in ("as-run", "as-published"):
             raise ValueError(f"variant={variant!r}: write 'as-run' or 'as-published'.")
         if variant == "as-published" and warmup:

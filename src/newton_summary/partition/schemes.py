@@ -60,9 +60,11 @@ def modules(model: nn.Module, k: int) -> dict[str, list[str]]:
     paths = {name: module_path(name) for name in trainable(model)}
     depth = max(len(path.split(".")) if path else 0 for path in paths.values())
     if not 1 <= k <= depth:
+        levels = "1 level" if depth == 1 else f"{depth} levels"
+        use = "'modules-1'" if depth == 1 else f"a number from 1 to {depth}"
         raise ValueError(
-            f"'modules-{k}': the modules of this model that own parameters are at most {depth} "
-            f"levels deep. Use a number from 1 to {depth}."
+            f"'modules-{k}': the modules of this model that own parameters are at most {levels} "
+            f"deep. Use {use}."
             if depth
             else f"'modules-{k}': the model has no modules inside. Use 'layers' or 'canonical'."
         )
