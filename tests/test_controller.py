@@ -820,7 +820,7 @@ def steered_sgd(monkeypatch, losses, lr=0.1, momentum=0.0):
     left = iter(losses)
 
     def along(self, batch, before, u):
-        return next(left), self._rate, 0.1 * self._rate**2
+        return next(left), self._rate, 1e-4 * self._rate**2
 
     monkeypatch.setattr(ns.RateController, "_along", along)
     monkeypatch.setattr(EndSlopes, "take", lambda self, params: None)
