@@ -795,3 +795,60 @@ def test_a_first_step_uphill_is_a_short_one():
     start = controller.history[0]
     assert start.why == "start" and start.slope < 0
     assert start.change * 10.0 * float(slope) == pytest.approx(1e-3 * float(size), rel=1e-6)
+
+
+# --- SGD, whose steps are as long as its gradient -------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_sgd_does_not_kill_a_network_with_relu(seed):
+    """Counted alike, steps that lead back from where the loss has gone up made the rate rise."""
+    torch.manual_seed(seed)
+    x = torch.randn(400, 6)
+    y = x[:, :3].argmax(1)
+    layers = (nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3))
+    model = nn.Sequential(*layers)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    controller = ns.RateController(sgd, model, cross_entropy)
+    data = [(x[i], y[i]) for i in (torch.randint(400, (64,)) for _ in range(300))]
+    train(model, sgd, controller, data)
+    assert float(cross_entropy(model, (x, y)).detach()) < 0.1  # a constant has 1.1
+
+
+def steered_sgd(monkeypatch, losses, lr=0.1, momentum=0.0):
+    """Steer SGD along a line whose slope and curvature call for longer steps, with these losses."""
+    left = iter(losses)
+
+    def along(self, batch, before, u):
+        return next(left), self._rate, 1e-4 * self._rate**2
+
+    monkeypatch.setattr(ns.RateController, "_along", along)
+    monkeypatch.setattr(EndSlopes, "take", lambda self, params: None)
+    model = make_net()
+    sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    controller = ns.RateController(sgd, model, cross_entropy, period=1)
+    for batch in batches(len(losses) + 1):
+        sgd.zero_grad()
+        cross_entropy(model, batch).backward()
+        for p in model.parameters():
+            p.grad.clamp_(-1e-3, 1e-3)  # so that nothing else limits the rate
+        controller.step(batch)
+    return controller
+
+
+def test_a_burst_of_the_loss_halves_the_rate_of_sgd(monkeypatch):
+    """Beyond three times the usual loss, and above the first."""
+    controller = steered_sgd(monkeypatch, [1.0, 1.2, 1.1, 9.0, 1.0, 3.0])
+    changes = [record.change for record in controller.history[1:]]
+    assert changes[3] == pytest.approx(0.5)
+    assert all(change > 0.5 for i, change in enumerate(changes) if i != 3)
+    calm = steered_sgd(monkeypatch, [0.01, 0.01, 0.02, 0.5, 0.01])  # all below the first
+    assert all(record.change > 0.5 for record in calm.history[1:])
+
+
+def test_the_rate_is_not_raised_before_the_velocity_has_built_up(monkeypatch):
+    controller = steered_sgd(monkeypatch, [1.0] * 12, momentum=0.75)
+    raised = [record.step for record in controller.history if record.why == "raise"]
+    assert raised and min(raised) == 6
+    plain = steered_sgd(monkeypatch, [1.0] * 12)
+    assert plain.history[1].why == "raise"

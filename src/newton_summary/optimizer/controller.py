@@ -21,6 +21,7 @@ for a step as long as it is, also with kinks (ReLU), and any operation that has 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -29,7 +30,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, SGD, Optimizer
 
 from newton_summary.derivatives import Backend
 from newton_summary.display.table import ShownAsTable, without_middle
@@ -69,6 +70,7 @@ FALLING = 0.83  # of the set point, while a schedule is below its peak
 TRIALS = 12  # gradients that the start may take
 STRIDE = 2  # one step in so many has its slope taken from the next gradient of the training
 PERIOD = 10  # steps from one measurement to the next, which gain and memory are meant for
+BURST = 3.0  # times the usual loss: where SGD's is higher, and above the first, the rate is halved
 LONG, STILL_LONG = 2.0, 4.0  # standard errors by which a step is too long; of thousands of steps
 SETTLED = 2000  # steps after which measurements count for less: both limits of the rate close in
 
@@ -289,7 +291,11 @@ class RateController(ShownAsTable):
         pace *= young
         memory = self.memory**pace
         at_end = self._ends.mean(slope - curvature, self._rate, memory, shared)
-        self._balance.add(at_end + curvature, curvature, self._rate, memory)
+        # SGD's steps are as long as its gradient. Counted alike, the few from where the loss has
+        # gone up, which lead back down, would outweigh all others, and the rate would rise.
+        by_length = isinstance(self.optimizer, SGD)
+        weight = (self._rate / length) ** 2 if by_length else 1.0
+        self._balance.add(weight * (at_end + curvature), weight * curvature, self._rate, memory)
         # A schedule far below its peak neither makes the rate rise again, nor fall twice. Until
         # then its end makes good again what longer steps do to the noise.
         top = self.multiplier * self._peak_lr()
@@ -302,7 +308,7 @@ class RateController(ShownAsTable):
         error, why = 0.0, "keep"
         if low < 0:
             error, why = low, "lower"
-        elif high > 0 and (self._balance.curvature > 0 or length < LONGEST):
+        elif high > 0 and (self._balance.curvature > 0 or length < LONGEST) and self._full_speed:
             error, why = high, "raise"
         change = math.exp(pace * self.gain * error)
         settled = self.steps > SETTLED
@@ -318,7 +324,20 @@ class RateController(ShownAsTable):
         if settled and self._envelope < change * self.multiplier:
             change = self._envelope / self.multiplier
             why = "lower" if change < 1 else why
+        usual = statistics.median(record.loss for record in self.history[-10:])
+        if by_length and loss > max(BURST * usual, self.history[0].loss):
+            change, why = min(change, 0.5), "lower"
         self._change(loss, slope, curvature, self._balance.factor(self._rate), change, why)
+
+    @property
+    def _momentum(self) -> float:
+        """The largest momentum of SGD's groups; of Adam, whose steps do not grow with it, 0."""
+        return max(float(group.get("momentum", 0.0)) for group in self.optimizer.param_groups)
+
+    @property
+    def _full_speed(self) -> bool:
+        """Whether the velocity has built up, so that steps are as long as the rate makes them."""
+        return self.steps * (1 - self._momentum) >= 2 * self._momentum
 
     def _along(
         self, batch: Any, before: list[Tensor], u: dict[str, Tensor]
@@ -363,10 +382,8 @@ class RateController(ShownAsTable):
             if target < 1.5 * s:
                 break
             s = min(target, 10 * s)
-        # SGD's steps grow by 1 / (1 - momentum) while its velocity builds up; Adam's do not.
-        best = (best or s) * min(
-            1 - float(group.get("momentum", 0.0)) for group in self.optimizer.param_groups
-        )
+        # Steps grow by 1 / (1 - momentum) while the velocity builds up.
+        best = (best or s) * (1 - self._momentum)
         # Where a schedule begins below its peak, what was found is for the peak.
         shape = self._rate / (self.multiplier * self._peak_lr())
         self._place(at(best * shape))
