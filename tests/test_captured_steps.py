@@ -17,11 +17,12 @@ from problems import cross_entropy
 class Eager:
     """Does at each launch what the graphs do."""
 
-    launches: list[bool]
+    launches: list[bool] = []
+    captures = 0
 
     def __init__(self, bucket, made):
-        self.bucket, self.made = bucket, made
-        Eager.launches = []
+        self.bucket, self.made, self.addresses = bucket, made, bucket.addresses()
+        Eager.captures += 1
 
     def launch(self, grads, momentum, moves):
         Eager.launches.append(moves)
@@ -54,6 +55,8 @@ def train(monkeypatch, captured=None, lr=0.3):
             model[0].weight.grad[0] = torch.nan
         if step in (51, 52):
             model[0].bias.grad = None
+        if step == 58:
+            model[2].weight.data = model[2].weight.data.clone()  # elsewhere in memory
         for group in optimizer.param_groups:
             group["momentum"] = 0.9 if step < 71 else 0.8
             group["lr"] = lr if step < 77 else lr / 3
@@ -74,6 +77,8 @@ def train(monkeypatch, captured=None, lr=0.3):
 @pytest.mark.parametrize("captured", [Eager, fails])
 @pytest.mark.parametrize("lr", [0.3, torch.tensor(0.3)])
 def test_captured_steps_are_the_same(monkeypatch, captured, lr):
+    monkeypatch.setattr(Eager, "launches", [])
+    monkeypatch.setattr(Eager, "captures", 0)
     expected, plain = train(monkeypatch, lr=lr)
     model, optimizer = train(monkeypatch, captured, lr)
     for a, e in zip(model.parameters(), expected.parameters(), strict=True):
@@ -84,5 +89,6 @@ def test_captured_steps_are_the_same(monkeypatch, captured, lr):
     if captured is fails:
         assert held._captured is None and not held._capturable
     else:
+        assert Eager.captures == 2  # the second one where the parameters are then
         assert Eager.launches.count(False) > 8  # refreshes
         assert (Eager.launches.count(True) > 40) == (not isinstance(lr, torch.Tensor))
