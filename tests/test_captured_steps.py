@@ -5,6 +5,8 @@ The graphs themselves are tested on a GPU, in test_cuda.py.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
@@ -17,7 +19,7 @@ from problems import cross_entropy
 class Eager:
     """Does at each launch what the graphs do."""
 
-    launches: list[bool] = []
+    launches: ClassVar[list[bool]] = []
     captures = 0
 
     def __init__(self, bucket, made):
