@@ -778,6 +778,17 @@ def test_an_optimizer_that_does_not_move_yet():
     assert VERDICTS["no step"] in str(advice) and "ask before the scheduler" in str(advice)
 
 
+def test_advice_below_the_peak_of_a_schedule_says_so():
+    model = make_net()
+    adam = torch.optim.Adam(model.parameters(), lr=1e-3)
+    plain = str(ns.suggest_lrs(model, loss_fn, DATA, adam))
+    assert "at its peak" not in plain
+    torch.optim.lr_scheduler.OneCycleLR(adam, max_lr=0.01, total_steps=100)
+    said = str(ns.suggest_lrs(model, loss_fn, DATA, adam))
+    assert "a schedule has lr at 0.0004, and at 0.01 at its peak: this is advice for 0.0004" in said
+    assert "ask before the scheduler is made" in said
+
+
 SCHEDULERS = {
     "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 3),
     "MultiStepLR": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [3]),

@@ -226,7 +226,7 @@ def explain(
             f"effect. Use a coarser partition, such as 'trivial', or {instead}."
         )
     if lambda_int == 0:
-        return f"{text} Use lambda_int > 0."
+        return f"{text} Use lambda_int > 0, with a summary of order 3."
     return (
         f"{text} Merge the groups with D3 = 0 with others, freeze those on which the loss does not "
         f"depend, or use {instead}."

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 ALIKE = 2.0  # rates within this factor train alike: none is left for another
 SHORT = 8  # steps of a rehearsal: fewer than four batches
+LOW = 0.5  # of the peak of a schedule: advice for a lower rate says little about the peak
 VERDICTS: dict[Verdict, str] = {
     "raise": "the loss would fall more with a larger rate",
     "lower": "the loss would fall more, or rise less, with a smaller rate",
@@ -199,6 +200,12 @@ class Advice(ShownAsTable):
         ):
             first = "apply, train a little," if self.then.real < 0 else "apply"
             lines.append(f"at the limit (max_change): {first} and ask again")
+        for lr, peak in sorted(set(map(_rate_and_peak, self._optimizer.param_groups))):
+            if 0 < lr < LOW * peak:
+                lines.append(
+                    f"a schedule has lr at {lr:.3g}, and at {peak:.3g} at its peak: this is advice "
+                    f"for {lr:.3g} alone; for the peak, ask before the scheduler is made"
+                )
         meanings = {**VERDICTS}
         if self.rehearsal is not None and any(self.kept_undecided(g) for g in self.groups):
             meanings["keep"] = (
@@ -564,3 +571,8 @@ def _longest(changes: Array, model: FactorModel) -> Array:
     powers = np.geomspace(max(far, 1.0), 1.0, 33)
     several = ((changes**t).clip(*model.limits) for t in powers)
     return next((c for c in several if model.change(c) <= model.change(ones)), changes)
+
+
+def _rate_and_peak(group: dict[str, Any]) -> tuple[float, float]:
+    """Return the present learning rate of a group, and the highest of its schedule."""
+    return float(group["lr"]), float(group.get("max_lr", group.get("initial_lr", group["lr"])))
