@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -18,12 +19,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
-def check_arguments(whose: str, given: Iterable[str], taken: Iterable[str], *others: str) -> None:
-    """Raise unless all names that were given are taken; ``others`` may have been meant as well."""
-    taken = list(taken)
+def check_arguments(function: Callable[..., Any], given: Iterable[str], options: type) -> None:
+    """Raise unless all names that a function was given, in ``**options``, are of a TypedDict."""
+    taken = options.__annotations__
     for name in given:
         if name not in taken:
-            raise TypeError(f"{whose} has no argument {name!r}.{nearest(name, [*taken, *others])}")
+            *others, _ = inspect.signature(function).parameters  # the last one is **options
+            raise TypeError(
+                f"{function.__qualname__} has no argument {name!r}."
+                f"{nearest(name, [*taken, *others])}"
+            )
 
 
 def first_names(names: Sequence[str], most: int = 8) -> str:

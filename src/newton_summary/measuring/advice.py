@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -338,8 +337,7 @@ def suggest_lrs(
     >>> f"{adam.param_groups[0]['lr']:.0e}"
     '1e-05'
     """
-    *named, _ = inspect.signature(suggest_lrs).parameters  # the last one is **measuring
-    check_arguments("suggest_lrs", measuring, Measuring.__annotations__, *named)
+    check_arguments(suggest_lrs, measuring, Measuring)
     for name, value, low, high in (
         ("fraction", fraction, 0, 1),
         ("max_change", max_change, 1, sys.float_info.max),

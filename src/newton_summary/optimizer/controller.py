@@ -324,9 +324,10 @@ class RateController(ShownAsTable):
         if settled and self._envelope < change * self.multiplier:
             change = self._envelope / self.multiplier
             why = "lower" if change < 1 else why
-        usual = statistics.median(record.loss for record in self.history[-10:])
-        if by_length and loss > max(BURST * usual, self.history[0].loss):
-            change, why = min(change, 0.5), "lower"
+        if by_length and loss > self.history[0].loss:
+            usual = statistics.median(record.loss for record in self.history[-10:])
+            if loss > BURST * usual:
+                change, why = min(change, 0.5), "lower"
         self._change(loss, slope, curvature, self._balance.factor(self._rate), change, why)
 
     @property

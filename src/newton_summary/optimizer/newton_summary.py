@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -195,8 +194,7 @@ class NewtonSummary(Optimizer):
             if lr is not None:
                 raise TypeError(f"loss_fn={loss_fn!r}: give a function, loss_fn(model, batch).")
             lr, loss_fn = loss_fn, None
-        *named, _ = inspect.signature(NewtonSummary).parameters  # the last one is **measuring
-        check_arguments("NewtonSummary", measuring, Measuring.__annotations__, *named)
+        check_arguments(NewtonSummary, measuring, Measuring)
         given = {
             "lr": lr,
             "lambda_int": lambda_int,
@@ -330,8 +328,7 @@ class NewtonSummary(Optimizer):
             variant: ``"as-run"`` or ``"as-published"``.
             **measuring: How summaries are measured. Whatever is not of Algorithm 2 is refused.
         """
-        *named, _ = inspect.signature(cls.paper).parameters
-        check_arguments("NewtonSummary.paper", measuring, Measuring.__annotations__, *named)
+        check_arguments(NewtonSummary.paper, measuring, Measuring)
         if callable(lr):
             raise TypeError(
                 "The second argument of NewtonSummary.paper is lr. Loss and data of the summaries "
