@@ -211,7 +211,7 @@ def test_captured_steps_follow_parameters_that_move_in_memory():
     def train_with(cuda_graph):
         model, batches = lenet()
         optimizer = NewtonSummary.paper(
-            make_partition(model), curvature=(cross_entropy, batches), cuda_graph=cuda_graph
+            make_partition(model), 0.1, curvature=(cross_entropy, batches), cuda_graph=cuda_graph
         )
         for step in range(62):
             optimizer.zero_grad()
@@ -231,7 +231,7 @@ def test_captured_steps_follow_parameters_that_move_in_memory():
     captured, optimizer = train_with(cuda_graph=True)
     assert optimizer._update._captured is not None
     for a, e in zip(captured.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(
