@@ -741,6 +741,10 @@ ERRORS = {
     "measuring/exact_loss.py": [],
     "measuring/lambda_int.py": [
         (
+            "suggest_lambda_int needs D3",
+            lambda p: ns.suggest_lambda_int(p.model, OURS, p.batch, p.measure(order=2)),
+        ),
+        (
             "no strengths to try",
             lambda p: ns.suggest_lambda_int(p.model, OURS, p.batch, p.summary, strengths=()),
         ),

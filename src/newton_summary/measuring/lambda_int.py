@@ -155,7 +155,8 @@ def suggest_lambda_int(
     The loss is 2.243; lambda_int = 100 lowers it most.
     """
     need_summary(summary, "suggest_lambda_int")
-    summary.hessian()  # raises if there is none
+    if summary.D3 is None:
+        raise ValueError("suggest_lambda_int needs D3: measure the summary with order=3.")
     strengths = as_floats(strengths, "strengths")
     if not strengths:
         raise ValueError("There are no strengths to try: write for example (1, 10, 100).")
