@@ -534,7 +534,11 @@ class RateController(ShownAsTable):
 
     def _said(self) -> str:
         rates = ", ".join(f"{rate:.3g}" for rate in self.rates)
-        return f"after {self.steps} steps the learning rate is {rates}"
+        return (
+            f"factor: the best multiple of the step, slope / curvature, from their running means\n"
+            f"change: what the rate was then multiplied with, to bring the factor to "
+            f"{self.set_point:g}\nafter {self.steps} steps the learning rate is {rates}"
+        )
 
 
 def steering_history(records: Iterable[RateRecord], name: str) -> History:
