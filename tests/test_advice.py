@@ -268,6 +268,18 @@ def test_what_noisy_groups_are_told_is_what_is_suggested():
         assert sentence(nothing).count("too noisy to say") == 2
 
 
+def test_each_of_several_groups_has_a_line_on_the_console():
+    advice = valley_advice(lr=0.01, apart=0.0, shared=0.0)
+    first, *lines = sentence(advice, steered=True).splitlines()
+    assert first == "loss 0, steered"
+    assert [line.partition(" could")[0] for line in lines] == [
+        "  lr 0.01 of group0",
+        "  lr 0.01 of group1",
+    ]
+    advice.groups = advice.groups[:1]
+    assert sentence(advice).startswith("loss 0; lr 0.01 could be x10")
+
+
 def test_a_rate_that_stays_is_not_called_noisy_as_well(monkeypatch):
     """The rehearsal keeps the rates of groups that share a factor: there are no others."""
     monkeypatch.setattr(

@@ -174,3 +174,19 @@ def test_weights_and_biases(setup, monkeypatch):
     for row, name in zip(pictures, ("Hbar", "interactions", "rates"), strict=True):
         pixels = row[f"newton_summary/{name}"]
         assert pixels.shape[2] in (3, 4) and pixels.std() > 0
+
+
+def test_a_factor_at_its_limit_has_no_error_in_the_log(setup):
+    """Every half of the batches finds the same limit: that is no measure of its error."""
+    model, (x, y) = setup
+    batches = list(zip(x.split(8), y.split(8)))
+    for lr, at_limit in ((1e-6, True), (0.1, False)):
+        logged = {}
+        log = SimpleNamespace(scalars=lambda values, step, to=logged: to.update(values))
+        sgd = torch.optim.SGD(model.parameters(), lr=lr)
+        monitor = Monitor(
+            loss_fn=loss_fn, data=batches, loggers=[log], figures=False, console=False
+        )
+        monitor.measure(model, 0, optimizer=sgd)
+        assert (logged["newton_summary/factor/group0"] == pytest.approx(10.0)) == at_limit
+        assert ("newton_summary/factor_error/group0" not in logged) == at_limit

@@ -82,7 +82,7 @@ class Monitor:
             and at the end.
         data: The data to measure on, as for :func:`newton_summary.summarize`. By default callbacks
             draw samples from the training data, once, and measure on these.
-        num_batches: The number of batches of samples to draw.
+        num_batches: The number of batches of samples to draw; a measurement's time grows with it.
         loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a batch. Callbacks have a
             default.
         partition: Groups to measure besides those of the optimizer, such as ``"layers"``. Without
@@ -274,7 +274,7 @@ class Monitor:
         self.history.add(epoch, groups.summary, rates, trials=[Trial(1.0, *groups.then)])
         said = sentence(self.advice, steered=self.controller is not None)
         at = " (the schedule is at 0: measured at its first rate)" if ended else ""
-        self.console.say(f"epoch {epoch:g}: {said}{at}")
+        self.console.say(f"epoch {epoch:g}{at}: {said}")
         for group in self.advice.groups:
             self.history.add_value(f"factor of lr, {group.name}", epoch, group.factor)
         return rates
