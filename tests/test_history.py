@@ -44,7 +44,8 @@ def test_history_in_order():
 def test_empty_history():
     empty = History()
     assert (empty.names, empty.epochs, empty.rates.shape) == ((), [], (0, 0))
-    assert "0 measurements" in str(empty) and "<table>" in empty._repr_html_()
+    assert str(empty) == repr(empty) and "0 measurements" in repr(empty)
+    assert "<table>" in empty._repr_html_()
 
 
 def test_one_measurement():
