@@ -537,7 +537,8 @@ class RateController(ShownAsTable):
         return (
             f"factor: the best multiple of the step, slope / curvature, from their running means\n"
             f"change: what the rate was then multiplied with, to bring the factor to "
-            f"{self.set_point:g}\nafter {self.steps} steps the learning rate is {rates}"
+            f"{self.set_point:g}; a schedule multiplies it besides\n"
+            f"after {self.steps} steps the learning rate is {rates}"
         )
 
 
