@@ -213,10 +213,12 @@ def test_terminal_shows_a_bar_and_the_time_left():
         reporter.progress.refresh()
         reporter.measure(3, 4, 4)
         reporter.row({**row, "lr": 0.25, "eta": {"x": 2.0, "y": -1.0}})
+        reporter.row({**row, "eta": {"x": 2.0, "y": 2.0}})
     shown = console.export_text()
     assert "a run" in shown and "resuming after epoch 2" in shown
     assert "epoch 3/5" in shown and "50%" in shown and "left" in shown and "measuring" in shown
     assert "train -  validation 2 (50.0%)  test 3  lr 0.25  eta -1 to 2  1.0 s  diverged" in shown
+    assert "test 3  eta 2  1.0 s" in shown
 
 
 def test_run_for_scripts(call):

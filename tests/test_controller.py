@@ -707,6 +707,7 @@ def test_it_prints_its_record():
     model = make_net()
     adam = torch.optim.Adam(model.parameters())
     controller = ns.RateController(adam, model, cross_entropy)
+    assert str(controller) == repr(controller)
     train(model, adam, controller, batches(4))
     header, *lines = str(controller).splitlines()
     assert header.split()[0] == "step" and len(lines) == len(controller.history) + 3

@@ -534,6 +534,8 @@ class RateController(ShownAsTable):
 
     def _said(self) -> str:
         rates = ", ".join(f"{rate:.3g}" for rate in self.rates)
+        if not self.history:
+            return repr(self)
         return (
             f"factor: the best multiple of the step, slope / curvature, from their running means\n"
             f"change: what the rate was then multiplied with, to bring the factor to "
