@@ -233,6 +233,11 @@ class RateController(ShownAsTable):
                 "optimizer.step() was called after controller.step(batch), which had taken the "
                 "step: the model moves twice, and this step cannot be measured. Call one of them."
             )
+        if self.steps == PERIOD and self._batch is None and not self.history:
+            warn_user(
+                f"The optimizer has taken {PERIOD} steps, and the controller has seen no batch, so "
+                f"it cannot steer: call controller.step(batch) in the place of optimizer.step()."
+            )
         groups = self.optimizer.param_groups
         check_rates(groups)
         self._lrs = [(group, group["lr"], group["lr"] * self.multiplier) for group in groups]

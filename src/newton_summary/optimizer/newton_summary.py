@@ -513,7 +513,7 @@ class NewtonSummary(Optimizer):
         if self.refreshes == 0 and all(p.grad is None for p in self.partition.params.values()):
             raise ValueError(
                 "No parameter of the partition has a gradient. Call loss.backward() before "
-                "step(). Is this the partition of the model being trained?"
+                "step(), not in a closure. Is this the partition of the model being trained?"
             )
 
     def _of_groups(self, name: str) -> list[Any]:
