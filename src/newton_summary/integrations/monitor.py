@@ -312,7 +312,7 @@ class Monitor:
             self.history.facts["trained with"] = type(optimizer).__name__
         if self.advice is not None:
             self.history.facts["measured along"] = (
-                f"the next step of {type(optimizer).__name__}: a rate of 1 is its present one"
+                f"the next step of {type(optimizer).__name__}: a factor of 1 is its present rate"
             )
 
     def _warn(self, message: str) -> None:
