@@ -51,6 +51,10 @@ def sentence(advice: Advice, steered: bool = False) -> str:
         )
         said.append(f"{who} together (too noisy one by one): {clause(one)}")
     start = f"loss {float(advice.summary.loss):.4g}{', steered' * steered}"
+    if advice.below_peak:
+        start += (
+            f", a schedule at {min(lr / peak for lr, peak in advice.below_peak):.2g} of its peak"
+        )
     return "\n  ".join([start, *said]) if several else f"{start}; {said[0]}"
 
 

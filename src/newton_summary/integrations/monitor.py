@@ -355,16 +355,18 @@ class Monitor:
         At the end of a schedule, where they are zero and nothing can be seen, those of its peak.
         Yields whether it is so.
         """
-        own = [group["lr"] for group in optimizer.param_groups]
+        groups, names = optimizer.param_groups, ("lr", "initial_lr", "max_lr")
+        own = [{name: group[name] for name in names if name in group} for group in groups]
         factor = 1.0 if self.controller is None else self.controller.multiplier
-        ended = not any(map(float, own)) and any("initial_lr" in g for g in optimizer.param_groups)
+        ended = not any(float(lrs["lr"]) for lrs in own) and any("initial_lr" in lrs for lrs in own)
         try:
-            for group, lr in zip(optimizer.param_groups, own, strict=True):
-                group["lr"] = (group.get("initial_lr", lr) if ended else lr) * factor
+            for group, lrs in zip(groups, own, strict=True):
+                start = {"lr": lrs.get("initial_lr", lrs["lr"])} if ended else {}
+                group.update({name: lr * factor for name, lr in {**lrs, **start}.items()})
             yield ended
         finally:
-            for group, lr in zip(optimizer.param_groups, own, strict=True):
-                group["lr"] = lr
+            for group, lrs in zip(groups, own, strict=True):
+                group.update(lrs)
 
     # --- the report -------------------------------------------------------------------------------
 
