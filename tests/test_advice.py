@@ -257,6 +257,7 @@ def test_what_noisy_groups_are_told_is_what_is_suggested():
     change = advice.groups[0].change
     assert [g.verdict for g in advice.groups] == ["noise"] * 2 and 2 < change < 4
     assert f"together: x{change:.3g} (best next step: x4.5" in str(advice)
+    assert "takes the factor of all such" in str(advice) and VERDICTS["noise"] not in str(advice)
     said = "all together (too noisy one by one): lr 0.111 could be x2.8 by a rehearsal (the best"
     assert said in sentence(advice)
     plain = valley_advice(lr=0.111, apart=1.0, shared=0.0, rehearsal=False)

@@ -207,6 +207,11 @@ class Advice(ShownAsTable):
             for lr, peak in self.below_peak
         ]
         meanings = {**VERDICTS}
+        if self.together is not None:
+            meanings["noise"] = (
+                "the batches do not agree on this group alone: it takes the factor of all such "
+                "groups together"
+            )
         if self.rehearsal is not None and any(self.kept_undecided(g) for g in self.groups):
             meanings["keep"] = (
                 f"the rehearsal decides nothing: the loss of the batches that it was not trained "
