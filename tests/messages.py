@@ -463,6 +463,18 @@ def steps_twice(p):
     return optimizer.step
 
 
+def steps_without_it(p):
+    """A loop that makes a controller, and never calls it."""
+    model, batch = apart(p)
+    optimizer = sgd(model)
+    controller = ns.RateController(optimizer, model, OURS)
+    OURS(model, batch).backward()
+    for _ in range(10):
+        optimizer.step()
+    assert not controller.history
+    return optimizer.step
+
+
 def stepped(make, *, batch=True, grad=None, steps=1):
     """Take steps of an optimizer of a copy of the model."""
 
@@ -740,6 +752,10 @@ ERRORS = {
     ],
     "measuring/exact_loss.py": [],
     "measuring/lambda_int.py": [
+        (
+            "suggest_lambda_int needs D3",
+            lambda p: ns.suggest_lambda_int(p.model, OURS, p.batch, p.measure(order=2)),
+        ),
         (
             "no strengths to try",
             lambda p: ns.suggest_lambda_int(p.model, OURS, p.batch, p.summary, strengths=()),
@@ -1033,7 +1049,10 @@ WARNINGS = {
             lambda p: ns.taylor_terms(OTHER, squares, torch.ones(1), order=9),
         ),
     ],
-    "optimizer/controller.py": [("the model moves twice", steps_twice)],
+    "optimizer/controller.py": [
+        ("the model moves twice", steps_twice),
+        ("the controller has seen no batch", steps_without_it),
+    ],
     "optimizer/newton_summary.py": [
         ("refresh of one group", lambda p: ns.NewtonSummary(p.model, OURS, cuda_graph=True)),
         (

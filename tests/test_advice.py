@@ -257,6 +257,7 @@ def test_what_noisy_groups_are_told_is_what_is_suggested():
     change = advice.groups[0].change
     assert [g.verdict for g in advice.groups] == ["noise"] * 2 and 2 < change < 4
     assert f"together: x{change:.3g} (best next step: x4.5" in str(advice)
+    assert "takes the factor of all such" in str(advice) and VERDICTS["noise"] not in str(advice)
     said = "all together (too noisy one by one): lr 0.111 could be x2.8 by a rehearsal (the best"
     assert said in sentence(advice)
     plain = valley_advice(lr=0.111, apart=1.0, shared=0.0, rehearsal=False)
@@ -266,6 +267,18 @@ def test_what_noisy_groups_are_told_is_what_is_suggested():
         assert [(g.verdict, g.change) for g in nothing.groups] == [("noise", 1.0)] * 2
         assert nothing.together is None and "together" not in str(nothing)
         assert sentence(nothing).count("too noisy to say") == 2
+
+
+def test_each_of_several_groups_has_a_line_on_the_console():
+    advice = valley_advice(lr=0.01, apart=0.0, shared=0.0)
+    first, *lines = sentence(advice, steered=True).splitlines()
+    assert first == "loss 0, steered"
+    assert [line.partition(" could")[0] for line in lines] == [
+        "  lr 0.01 of group0",
+        "  lr 0.01 of group1",
+    ]
+    advice.groups = advice.groups[:1]
+    assert sentence(advice).startswith("loss 0; lr 0.01 could be x10")
 
 
 def test_a_rate_that_stays_is_not_called_noisy_as_well(monkeypatch):
@@ -784,7 +797,11 @@ def test_advice_below_the_peak_of_a_schedule_says_so():
     plain = str(ns.suggest_lrs(model, loss_fn, DATA, adam))
     assert "at its peak" not in plain
     torch.optim.lr_scheduler.OneCycleLR(adam, max_lr=0.01, total_steps=100)
-    said = str(ns.suggest_lrs(model, loss_fn, DATA, adam))
+    advice = ns.suggest_lrs(model, loss_fn, DATA, adam)
+    said = str(advice)
+    assert "a schedule at 0.04 of its peak; lr" in sentence(advice)
+    adam.param_groups[0]["lr"] = 0.002  # the schedule goes on, and the advice stays what it was
+    assert str(advice) == said
     assert "a schedule has lr at 0.0004, and at 0.01 at its peak: this is advice for 0.0004" in said
     assert "ask before the scheduler is made" in said
 

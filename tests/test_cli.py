@@ -1,7 +1,10 @@
 """The command line: what it prints, what it writes, and what it says of mistakes."""
 
+import ast
+import inspect
 import io
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -12,9 +15,10 @@ import pytest
 import newton_summary
 from experiment_cases import use_random_images
 from newton_summary.cli import main as cli
-from newton_summary.experiments import grid, training
+from newton_summary.experiments import config, grid, training
 from newton_summary.experiments.recipes import RECIPES
 from newton_summary.experiments.rundir import Run
+from newton_summary.inspection import settings
 
 SMALL = ["--data.samples", "60", "--batch-size", "20", "--epochs", "2"]
 
@@ -65,6 +69,14 @@ def test_help_of_a_recipe_shows_its_fields(call):
     assert "--jobs" in out
     code, out, _ = call("run", "mlp_embedded_adam", "--help")
     assert "--optimizer.beta1" in out and "--optimizer.lambda-int" not in out
+
+
+@pytest.mark.parametrize("module", [cli, config, settings])
+def test_no_line_of_help_breaks_inside_a_number_or_sentence(module):
+    """tyro may break a line after any comma, and does wherever the text of a field does."""
+    classes = [n for n in ast.walk(ast.parse(inspect.getsource(module))) if type(n) is ast.ClassDef]
+    texts = [x.value.value for c in classes for x in c.body[1:] if type(x) is ast.Expr]
+    assert texts and not [text for text in texts if "\n" in text or re.search(r"\d,\d", text)]
 
 
 def test_version(call):
@@ -201,10 +213,12 @@ def test_terminal_shows_a_bar_and_the_time_left():
         reporter.progress.refresh()
         reporter.measure(3, 4, 4)
         reporter.row({**row, "lr": 0.25, "eta": {"x": 2.0, "y": -1.0}})
+        reporter.row({**row, "eta": {"x": 2.0, "y": 2.0}})
     shown = console.export_text()
     assert "a run" in shown and "resuming after epoch 2" in shown
     assert "epoch 3/5" in shown and "50%" in shown and "left" in shown and "measuring" in shown
     assert "train -  validation 2 (50.0%)  test 3  lr 0.25  eta -1 to 2  1.0 s  diverged" in shown
+    assert "test 3  eta 2  1.0 s" in shown
 
 
 def test_run_for_scripts(call):

@@ -707,9 +707,11 @@ def test_it_prints_its_record():
     model = make_net()
     adam = torch.optim.Adam(model.parameters())
     controller = ns.RateController(adam, model, cross_entropy)
+    assert str(controller) == repr(controller)
     train(model, adam, controller, batches(4))
     header, *lines = str(controller).splitlines()
-    assert header.split()[0] == "step" and len(lines) == len(controller.history) + 1
+    assert header.split()[0] == "step" and len(lines) == len(controller.history) + 3
+    assert lines[-3].startswith("factor: ") and "the factor to 0.65; a schedule" in lines[-2]
     assert lines[-1].startswith("after 4 steps the learning rate is")
     assert repr(controller).startswith("RateController(Adam, lr ")
 

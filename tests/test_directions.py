@@ -1,13 +1,14 @@
 """Where the direction comes from: the gradient, a mapping, or somebody's optimizer."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn, optim
 from torch.utils.checkpoint import checkpoint
 
-from newton_summary import make_partition, summarize
+from newton_summary import make_partition, suggest_lrs, summarize
 from newton_summary.probe.directions import find_direction
 from newton_summary.probe.probe import Probe
 from problems import PROBLEMS, Problem, cross_entropy, finite_differences, worst_error
@@ -417,8 +418,13 @@ def test_optimizer_that_fails_is_left_as_it_was(problem):
 def test_lbfgs_needs_a_closure(problem):
     optimizer = optim.LBFGS(problem.model.parameters())
     held = state_of(optimizer)
-    with pytest.raises(ValueError, match=r"LBFGS cannot give a direction.*closure.*mapping"):
-        summarize(problem.model, problem.loss_fn, problem.batch, direction=optimizer)
+    remedy = r"LBFGS cannot give a direction.*closure.*another optimizer; summarize\(.*mapping"
+    for measure in (
+        partial(summarize, direction=optimizer),
+        partial(suggest_lrs, optimizer=optimizer),
+    ):
+        with pytest.raises(ValueError, match=remedy):
+            measure(problem.model, problem.loss_fn, problem.batch)
     assert same(state_of(optimizer), held)
 
 

@@ -68,6 +68,8 @@ def test_outcome_is_read_off_the_metrics(runs):
     assert result.seconds == sum(row["seconds"] for row in run.rows)
     assert outcome(runs[-1]).status == "diverged"
     assert json.dumps(outcome(runs[-1]).as_dict())  # nan is None
+    told = str(replace(result, epochs=1, train_loss=math.nan))
+    assert told.startswith("finished after 1 epoch: test ") and "nan" not in told
 
 
 def test_spread_leaves_out_what_is_not_finite():

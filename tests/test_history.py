@@ -44,7 +44,8 @@ def test_history_in_order():
 def test_empty_history():
     empty = History()
     assert (empty.names, empty.epochs, empty.rates.shape) == ((), [], (0, 0))
-    assert "0 measurements" in str(empty) and "<table>" in empty._repr_html_()
+    assert str(empty) == repr(empty) and "0 measurements" in repr(empty)
+    assert "<table>" in empty._repr_html_()
 
 
 def test_one_measurement():
@@ -114,6 +115,14 @@ def test_measurements_of_the_optimizer_are_told_apart_in_the_table():
     assert [row.partition("the ")[2] for row in rows[1:]] == [
         *("gradient", "gradient", "optimizer's last direction")
     ]
+
+
+def test_factors_are_not_called_rates_in_the_table():
+    made, _, _ = history()
+    assert "smallest rate" in str(made)
+    made.facts["measured along"] = "the next step of Adam"
+    for shown in (made, History.from_state_dict(made.state_dict())):
+        assert "smallest factor" in str(shown) and "rate" not in str(shown)
 
 
 def test_names_are_escaped():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from collections import UserList
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -189,6 +190,18 @@ def test_factor_is_that_of_the_whole_hessian(tmp_path, capsys):
     (trial,) = measured.trials
     assert trial.real == pytest.approx(real, rel=1e-9)
     assert "newton_summary: epoch 0: loss 1." in capsys.readouterr().err
+
+
+def test_the_error_of_an_earlier_factor_is_not_kept():
+    """A factor at its limit has none, and Lightning keeps old values."""
+    trainer = SimpleNamespace(callback_metrics={}, is_global_zero=False)
+    (log,) = quick()._logs(trainer)
+    factor, error = (f"newton_summary/{name}/group0" for name in ("factor", "factor_error"))
+    log.scalars({factor: 3.0, error: 0.5}, 1)
+    log.scalars({"newton_summary/steered_lr": 0.1}, 2)
+    assert trainer.callback_metrics[error] == 0.5
+    log.scalars({factor: 10.0}, 3)
+    assert trainer.callback_metrics[factor] == 10 and error not in trainer.callback_metrics
 
 
 def test_loggers_get_factors_and_rates_by_group(tmp_path):

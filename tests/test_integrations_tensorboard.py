@@ -174,3 +174,32 @@ def test_weights_and_biases(setup, monkeypatch):
     for row, name in zip(pictures, ("Hbar", "interactions", "rates"), strict=True):
         pixels = row[f"newton_summary/{name}"]
         assert pixels.shape[2] in (3, 4) and pixels.std() > 0
+
+
+def test_a_factor_at_its_limit_has_no_error_in_the_log(setup):
+    """Every half of the batches finds the same limit: that is no measure of its error."""
+    model, (x, y) = setup
+    batches = list(zip(x.split(8), y.split(8)))
+    for lr, at_limit in ((1e-6, True), (0.1, False)):
+        logged = {}
+        log = SimpleNamespace(scalars=lambda values, step, to=logged: to.update(values))
+        sgd = torch.optim.SGD(model.parameters(), lr=lr)
+        monitor = Monitor(
+            loss_fn=loss_fn, data=batches, loggers=[log], figures=False, console=False
+        )
+        monitor.measure(model, 0, optimizer=sgd)
+        assert (logged["newton_summary/factor/group0"] == pytest.approx(10.0)) == at_limit
+        assert ("newton_summary/factor_error/group0" not in logged) == at_limit
+
+
+def test_a_schedule_below_its_peak_is_told_with_rates_as_they_are_steered(setup, capsys):
+    model, batch = setup
+    adam = torch.optim.Adam(model.parameters())
+    torch.optim.lr_scheduler.OneCycleLR(adam, max_lr=0.01, total_steps=100)
+    held = dict(adam.param_groups[0])
+    monitor = Monitor(loss_fn=loss_fn, data=[batch, batch], figures=False)
+    monitor.controller = SimpleNamespace(multiplier=100.0)
+    monitor.measure(model, 0, optimizer=adam)
+    ((lr, peak),) = monitor.advice.below_peak
+    assert (lr, peak) == pytest.approx((0.04, 1.0)) and dict(adam.param_groups[0]) == held
+    assert ", steered, a schedule at 0.04 of its peak; lr 0.04" in capsys.readouterr().err

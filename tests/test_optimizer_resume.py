@@ -301,7 +301,7 @@ def test_settings_are_shown():
     opt.param_groups[1]["lr"] = 0.25
     torch.optim.lr_scheduler.StepLR(opt, 5)  # torch adds keys of its own to settings and groups
     shown = repr(opt)
-    assert shown == str(opt)
+    assert shown == str(opt) and shown.endswith("is lr * eta")
     for name, value in opt.defaults.items():
         assert name in shown
         if name not in ("lr", "momentum", "weight_decay"):

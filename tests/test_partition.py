@@ -715,6 +715,8 @@ def test_groups_are_found_by_name():
     assert partition.index("1.weight") == 2
     with pytest.raises(KeyError, match=r"'1.wieght'.*Did you mean '1.weight'"):
         partition.index("1.wieght")
+    with pytest.raises(KeyError, match=r"no group 'x'. Groups: '0.weight', '0.bias'"):
+        partition.index("x")
 
 
 def test_two_groups_cannot_have_one_name():

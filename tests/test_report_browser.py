@@ -310,14 +310,14 @@ def test_a_factor_at_its_limit_may_be_beyond(show):
     """And a rate of 10 along the gradient is a number like any other."""
     rates = ns.learning_rates(random_summary(3))
     rates = replace(rates, eta=torch.tensor([10.0, 0.1, 3.0]), eta_stderr=torch.zeros(3))
-    for facts, expected in (
-        ({"measured along": "the next step of Adam"}, ["10.00 or more", "0.1000 or less"]),
-        ({}, ["10.00 ± 0", "0.1000 ± 0"]),
+    for title, facts, expected in (
+        ("Factor η", {"measured along": "Adam's step"}, ["10.00 or more", "0.1000 or less"]),
+        ("Rate η", {}, ["10.00 ± 0", "0.1000 ± 0"]),
     ):
         history = ns.History("run", facts=facts)
         history.add(0, random_summary(3), rates)
         page = show(history)
-        assert column(page, "Rate η") == [*expected, "3.000 ± 0"]
+        assert column(page, title) == [*expected, "3.000 ± 0"]
 
 
 def test_charts_show_every_line(page, history):

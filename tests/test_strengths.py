@@ -157,9 +157,10 @@ def test_wrong_use_is_told():
     model, batch = problem()
     with pytest.raises(TypeError, match="not NoneType: measure one first"):
         suggest_lambda_int(model, loss_fn, batch, None)
-    second = summarize(model, loss_fn, batch, order=2)
-    with pytest.raises(ValueError, match="no D3"):
-        suggest_lambda_int(model, loss_fn, batch, second)
+    for order in (1, 2):
+        lower = summarize(model, loss_fn, batch, order=order)
+        with pytest.raises(ValueError, match=r"needs D3: measure the summary with order=3\.$"):
+            suggest_lambda_int(model, loss_fn, batch, lower)
     third = summarize(model, loss_fn, batch)
     with pytest.raises(ValueError, match="no strengths"):
         suggest_lambda_int(model, loss_fn, batch, third, strengths=())

@@ -197,7 +197,8 @@ class History(ShownAsTable):
         return repr(self)
 
     def _rows(self) -> list[list[str]]:
-        rows = [[self.unit, "loss", "smallest rate", "median", "largest rate", "status"]]
+        what = "factor" if "measured along" in self.facts else "rate"
+        rows = [[self.unit, "loss", f"smallest {what}", "median", f"largest {what}", "status"]]
         for m in self.measured:
             eta = m.eta.double()
             numbers = (eta.min(), eta.median(), eta.max())

@@ -131,7 +131,7 @@ class DemoOptions(Output):
     out: Path = Path("runs/demo")
     """Folder to write to."""
     epochs: int = 5
-    """Passes over the 4,500 images."""
+    """Passes over the 4500 images."""
 
 
 # --- entry ---------------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ class ShownAsTable:
 
     def __str__(self) -> str:
         """Return the title, the table and the words."""
-        table = text_table(self._rows(), right=self._right)
+        rows = self._rows()
+        table = text_table(rows, right=self._right) if len(rows) > 1 else ""
         return "\n".join(filter(None, (self._title(), table, self._said())))
 
     def _repr_html_(self) -> str:

@@ -39,7 +39,7 @@ class DataConfig:
     """The samples."""
 
     name: str = "embedded"
-    """mnist, cifar10, embedded (6,000 digits inside the package), addition or nothing."""
+    """mnist, cifar10, embedded (6000 digits inside the package), addition or nothing."""
     root: Path | None = None
     """Folder with the official files (or --data-root, or the variable NEWTON_SUMMARY_DATA)."""
     download: bool = True
@@ -47,7 +47,7 @@ class DataConfig:
     pad: bool = False
     """Surround digits with two pixels of background: 32 x 32, for LeNet."""
     validation: int | None = None
-    """Training samples to hold out; 6,000 of MNIST and 5,000 of CIFAR-10 if not given."""
+    """Training samples to hold out; 6000 of MNIST and 5000 of CIFAR-10 if not given."""
     samples: int | None = None
     """Use at most this many samples of each split, for quick trials."""
 
@@ -118,8 +118,7 @@ class NewtonSummaryConfig(OptimizerConfig):
     name: ClassVar[str] = "newton_summary"
 
     variant: Literal["default", "as-run", "as-published"] = "default"
-    """The package's optimizer, or the paper's: as its author ran it (B = 100, in order), or as
-    printed (B = 1000, reshuffled)."""
+    """The package's own, or the paper's: as its author ran it (B = 100), as printed (B = 1000)."""
     lr: float | None = None
     """lambda_1, the factor on all rates at the start."""
     lambda_int: float | None = None
@@ -135,8 +134,7 @@ class NewtonSummaryConfig(OptimizerConfig):
     summary_window: int | None = None
     """upsilon, number of summaries to average in the paper's variants."""
     curvature_batch_size: int | None = None
-    """B, samples per summary. If not given, 100 as run, 1000 as published; the package's own
-    optimizer then measures on the batches of the training."""
+    """B, samples per summary; if not given, 100 as run, 1000 as published, else a batch."""
     direction: Literal["gradient", "adam"] = "gradient"
     """Heavy ball, or Adam's step."""
     backend: Backend = "auto"

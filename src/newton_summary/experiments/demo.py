@@ -58,7 +58,7 @@ def demonstrate(out: Path, epochs: int, console: Console) -> list[Path]:
 
 
 def _comparison(mine: Run, adam: Run) -> str:
-    lines = [f"After {mine.config.epochs} epochs, from the same weights:"]
+    lines = ["Trained from the same weights:"]
     for label, run in (("NewtonSummary", mine), ("Adam, lr 1e-3", adam)):
         found = outcome(run)
         lines.append(
@@ -80,7 +80,7 @@ def _layers(run: Run, summary: Summary) -> str:
             f"The layers at the end, along the gradient of {summary.num_samples:,} images. "
             f"Learning rates for the next step, which was tried:",
             str(rates),
-            "The pairs that interact most (1 or -1: they act as one):",
+            "The pairs that interact most (+1: they get in each other's way, -1: they help):",
             str(strongest_pairs(summary, 5)),
             "What the interactions between layers are worth:",
             str(joint_gain(summary)),

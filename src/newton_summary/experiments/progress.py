@@ -65,8 +65,8 @@ def line(row: Row, epochs: int) -> str:
     if row.get("lr") is not None:
         cells.append(f"lr {row['lr']:.3g}")
     if row.get("eta"):
-        rates = sorted(row["eta"].values())
-        cells.append(f"eta {rates[0]:.2g} to {rates[-1]:.2g}")
+        ends = {f"{rate(row['eta'].values()):.2g}": None for rate in (min, max)}
+        cells.append(f"eta {' to '.join(ends)}")
     cells.append(f"{row['seconds']:.1f} s")
     return "  ".join(cells) + ("" if row["status"] == "ok" else f"  {row['status']}")
 

@@ -56,10 +56,12 @@ class Outcome:
 
     def __str__(self) -> str:
         """Return the numbers at the best validation loss, in a line."""
+        train = "" if math.isnan(self.train_loss) else f"train {self.train_loss:.4g}, "
         share = "" if math.isnan(self.test_accuracy) else f" ({self.test_accuracy:.2%})"
+        epochs = "1 epoch" if self.epochs == 1 else f"{self.epochs} epochs"
         return (
-            f"{self.status} after {self.epochs} epochs: train {self.train_loss:.4g}, test "
-            f"{self.test_loss:.4g}{share} at the best validation loss, epoch {self.best_epoch}"
+            f"{self.status} after {epochs}: {train}test {self.test_loss:.4g}{share} at the best "
+            f"validation loss, epoch {self.best_epoch}"
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -102,7 +102,7 @@ class Inspection:
         said = f"lambda_int {self.rates.lambda_int:g}"
         if self.rates.no_cubic:
             said = "no cubic term: D3 is 0 in all groups, as with ReLU and squared error"
-        elif self.found:
+        elif self.found and self.summary.D3 is not None:  # else there is only 0
             said += ", found by trials"
         return said if self.rates.real_change < 0 else f"{said}; no such step lowers the loss"
 

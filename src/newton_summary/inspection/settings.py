@@ -19,8 +19,7 @@ class Settings:
     order: Literal[2, 3] = 3
     """2 leaves out the third derivative, about half of the time."""
     lambda_int: float | None = None
-    """Strength of the cubic term in the learning rates; if not given, the one of 1, 10, ..., 1e8
-    whose step lowers the loss most, or 0 with --order 2."""
+    """Strength of the cubic term; if not given, the best of 1, 10, ... 1e8, or 0 with --order 2."""
     backend: Backend = "auto"
     """How to compute derivatives; auto takes the first way that works."""
     device: str | None = None

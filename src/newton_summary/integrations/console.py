@@ -1,4 +1,4 @@
-"""What a training shows on its console: a line for each measurement."""
+"""What a training shows on its console: some words for each measurement."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Console:
 
 
 def sentence(advice: Advice, steered: bool = False) -> str:
-    """Return what advice says in one line: the loss, and a clause for each group."""
+    """Return what advice says: the loss, and a clause for each group, on a line of its own."""
     several, together = len(advice.groups) > 1, advice.together
     noisy = [g for g in advice.groups if g.verdict == "noise"] if together is not None else []
     said = [clause(g, several, advice.kept_undecided(g)) for g in advice.groups if g not in noisy]
@@ -50,7 +50,12 @@ def sentence(advice: Advice, steered: bool = False) -> str:
             who, lrs, together.factor, together.stderr, noisy[0].change, together.verdict
         )
         said.append(f"{who} together (too noisy one by one): {clause(one)}")
-    return f"loss {float(advice.summary.loss):.4g}; {'; '.join(said)}{' (steered)' * steered}"
+    start = f"loss {float(advice.summary.loss):.4g}{', steered' * steered}"
+    if advice.below_peak:
+        start += (
+            f", a schedule at {min(lr / peak for lr, peak in advice.below_peak):.2g} of its peak"
+        )
+    return "\n  ".join([start, *said]) if several else f"{start}; {said[0]}"
 
 
 def clause(group: GroupAdvice, named: bool = False, undecided: bool = False) -> str:

@@ -227,6 +227,9 @@ class SummaryCallback(Monitor, Callback):
 
             def write(values: Mapping[str, float], step: int) -> None:
                 """Write to the trainer's metrics, which other callbacks can watch."""
+                # A factor at a limit has no error, and the trainer keeps that of the one before.
+                for name in values:
+                    trainer.callback_metrics.pop(name.replace("/factor/", "/factor_error/"), None)
                 trainer.callback_metrics.update({k: Tensor([v])[0] for k, v in values.items()})
 
             self._found = [NumbersOnly(write)]

@@ -82,7 +82,7 @@ class Monitor:
             and at the end.
         data: The data to measure on, as for :func:`newton_summary.summarize`. By default callbacks
             draw samples from the training data, once, and measure on these.
-        num_batches: The number of batches of samples to draw.
+        num_batches: The number of batches of samples to draw; a measurement's time grows with it.
         loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a batch. Callbacks have a
             default.
         partition: Groups to measure besides those of the optimizer, such as ``"layers"``. Without
@@ -274,7 +274,7 @@ class Monitor:
         self.history.add(epoch, groups.summary, rates, trials=[Trial(1.0, *groups.then)])
         said = sentence(self.advice, steered=self.controller is not None)
         at = " (the schedule is at 0: measured at its first rate)" if ended else ""
-        self.console.say(f"epoch {epoch:g}: {said}{at}")
+        self.console.say(f"epoch {epoch:g}{at}: {said}")
         for group in self.advice.groups:
             self.history.add_value(f"factor of lr, {group.name}", epoch, group.factor)
         return rates
@@ -312,7 +312,7 @@ class Monitor:
             self.history.facts["trained with"] = type(optimizer).__name__
         if self.advice is not None:
             self.history.facts["measured along"] = (
-                f"the next step of {type(optimizer).__name__}: a rate of 1 is its present one"
+                f"the next step of {type(optimizer).__name__}: a factor of 1 is its present rate"
             )
 
     def _warn(self, message: str) -> None:
@@ -355,16 +355,18 @@ class Monitor:
         At the end of a schedule, where they are zero and nothing can be seen, those of its peak.
         Yields whether it is so.
         """
-        own = [group["lr"] for group in optimizer.param_groups]
+        groups, names = optimizer.param_groups, ("lr", "initial_lr", "max_lr")
+        own = [{name: group[name] for name in names if name in group} for group in groups]
         factor = 1.0 if self.controller is None else self.controller.multiplier
-        ended = not any(map(float, own)) and any("initial_lr" in g for g in optimizer.param_groups)
+        ended = not any(float(lrs["lr"]) for lrs in own) and any("initial_lr" in lrs for lrs in own)
         try:
-            for group, lr in zip(optimizer.param_groups, own, strict=True):
-                group["lr"] = (group.get("initial_lr", lr) if ended else lr) * factor
+            for group, lrs in zip(groups, own, strict=True):
+                start = {"lr": lrs.get("initial_lr", lrs["lr"])} if ended else {}
+                group.update({name: lr * factor for name, lr in {**lrs, **start}.items()})
             yield ended
         finally:
-            for group, lr in zip(optimizer.param_groups, own, strict=True):
-                group["lr"] = lr
+            for group, lrs in zip(groups, own, strict=True):
+                group.update(lrs)
 
     # --- the report -------------------------------------------------------------------------------
 

@@ -126,6 +126,7 @@ class Advice(ShownAsTable):
             if there was nothing to rehearse.
         summary: The measurement, with its errors.
         rates: The solution without limits, and with the strength of the cubic term that was used.
+        below_peak: Rates that a schedule had below half of its peak, with the peak.
     """
 
     _right = (1, 2, 3, 5, 6)
@@ -140,6 +141,7 @@ class Advice(ShownAsTable):
     _optimizer: Optimizer
     _partition: Partition
     _limits: tuple[float, float]
+    below_peak: tuple[tuple[float, float], ...] = ()
     _applied: bool = False
 
     def __getitem__(self, name: str) -> GroupAdvice:
@@ -199,13 +201,17 @@ class Advice(ShownAsTable):
         ):
             first = "apply, train a little," if self.then.real < 0 else "apply"
             lines.append(f"at the limit (max_change): {first} and ask again")
-        for lr, peak in sorted(set(map(_rate_and_peak, self._optimizer.param_groups))):
-            if 0 < lr < LOW * peak:
-                lines.append(
-                    f"a schedule has lr at {lr:.3g}, and at {peak:.3g} at its peak: this is advice "
-                    f"for {lr:.3g} alone; for the peak, ask before the scheduler is made"
-                )
+        lines += [
+            f"a schedule has lr at {lr:.3g}, and at {peak:.3g} at its peak: this is advice for "
+            f"{lr:.3g} alone; for the peak, ask before the scheduler is made"
+            for lr, peak in self.below_peak
+        ]
         meanings = {**VERDICTS}
+        if self.together is not None:
+            meanings["noise"] = (
+                "the batches do not agree on this group alone: it takes the factor of all such "
+                "groups together"
+            )
         if self.rehearsal is not None and any(self.kept_undecided(g) for g in self.groups):
             meanings["keep"] = (
                 f"the rehearsal decides nothing: the loss of the batches that it was not trained "
@@ -438,6 +444,7 @@ def suggest_lrs(
         lrs = rates_of(optimizer, part, s)
         judged.append(GroupAdvice(name, lrs, own.factor, own.stderr, change, verdict))
     limits = (limits[0] / fraction, limits[1] / fraction)  # of the factors before the fraction
+    pairs = set(map(_rate_and_peak, optimizer.param_groups))
     return Advice(
         tuple(judged),
         checked.now,
@@ -449,6 +456,7 @@ def suggest_lrs(
         optimizer,
         part,
         limits,
+        tuple(sorted(both for both in pairs if 0 < both[0] < LOW * both[1])),
     )
 
 

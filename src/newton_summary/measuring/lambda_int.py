@@ -155,10 +155,11 @@ def suggest_lambda_int(
     The loss is 2.243; lambda_int = 100 lowers it most.
     """
     need_summary(summary, "suggest_lambda_int")
-    summary.hessian()  # raises if there is none
     strengths = as_floats(strengths, "strengths")
     if not strengths:
         raise ValueError("There are no strengths to try: write for example (1, 10, 100).")
+    if summary.D3 is None and any(strengths):
+        raise ValueError("suggest_lambda_int needs D3: measure the summary with order=3.")
     groups = find_groups(model, summary, partition)
     found = [learning_rates(summary, strength, diagonal=diagonal) for strength in strengths]
     how: Any = {"direction": direction, "microbatch": microbatch}

@@ -233,6 +233,11 @@ class RateController(ShownAsTable):
                 "optimizer.step() was called after controller.step(batch), which had taken the "
                 "step: the model moves twice, and this step cannot be measured. Call one of them."
             )
+        if self.steps == PERIOD and self._batch is None and not self.history:
+            warn_user(
+                f"The optimizer has taken {PERIOD} steps, and the controller has seen no batch, so "
+                f"it cannot steer: call controller.step(batch) in the place of optimizer.step()."
+            )
         groups = self.optimizer.param_groups
         check_rates(groups)
         self._lrs = [(group, group["lr"], group["lr"] * self.multiplier) for group in groups]
@@ -534,7 +539,14 @@ class RateController(ShownAsTable):
 
     def _said(self) -> str:
         rates = ", ".join(f"{rate:.3g}" for rate in self.rates)
-        return f"after {self.steps} steps the learning rate is {rates}"
+        if not self.history:
+            return repr(self)
+        return (
+            f"factor: the best multiple of the step, slope / curvature, from their running means\n"
+            f"change: what the rate was then multiplied with, to bring the factor to "
+            f"{self.set_point:g}; a schedule multiplies it besides\n"
+            f"after {self.steps} steps the learning rate is {rates}"
+        )
 
 
 def steering_history(records: Iterable[RateRecord], name: str) -> History:

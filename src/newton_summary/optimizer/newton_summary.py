@@ -513,7 +513,7 @@ class NewtonSummary(Optimizer):
         if self.refreshes == 0 and all(p.grad is None for p in self.partition.params.values()):
             raise ValueError(
                 "No parameter of the partition has a gradient. Call loss.backward() before "
-                "step(). Is this the partition of the model being trained?"
+                "step(), not in a closure. Is this the partition of the model being trained?"
             )
 
     def _of_groups(self, name: str) -> list[Any]:
@@ -563,7 +563,7 @@ class NewtonSummary(Optimizer):
         rows = [[_shown(group[key]) for key in head] for group in self.param_groups]
         table = text_table(without_middle([list(head), *rows]), right=range(1, len(head)))
         said = ", ".join(f"{name}={self.param_groups[0][name]!r}" for name in COMMON)
-        return f"{type(self).__name__}({said})\n{table}"
+        return f"{type(self).__name__}({said})\n{table}\nthe learning rate of a step is lr * eta"
 
     def _show_rates(self) -> None:
         """Write the rates where loggers look for them."""

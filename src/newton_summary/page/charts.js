@@ -88,6 +88,7 @@ function depthColours(run) {
 /** What a rate is: along the step of an optimizer, a factor on its learning rate. */
 const isFactor = (run) => "measured along" in run.facts;
 const rateWord = (run) => (isFactor(run) ? "factor on the learning rate" : "learning rate");
+const rateTitle = (run) => (isFactor(run) ? "Factor η" : "Rate η");
 
 /** What to write after a rate: its error, or that a factor is at the limit of suggest_lrs. */
 function afterRate(run, value, error) {

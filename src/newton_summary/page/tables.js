@@ -37,7 +37,7 @@ function groupColumns(run, measured) {
     ["Slope ḡ", numbers(measured.gbar), numbers(measured.gbar_stderr)],
     ["Curvature H̄ₛₛ", diagonal(curvature), diagonal(curvatureError)],
     ["Third D³", numbers(measured.D3), null],
-    ["Rate η", numbers(measured.eta), numbers(measured.eta_stderr)],
+    [rateTitle(run), numbers(measured.eta), numbers(measured.eta_stderr)],
   ].filter(([, values]) => values !== null && values.some((value) => value !== null));
 }
 
@@ -73,7 +73,7 @@ function drawGroups(panel, run, measured, redraw) {
       if (typeof value === "string") return value;
       if (title === "Entries") return value.toLocaleString("en");
       const error = errors && errors[s];
-      const plus = title === "Rate η" ? afterRate(run, value, error) : plusMinus(error);
+      const plus = title === rateTitle(run) ? afterRate(run, value, error) : plusMinus(error);
       return plus ? [show(value, 4), element("span", { class: "error" }, plus)] : [show(value, 4)];
     }),
   );

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from newton_summary.display.names import nearest
+from newton_summary.display.names import first_names, nearest
 from newton_summary.display.table import ShownAsTable, without_middle
 from newton_summary.parallel.processes import Params, aliases_of, is_sharded, whole
 from newton_summary.partition.layers import Types, layers_of, module_path, module_types, role
@@ -153,7 +153,8 @@ class Partition(ShownAsTable):
     def index(self, name: str) -> int:
         """Return the number of the group called ``name``."""
         if name not in self.names:
-            raise KeyError(f"There is no group {name!r}.{nearest(name, self.names)}")
+            known = nearest(name, self.names) or f" Groups: {first_names(self.names)}."
+            raise KeyError(f"There is no group {name!r}.{known}")
         return self.names.index(name)
 
     def inner(self, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:

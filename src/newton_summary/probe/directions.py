@@ -159,8 +159,8 @@ def borrowed(optimizer: Optimizer, params: Params) -> Iterator[Callable[[Params]
             except TypeError as error:
                 raise ValueError(
                     f"{type(optimizer).__name__} cannot give a direction: its step needs a closure "
-                    f"({error}). Take its step yourself, and pass the difference of the parameters "
-                    f"as a mapping from name to tensor."
+                    f"({error}). Give another optimizer; summarize(direction=...) also takes the "
+                    f"difference of the parameters by its step, as a mapping from name to tensor."
                 ) from error
             return {name: before[id(p)] - p.detach() for name, p in params.items()}
 
