@@ -27,7 +27,7 @@ CLOCKS = {"seconds", "evaluation_seconds", "measure_seconds", "memory_gib"}
 OPTIMIZERS = {
     "as-run": NewtonSummaryConfig("as-run", lr=0.03, curvature_batch_size=20, summary_period=1),
     "as-published": NewtonSummaryConfig("as-published", curvature_batch_size=20, summary_period=2),
-    "default": NewtonSummaryConfig(curvature_batch_size=20, summary_period=2, direction="adam"),
+    "default": NewtonSummaryConfig(curvature_batch_size=20, summary_period=2),
     "adam": AdamConfig(),
     "kfac": KFACConfig(covariance_period=2, inverse_period=3),
     "sgd": SGDConfig(),

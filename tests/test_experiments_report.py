@@ -236,10 +236,10 @@ def test_report_from_the_command_line(runs, tmp_path, capsys):
 
 
 def test_only_runs_in_the_papers_mode_are_studies(runs, tmp_path):
-    """With another direction the partition is one of several differences."""
+    """In another variant the partition is one of several differences."""
     canonical, trivial = runs[2].config, runs[4].config
-    along_adam = replace(trivial, optimizer=replace(trivial.optimizer, direction="adam"))
-    for other, shown in ((trivial, True), (along_adam, False)):
+    steered = replace(trivial, optimizer=replace(trivial.optimizer, variant="default"))
+    for other, shown in ((trivial, True), (steered, False)):
         pair = [
             Run(tmp_path / str(i), config, runs[2].rows)
             for i, config in enumerate((canonical, other))

@@ -135,8 +135,6 @@ class NewtonSummaryConfig(OptimizerConfig):
     """upsilon, number of summaries to average in the paper's variants."""
     curvature_batch_size: int | None = None
     """B, samples per summary; if not given, 100 as run, 1000 as published, else a batch."""
-    direction: Literal["gradient", "adam"] = "gradient"
-    """Heavy ball, or Adam's step."""
     backend: Backend = "auto"
     """How to compute summaries."""
     cuda_graph: bool = False

@@ -152,8 +152,6 @@ def _newton_summary(
     own = ("lr", "lambda_int", "momentum", "summary_period", "summary_window")
     given: dict[str, Any] = {name: getattr(config, name) for name in own}
     options = {name: value for name, value in given.items() if value is not None}
-    if config.direction == "adam":
-        options["direction"] = Adam(task.model.parameters(), lr=1e-3)
     if config.curvature is None:
         options["loss_fn"] = task.loss
     else:

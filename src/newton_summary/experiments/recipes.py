@@ -202,12 +202,11 @@ def embedded(model: str, optimizer: OptimizerConfig, measure_every: int = 0) -> 
     return replace(experiment(model, "embedded", 10, optimizer), data=data, measure=measure)
 
 
-FEW_SAMPLES = NewtonSummaryConfig(curvature_batch_size=500)
 for label, end, optimizer, every, what in (
-    ("LeNet", "", FEW_SAMPLES, 0, "NewtonSummary"),
+    ("LeNet", "", NewtonSummaryConfig(), 0, "NewtonSummary"),
     ("LeNet", "_adam", AdamConfig(), 0, "Adam"),
     ("LeNet", "_sgd", SGDConfig(), 1, "SGD, measured before each epoch"),
-    ("MLP", "", FEW_SAMPLES, 0, "NewtonSummary"),
+    ("MLP", "", NewtonSummaryConfig(), 0, "NewtonSummary"),
     ("MLP", "_adam", AdamConfig(), 0, "Adam"),
     ("MLP", "_kfac", KFACConfig(lr=1e-3), 0, "K-FAC"),
 ):
@@ -220,9 +219,8 @@ for label, end, optimizer, every, what in (
 
 @recipe
 def resnet18_cifar10() -> ExperimentConfig:
-    """ResNet-18 with batch norm on CIFAR-10, one block of layers a group."""
-    optimizer = NewtonSummaryConfig(partition="blocks-4", curvature_batch_size=500)
-    return experiment("resnet18", "cifar10", 30, optimizer)
+    """ResNet-18 with batch norm on CIFAR-10."""
+    return experiment("resnet18", "cifar10", 30, NewtonSummaryConfig())
 
 
 @recipe
@@ -234,20 +232,19 @@ def resnet18_cifar10_adam() -> ExperimentConfig:
 @recipe
 def autoencoder_mnist() -> ExperimentConfig:
     """An autoencoder of digits, with squared error: D3 = 0 in the last layer."""
-    return experiment("autoencoder", "mnist", 50, NewtonSummaryConfig(lr=0.1))
+    return experiment("autoencoder", "mnist", 50, NewtonSummaryConfig())
 
 
 @recipe
 def autoencoder_embedded() -> ExperimentConfig:
     """The autoencoder on the digits inside the package."""
-    return embedded("autoencoder", NewtonSummaryConfig(lr=0.1, curvature_batch_size=500))
+    return embedded("autoencoder", NewtonSummaryConfig())
 
 
 @recipe
 def gpt_addition() -> ExperimentConfig:
     """A small GPT that learns to add numbers below 100."""
-    optimizer = NewtonSummaryConfig(partition="blocks-2", curvature_batch_size=500)
-    return experiment("gpt", "addition", 30, replace(optimizer, direction="adam"))
+    return experiment("gpt", "addition", 30, NewtonSummaryConfig())
 
 
 @recipe

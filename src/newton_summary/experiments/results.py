@@ -163,7 +163,6 @@ def optimizer_label(config: ExperimentConfig) -> str:
         optimizer.partition: optimizer.partition != "canonical",
         "diagonal": optimizer.diagonal,
         optimizer.variant: optimizer.variant != "as-run",
-        f"direction {optimizer.direction}": optimizer.direction != "gradient",
     }
     shown = ", ".join(mark for mark, differs in marks.items() if differs)
     return f"{label} ({shown})" if shown else label
@@ -172,11 +171,7 @@ def optimizer_label(config: ExperimentConfig) -> str:
 def is_paper_mode(config: ExperimentConfig) -> bool:
     """Whether the optimizer is the paper's, as its author ran it."""
     optimizer = config.optimizer
-    return (
-        isinstance(optimizer, NewtonSummaryConfig)
-        and optimizer.variant == "as-run"
-        and optimizer.direction == "gradient"
-    )
+    return isinstance(optimizer, NewtonSummaryConfig) and optimizer.variant == "as-run"
 
 
 def troubles(statuses: Iterable[str]) -> str:
