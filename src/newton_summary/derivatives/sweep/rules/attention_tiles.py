@@ -230,9 +230,8 @@ class Tile:
             t = pass_softmax(a, wanted, scores, P, W, -1, log=False, overwrite=True)
             moved = None if t is None else t.rows.to(self.q.dtype).flatten(0, 1)
         if moved is not None and delta is not None and self.keys.sums is not None:
-            adjoints = torch.bmm(moved.mT, stacked(delta, len(moved) // self.N))
-            sums = self.keys.sums[:, :, self.span]
-            sums += adjoints.view(-1, self.N, self.T, adjoints.shape[-1])
+            sums = self.keys.sums[:, :, self.span].flatten(0, 1)  # a view
+            sums.baddbmm_(moved.mT, stacked(delta, len(moved) // self.N))
         if a.out is not None:
             self.write(a.out, P.to(self.q.dtype), moved)
 

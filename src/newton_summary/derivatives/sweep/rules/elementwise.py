@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
 
 Derivatives = tuple[Tensor, Tensor | None, Tensor | None]
-IN_CACHE = 2**22  # bytes of all arrays that are passed at a time on a CPU
+IN_CACHE = 2**23  # bytes of all arrays that are passed at a time on a CPU
 
 
 def curved(derivatives: Callable[..., Derivatives], relative: bool = False) -> Callable[..., Any]:
