@@ -103,7 +103,8 @@ def keep_freed_memory() -> None:
     It gives large arrays back at once, and much of what is free at the end of its heap, and every
     page that it gets is cleared. Settings of the user's own stay.
     """
-    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+    settings = [*os.environ, os.environ.get("GLIBC_TUNABLES", "")]
+    if any("malloc" in text.lower() and "threshold" in text.lower() for text in settings):
         return
     try:
         mallopt = ctypes.CDLL(None).mallopt
