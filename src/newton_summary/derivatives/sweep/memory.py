@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import re
@@ -16,6 +17,8 @@ from newton_summary.partition import Partition
 
 SMALL = 2**30  # bytes; assumed to be free
 UNKNOWN = 2**33  # bytes; assumed to be free where it is unknown
+LARGEST_KEPT, MOST_KEPT = 2**28, 2**30  # bytes of one array, and in all, that glibc keeps
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as in malloc.h
 WORKING_COPIES = 3  # of the largest stack, while a rule computes
 
 
@@ -95,12 +98,20 @@ def stack_bytes(tape: Tape, partition: Partition, order: int) -> int:
 
 @cache
 def keep_freed_memory() -> None:
-    """Have the C library keep what is freed, so that the next stack need not ask for it again.
+    """Have glibc keep what is freed, so that the next stack need not ask the system for it again.
 
-    glibc gives memory back at once, and clears what it gets, until it has seen an array of the same
-    size freed: 32 MiB at most, of which it keeps twice as much. That is a tenth of a sweep's time.
+    It gives large arrays back at once, and much of what is free at the end of its heap, and every
+    page that it gets is cleared. Settings of the user's own stay.
     """
-    torch.empty(2**25 - 2**16, dtype=torch.uint8)
+    settings = [*os.environ, os.environ.get("GLIBC_TUNABLES", "")]
+    if any("malloc" in text.lower() and "threshold" in text.lower() for text in settings):
+        return
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # another C library
+        return
+    mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
+    mallopt(M_TRIM_THRESHOLD, MOST_KEPT)
 
 
 def default_limit(device: torch.device, needed: int, may_split: bool) -> int:

@@ -17,6 +17,7 @@ from newton_summary.derivatives.sweep.tape import Groups, Tangent, dots, gram, p
 # Bytes of the scores' derivatives that are taken at a time.
 AT_A_TIME = {"cpu": 2**21}  # which stay in its cache with what is computed from them
 AT_A_TIME_ELSEWHERE = 2**28
+FEW = 16  # columns: of a result with fewer, BLAS computes the transpose several times as fast
 FEWEST_QUERIES = 16  # with fewer, reading keys and values takes longer than the products
 
 
@@ -154,12 +155,12 @@ def stacked(x: Tensor, rows: int) -> Tensor:
     return x.expand(rows, *x.shape[1:]) if len(x) == 1 else x.expand(rows, *x.shape).flatten(0, 1)
 
 
-def times(rows: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
-    """Multiply (rows * N, R, a) by (N, a, b); of one head as a single product."""
-    if len(x) > 1:
-        return torch.bmm(rows, stacked(x, len(rows) // len(x)), out=out)
-    flat = None if out is None else out.view(-1, x.shape[-1])
-    return torch.mm(rows.reshape(-1, rows.shape[-1]), x[0], out=flat).view(*rows.shape[:-1], -1)
+def add_product(out: Tensor, a: Tensor, b: Tensor, alpha: float = 1) -> None:
+    """Add ``alpha a @ b`` to stacked matrices."""
+    if out.is_cuda or out.shape[-1] >= FEW:
+        out.baddbmm_(a, b, alpha=alpha)
+    else:
+        out.add_(torch.bmm(b.mT, a.mT).mT, alpha=alpha)
 
 
 class Keys:
@@ -221,7 +222,8 @@ class Tile:
             W = Z.sub_((Z * P).sum(-1, keepdim=True)).mul_(P)
             if self.Q is not None and self.K is not None:
                 adjoints = stacked(W.to(self.q.dtype), len(self.K))
-                WK = torch.bmm(adjoints, self.K.flatten(0, 1))
+                WK = self.q.new_zeros((len(adjoints), *self.q.shape[1:]))
+                add_product(WK, adjoints, self.K.flatten(0, 1))
                 a.add_pairs(self.Q, WK.view(-1, *self.q.shape))
         scores = self.scores()
         moved = None  # P1 and P2, (rows * N, R, T)
@@ -230,9 +232,8 @@ class Tile:
             t = pass_softmax(a, wanted, scores, P, W, -1, log=False, overwrite=True)
             moved = None if t is None else t.rows.to(self.q.dtype).flatten(0, 1)
         if moved is not None and delta is not None and self.keys.sums is not None:
-            adjoints = torch.bmm(moved.mT, stacked(delta, len(moved) // self.N))
-            sums = self.keys.sums[:, :, self.span]
-            sums += adjoints.view(-1, self.N, self.T, adjoints.shape[-1])
+            sums = self.keys.sums[:, :, self.span].flatten(0, 1)  # a view
+            add_product(sums, moved.mT, stacked(delta, len(moved) // self.N))
         if a.out is not None:
             self.write(a.out, P.to(self.q.dtype), moved)
 
@@ -263,7 +264,7 @@ class Tile:
         known = 0 if Q is None else len(Q) * N
         X[known:].zero_()
         if Q is not None:
-            times(Q.flatten(0, 1), self.k.mT, out=X[:known])
+            torch.bmm(Q.flatten(0, 1), stacked(self.k.mT, len(Q)), out=X[:known])
         if K is not None:
             X[: len(K) * N].baddbmm_(stacked(self.q, len(K)), K.flatten(0, 1).mT)
         if Q is not None and K is not None and cross:
@@ -276,13 +277,12 @@ class Tile:
         """Write O1 and O2."""
         a, k, features = self.a, self.a.S * self.N, self.v.shape[-1]
         out = out[:, self.b, self.h, :, self.rows]
-        if moved is None:
-            total = P.new_zeros((len(out) * self.N, self.R, features))
-        else:
-            total = times(moved, self.v)
+        total = P.new_zeros((len(out) * self.N, self.R, features))
+        if moved is not None:
+            add_product(total, moved, stacked(self.v, len(out)))
             if a.order == 3 and self.V is not None:
-                total[k:].baddbmm_(moved[:k], self.V[: a.S].flatten(0, 1), alpha=2)
+                add_product(total[k:], moved[:k], self.V[: a.S].flatten(0, 1), alpha=2)
         if self.V is not None:
             rows = total[: len(self.V) * self.N]
-            rows.baddbmm_(stacked(P, len(self.V)), self.V.flatten(0, 1))
+            add_product(rows, stacked(P, len(self.V)), self.V.flatten(0, 1))
         out.copy_(total.view(out.shape))

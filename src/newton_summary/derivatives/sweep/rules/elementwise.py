@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.engine import Sweep
 
 Derivatives = tuple[Tensor, Tensor | None, Tensor | None]
-IN_CACHE = 2**22  # bytes of all arrays that are passed at a time on a CPU
+IN_CACHE = 2**23  # bytes of all arrays that are passed at a time on a CPU
 
 
 def curved(derivatives: Callable[..., Derivatives], relative: bool = False) -> Callable[..., Any]:
@@ -108,11 +108,11 @@ def _pass_curved(
                 for mine, theirs in same_groups:
                     y2[mine].addcmul_(x2[theirs], f1)
         if delta is not None:
-            work = x1 * (delta * f2)
-            Hbar.append(gram(work.conj(), x1))
             if squares is not None and f3 is not None:  # <delta f3, x1^3>
                 cubes = squares.mul_(x1).conj()
                 D3.append(gram(cubes, (delta * f3)[None]).reshape(-1))
+            work = torch.mul(x1, delta * f2, out=squares)
+            Hbar.append(gram(work.conj(), x1))
             if t.second and third:  # 3 <delta f2 x1, x2>
                 crossed.append(3 * sums(pick(t.first, work, t.second).mul_(x2)))
     if Hbar:

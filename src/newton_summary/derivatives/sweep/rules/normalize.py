@@ -23,8 +23,6 @@ from newton_summary.derivatives.sweep.tape import (
     add_up,
     cast,
     gram,
-    pick,
-    spread,
     stretches,
     sums,
 )
@@ -249,31 +247,32 @@ class CentredRows:
         third: bool,
         centred: bool,
     ):
-        self.t, self.c, self.delta, self.d, self.third = t, c, delta, d, third
-        rows, ndim = t.rows, c.dim()
+        self.c, self.delta, self.d, self.third = c, delta, d, third
+        rows, k, ndim = t.rows, len(t.first), c.dim()
         if centred and -ndim in d:  # over samples, of which biases do not depend
             entry = [slice(0, 1) if i in d else slice(None) for i in range(-1 - ndim, 0)]
             rows = rows - rows[tuple(entry)]
-        rows = rows - rows.mean(d, keepdim=True) if centred else rows
-        self.c1, self.c2 = rows[: len(t.first)], rows[len(t.first) :]
+        means = rows.mean(d, keepdim=True) if centred else rows.new_zeros((len(rows), *(1,) * ndim))
+        self.rows = rows.new_empty((2 * k if third else k, *c.shape))
+        self.c1, self.c2 = self.rows[:k], self.rows[k:]
+        torch.sub(rows[:k], means[:k], out=self.c1)
+        if third and t.second != t.first:
+            self.c2.zero_()
+        for mine, theirs in stretches(t.second, t.first):
+            torch.sub(rows[k:][theirs], means[k:][theirs], out=self.c2[mine])
 
     def sums(self) -> Sums:
         """Return the sums of products over each cell, for all groups."""
         c, c1, c2, delta = self.c, self.c1, self.c2, self.delta
-        first, second = self.t.first, self.t.second
         c_c1 = self._total(c * c1)
         zero = torch.zeros_like(c_c1)
-
-        def spread_out(products: Tensor) -> Tensor:
-            return spread(second, self._total(products), first)
-
         return Sums(
             c_c1=c_c1,
-            c1_c1=self._total(c1 * c1) if self.third else zero,
             delta_c1=zero if delta is None else self._total(delta * c1),
-            c_c2=spread_out(c * c2),
-            delta_c2=zero if delta is None else spread_out(delta * c2),
-            c1_c2=spread_out(pick(first, c1, second) * c2),
+            c1_c1=self._total(c1 * c1) if self.third else zero,
+            c_c2=self._total(c * c2) if self.third else zero,
+            delta_c2=self._total(delta * c2) if self.third and delta is not None else zero,
+            c1_c2=self._total(c1 * c2) if self.third else zero,
         )
 
     def _total(self, a: Tensor) -> Tensor:
@@ -282,19 +281,15 @@ class CentredRows:
     def finish(
         self, r: Tensor, r1: Tensor, r2: Tensor | None, weight: Tensor | None, wanted: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the rows of the result, and the weighted products of c1 with itself."""
+        """Return the rows of the result, in the place of c1 and c2, and <weight c1, c1>."""
         c, c1, c2 = self.c, self.c1, self.c2
-        k = len(c1)
         products = None if weight is None else gram(c1 * weight, c1)
         if not wanted:
             return None, products
-        result = c1.new_empty((k if r2 is None else 2 * k, *c.shape))
-        torch.mul(c1, r, out=result[:k]).addcmul_(c, r1)
         if r2 is not None:
-            second = torch.mul(c, r2, out=result[k:]).addcmul_(c1, r1, value=2)
-            for mine, theirs in stretches(self.t.second, self.t.first):
-                second[mine].addcmul_(c2[theirs], r)
-        return result, products
+            c2.mul_(r).addcmul_(c, r2).addcmul_(c1, r1, value=2)
+        c1.mul_(r).addcmul_(c, r1)
+        return self.rows, products
 
 
 NORMALIZE: dict[str, Callable[..., Any]] = {
