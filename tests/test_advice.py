@@ -253,12 +253,12 @@ def valley_advice(lr, apart, shared, **options):
 
 def test_what_noisy_groups_are_told_is_what_is_suggested():
     """A common factor with the change by the rehearsal; nothing of it where that is noise too."""
-    advice = valley_advice(lr=0.111, apart=1.0, shared=0.0)
+    advice = valley_advice(lr=0.09, apart=1.0, shared=0.0)
     change = advice.groups[0].change
-    assert [g.verdict for g in advice.groups] == ["noise"] * 2 and 2 < change < 4
-    assert f"together: x{change:.3g} (best next step: x4.5" in str(advice)
+    assert [g.verdict for g in advice.groups] == ["noise"] * 2 and 3 < change < 4
+    assert f"together: x{change:.3g} (best next step: x5.56" in str(advice)
     assert "takes the factor of all such" in str(advice) and VERDICTS["noise"] not in str(advice)
-    said = "all together (too noisy one by one): lr 0.111 could be x2.8 by a rehearsal (the best"
+    said = "all together (too noisy one by one): lr 0.09 could be x3.2 by a rehearsal (the best"
     assert said in sentence(advice)
     plain = valley_advice(lr=0.111, apart=1.0, shared=0.0, rehearsal=False)
     assert "'group1'; together: x4.5" in str(plain)
@@ -745,6 +745,20 @@ def test_rates_within_a_factor_of_two_are_alike():
         assert 1.1 < advice.groups[0].change < 1.51
 
 
+def test_rates_within_a_factor_of_three_are_kept_whatever_a_rehearsal_says():
+    """The best rate is 1. The limit counts where it is smaller than three."""
+    model, targets = Point(), [(torch.zeros(1, dtype=torch.float64),)] * 4
+    told = "keep: another rate got further in the rehearsal, but a change by less than x3"
+    for lr, is_kept in ((0.36, True), (0.1, False)):
+        sgd = torch.optim.SGD(model.parameters(), lr=lr)
+        advice = ns.suggest_lrs(model, distance, targets, sgd)
+        assert advice.rehearsal.then < advice.rehearsal.now
+        assert (advice.groups[0].change == 1) == (told in str(advice)) == is_kept
+        assert advice.groups[0].verdict == ("keep" if is_kept else "raise")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.36)
+    assert ns.suggest_lrs(model, distance, targets, sgd, max_change=2.2).groups[0].change > 2
+
+
 def test_a_fresh_lora_factor_is_left_out_by_name():
     """B = 0: nothing depends on A yet; weight decay moves it all the same."""
     torch.manual_seed(0)
@@ -895,7 +909,7 @@ def test_it_helps():
     [
         ({9.0: -2.0, 3.0: -2.0}, [9.0, 3.0], 3.0),
         ({9.0: 1.0, 3.0: -2.0}, [3.0], None),
-        ({9.0: 1.0, 3.0: 1.0}, [2.5], 2.5),
+        ({9.0: 1.0, 3.0: 1.0}, [2.5], 2.5),  # too small a change to be made
     ],
 )
 def test_two_changes_are_rehearsed(real, rehearsed, taken):
@@ -915,9 +929,10 @@ def test_two_changes_are_rehearsed(real, rehearsed, taken):
     trials = _Trials(model, summary, try_factors, rehearse_factors)
     found = trials.check(np.array([2.5]), np.array([9.0]), 2.0)
     assert asked == rehearsed and found.rehearsal == "rehearsal"
-    assert found.changes.tolist() == [taken or 1.0]
-    assert found.verdict == ("keep" if taken is None else None)
-    assert found.then.real == (-1.0 if taken is None else -2.0)
+    is_made = taken == 3.0
+    assert found.changes.tolist() == [taken if is_made else 1.0]
+    assert found.verdict == (None if is_made else "keep")
+    assert found.then.real == (-2.0 if is_made else -1.0)
 
 
 @pytest.mark.parametrize(("now", "expected"), [(1.0, [0.1, 1.0]), (-1e-3, [1.0, 1.0])])

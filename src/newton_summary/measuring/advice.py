@@ -39,7 +39,8 @@ from newton_summary.summary import Summary
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-ALIKE = 2.0  # rates within this factor train alike: none is left for another
+ALIKE = 2.0  # rates within this factor train alike: none is rehearsed
+WORTH = 3.0  # a smaller change is not made: one in four of them harms in the end
 SHORT = 8  # steps of a rehearsal: fewer than four batches
 LOW = 0.5  # of the peak of a schedule: advice for a lower rate says little about the peak
 VERDICTS: dict[Verdict, str] = {
@@ -167,6 +168,7 @@ class Advice(ShownAsTable):
         return rows
 
     def _said(self) -> str:
+        changed = any(group.change != 1 for group in self.groups)
         lines = [
             f"change of the loss ({float(self.summary.loss):.4g}) by one step: "
             f"{self.now.real:+.3g} now, {self.then.real:+.3g} as suggested "
@@ -175,7 +177,6 @@ class Advice(ShownAsTable):
         if self.rehearsal is not None:
             steps, now, then, then_steps, _ = self.rehearsal
             reached, reached_then = told_apart(now, then)
-            changed = any(group.change != 1 for group in self.groups)
             which = "as suggested" if changed else "with another rate"
             worse = self.then.predicted > self.now.predicted
             lines.append(
@@ -211,6 +212,11 @@ class Advice(ShownAsTable):
             meanings["noise"] = (
                 "the batches do not agree on this group alone: it takes the factor of all such "
                 "groups together"
+            )
+        if self.rehearsal is not None and self.rehearsal.then < self.rehearsal.now and not changed:
+            meanings["keep"] = (
+                f"another rate got further in the rehearsal, but a change by less than x{WORTH:g} is "
+                f"not sure to help in the end"
             )
         if self.rehearsal is not None and any(self.kept_undecided(g) for g in self.groups):
             meanings["keep"] = (
@@ -522,7 +528,7 @@ class _Trials:
         """Try the suggested step; take shorter changes if the loss falls less than now, or none.
 
         With a rehearsal, the longest change whose step is better than now, or half of it, if they
-        are not ``alike``.
+        are not ``alike``; none if the better one is small.
         """
         ones = np.ones_like(changes)
         several = [ones]
@@ -547,9 +553,11 @@ class _Trials:
             return _Checked(ones, now, now, "keep")
         compared = [i for i in usable if i < 3] or usable[:1]
         rehearsal, best = self.by_training([several[i] for i in compared])
-        if best is None:
+        chosen = ones if best is None else several[compared[best]]
+        least = min(WORTH, self.model.limits[1]) if alike > 1 else 1.0
+        if best is None or np.abs(np.log(chosen)).max() < math.log(least):
             return _Checked(ones, now, now, "keep", rehearsal)
-        return _Checked(several[compared[best]], now, tried[compared[best]], None, rehearsal)
+        return _Checked(chosen, now, tried[compared[best]], None, rehearsal)
 
     def lower(self, checked: _Checked, changes: Array) -> _Checked:
         """Rehearse smaller rates where the present ones stay, whatever the next step says.
