@@ -215,8 +215,8 @@ class Advice(ShownAsTable):
             )
         if self.rehearsal is not None and self.rehearsal.then < self.rehearsal.now and not changed:
             meanings["keep"] = (
-                f"another rate got further in the rehearsal, but a change by less than x{WORTH:g} is "
-                f"not sure to help in the end"
+                f"another rate got further in the rehearsal, but a change by less than x{WORTH:g} "
+                f"is not sure to help in the end"
             )
         if self.rehearsal is not None and any(self.kept_undecided(g) for g in self.groups):
             meanings["keep"] = (
