@@ -60,7 +60,7 @@ class Monitor:
     >>> def loss_fn(model, batch):
     ...     return (model(batch[0]) - batch[1]).square().mean()
     >>> monitor = Monitor(loss_fn=loss_fn, data=(x, y), console=False)
-    >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> sgd = torch.optim.SGD(model.parameters(), lr=0.01)
     >>> for epoch in range(3):
     ...     _ = monitor.measure(model, epoch, optimizer=sgd)
     ...     loss_fn(model, (x, y)).backward()
