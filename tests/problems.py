@@ -70,6 +70,14 @@ def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(x), y)
 
 
+def spoil_gradients(model, step):
+    """Make gradients that are not finite at two steps of a training, and leave one out at two."""
+    if step in (44, 65):
+        model[0].weight.grad[0] = torch.nan
+    if step in (51, 52):
+        model[0].bias.grad = None
+
+
 def squared_error(model: nn.Module, batch: Any) -> Tensor:
     x, y = batch
     return (model(x) - y).square().mean()

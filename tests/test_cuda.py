@@ -15,7 +15,7 @@ from newton_summary.derivatives.sweep.cuda_graph import BEFORE_CAPTURE, SweepGra
 from newton_summary.derivatives.sweep.kernels import kernels
 from newton_summary.derivatives.sweep.rules import convolutions, fused_norms, products
 from newton_summary.derivatives.sweep.tape import gram
-from problems import PROBLEMS, cross_entropy, partition_of, partition_specs
+from problems import PROBLEMS, cross_entropy, partition_of, partition_specs, spoil_gradients
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -179,10 +179,7 @@ def test_captured_steps_give_the_same_training():
         for step in range(90):
             optimizer.zero_grad()
             cross_entropy(model, batches[step % 3]).backward()
-            if step in (44, 65):
-                model[0].weight.grad[0] = torch.nan
-            if step in (51, 52):
-                model[0].bias.grad = None
+            spoil_gradients(model, step)
             if step == 74:
                 for group in optimizer.param_groups:
                     group["momentum"] = 0.8
@@ -211,7 +208,7 @@ def test_captured_steps_follow_parameters_that_move_in_memory():
     def train_with(cuda_graph):
         model, batches = lenet()
         optimizer = NewtonSummary.paper(
-            make_partition(model), 0.1, curvature=(cross_entropy, batches), cuda_graph=cuda_graph
+            make_partition(model), 0.05, curvature=(cross_entropy, batches), cuda_graph=cuda_graph
         )
         for step in range(62):
             optimizer.zero_grad()
@@ -231,7 +228,7 @@ def test_captured_steps_follow_parameters_that_move_in_memory():
     captured, optimizer = train_with(cuda_graph=True)
     assert optimizer._update._captured is not None
     for a, e in zip(captured.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(a, e, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize(
