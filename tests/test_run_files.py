@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import full_disks
-from damaged_runs import cases, sign
+from damaged_runs import cases, edit_json, put, sign
 from experiment_cases import tiny
 from newton_summary import History, Summary, make_partition, report
 from newton_summary.cli import main as cli
@@ -413,6 +413,21 @@ def test_fields_of_a_newer_version_are_passed_over(good, tmp_path):
         with warnings.catch_warnings(record=True):
             assert Run.load(tmp_path / name).epoch == 2
             show(tmp_path / name)
+
+
+def test_a_field_that_meant_nothing_is_not_missed(good, tmp_path):
+    """Runs of earlier versions have a direction, which is told only where it is another one."""
+    for direction, told in (("gradient", 0), ("adam", 1)):
+        path = tmp_path / direction
+        shutil.copytree(good, path)
+        edit_json("config.json", partial(put, ["optimizer", "direction"], direction), path)
+        sign(path)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert Run.load(path).epoch == 2
+        assert ["'optimizer.direction'" in str(warning.message) for warning in said] == [
+            True
+        ] * told
 
 
 NASTY = "\x1b[31m|a<img src=x>$\\frac$[x](http://x.y)=1\n"

@@ -49,6 +49,7 @@ from newton_summary.storage.writing import (
 
 LOCK_SECONDS = 3  # to wait for another process to release the directory
 
+FORMER = {"optimizer.direction": "gradient"}  # fields of earlier versions that meant nothing
 # Fields that may differ when a run resumes: where files are, how long to train, and how fast.
 FREE = {"data.root", "data.download", "epochs", "recipe", "graph_steps", "optimizer.cuda_graph"}
 
@@ -76,7 +77,9 @@ class Run:
         except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:
             why = f": {error}" if isinstance(error, UserError) else f" ({error!r})."
             raise UserError(f"{path / CONFIG} is not the configuration of a run{why}") from None
-        unknown = sorted(dict(dotted_names(values)).keys() - flatten(config).keys())
+        known = flatten(config)
+        fields = (both for both in dotted_names(values) if both not in FORMER.items())
+        unknown = sorted(name for name, _ in fields if name not in known)
         if unknown:
             warnings.warn(
                 f"{path / CONFIG} has fields of another version, which are ignored: "
