@@ -17,10 +17,9 @@ which allows d_s = 0 (then w = 0) and is as exact as Cholesky's method, whatever
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -286,7 +285,7 @@ def arrays_of(summary: Summary, diagonal: bool = False) -> tuple[Array, Array, A
 
 
 def _array(tensor: Tensor) -> Array:
-    return np.asarray(tensor.detach().to("cpu", torch.float64))
+    return tensor.detach().to("cpu", torch.float64).numpy()
 
 
 def _checked(summary: Summary, lambda_int: float) -> tuple[Array, Array, Array | None]:
@@ -326,7 +325,7 @@ def _minimise(
             eta, status = _cubic(g, H, D, lambda_int)
             return eta, "flat" if (status, kind) == ("minimum", "flat") else status
         c = _scale(g, H)
-        eta = _linalg(torch.linalg.solve, H / c[:, None] / c, g / c)[0] / c
+        eta = _linalg("solve", H / c[:, None] / c, g / c)[0] / c
     except np.linalg.LinAlgError:  # inf or nan inside: entries near the ends of float64
         return nowhere, "overflow"
     return eta, {"definite": "newton", "flat": "flat", "indefinite": "saddle"}[kind]
@@ -378,7 +377,7 @@ def _free_block(
     """
     block = H[np.ix_(free, free)]
     c = _scale(g[free], block)
-    e, V = _linalg(torch.linalg.eigh, block / c[:, None] / c)
+    e, V = _linalg("eigh", block / c[:, None] / c)
     x = np.column_stack([g[free], H[np.ix_(free, ~free)]]) / c[:, None]
     return block, c, e, V, x, 8 * len(e) * _EPS * np.abs(e).max()
 
@@ -419,7 +418,7 @@ def _cubic(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, str]
         if not np.isfinite(L.numpy()).all():
             raise np.linalg.LinAlgError("The factor has entries that are not finite.")
         x = _solve(L, Dg)
-        Q, w, _ = _linalg(torch.linalg.svd, x[:, :-1])
+        Q, w, _ = _linalg("svd", x[:, :-1])
         V = _solve(L, Q, transposed=True)  # V^T M(sigma0) V = I and V^T D^2 V = Diag(w^2)
         c = Q.T @ x[:, -1]
         unsure = np.abs(c) <= rounding * (np.abs(V).T @ size)
@@ -464,7 +463,7 @@ def _definite_shift(H: Array, D: Array) -> float:
     low, high = -900, 900
     scaled = H / D[:, None] / D
     if np.isfinite(scaled).all():  # an estimate, which is seldom wrong
-        lowest = _linalg(torch.linalg.eigvalsh, scaled)[0][0]
+        lowest = _linalg("eigvalsh", scaled)[0][0]
         near = min(max(math.frexp(-lowest)[1], low + 1), high)
         if is_definite(near) and not is_definite(near - 1):
             return 2.0 ** (near + 1)
@@ -531,12 +530,10 @@ def _root(c: Array, omega: Array, beta: Array, b: float, log_kappa: float, start
         """Return log(left / right) and its derivative by log tau."""
         f = beta + tau * omega
         u = sizes / f
-        top = float(np.maximum.reduce(u))  # the squares alone could overflow
-        u /= top
-        weight = u * u
-        total, right = float(np.add.reduce(weight)), b + tau
-        value = log_kappa + _log(top) + 0.5 * _log(total) - math.log(right)
-        return value, -tau * (float(weight @ (omega / f)) / total + 1 / right)
+        norm, right = math.hypot(*u.tolist()), b + tau  # no square overflows
+        u /= norm
+        value = log_kappa + _log(norm) - math.log(right)
+        return value, -tau * (float((u * u) @ (omega / f)) + 1 / right)
 
     low, high = 1e-300, 1e300
     tau = min(max(start, low), high)
@@ -561,7 +558,10 @@ def _log(x: float) -> float:
 
 # --- linear algebra ------------------------------------------------------------------------------
 # In torch, whose threads can be limited: for matrices of a few dozen rows several threads are up to
-# a hundred times slower, because they wait for each other and for those of the training.
+# a hundred times slower, because they wait for each other and for those of the training. Smaller
+# matrices meet no threads, and numpy takes half of torch's time for them.
+
+SMALL = 32  # rows
 
 
 @contextmanager
@@ -574,12 +574,15 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _linalg(function: Callable[..., Any], *arrays: Array) -> tuple[Array, ...]:
-    """Call a function of torch.linalg on arrays; raise numpy's error for what it cannot do."""
+def _linalg(name: str, *arrays: Array) -> tuple[Array, ...]:
+    """Call a function of linear algebra on arrays; raise numpy's error for what it cannot do."""
     if not all(np.isfinite(array).all() for array in arrays):
         raise np.linalg.LinAlgError("The matrix has entries that are not finite.")
+    if len(arrays[0]) <= SMALL:
+        found = getattr(np.linalg, name)(*arrays)
+        return found if isinstance(found, tuple) else (found,)
     try:
-        found = function(*map(torch.from_numpy, arrays))
+        found = getattr(torch.linalg, name)(*map(torch.from_numpy, arrays))
     except RuntimeError as error:
         raise np.linalg.LinAlgError(str(error)) from error
     found = (found,) if isinstance(found, Tensor) else found

@@ -152,10 +152,11 @@ class Summary(ShownAsTable):
                 )
         order = min(summary.order for summary in summaries)
         names = ("loss", "gbar", "Hbar", "D3")[: order + 1]
-        numbers = [getattr(summary, name) for name in names for summary in summaries]
-        terms = torch._foreach_mul(numbers, [w / total for w in weights] * len(names))
-        count = len(summaries)
-        means = [torch.stack(terms[i : i + count]).sum(0) for i in range(0, len(terms), count)]
+        shares = [weight / total for weight in weights]
+        numbers = [[getattr(summary, name) for name in names] for summary in summaries]
+        means = torch._foreach_mul(numbers[0], shares[0])
+        for terms, share in zip(numbers[1:], shares[1:], strict=True):
+            means = torch._foreach_add(means, terms, alpha=share)
         loss, gbar, *higher = means
         return replace(
             summaries[-1],

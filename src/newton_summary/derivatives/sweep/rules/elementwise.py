@@ -222,8 +222,9 @@ def _times_x(x: Tensor, g: Tensor, derivatives: Three) -> Three:
 
 def tanh(x: Tensor, y: Tensor) -> Three:
     """Of the hyperbolic tangent y."""
-    f1 = (y * y).neg_().add_(1)
-    return f1, (y * f1).mul_(-2), (f1 * -6).add_(4).mul_(f1)
+    f1 = torch.addcmul(y.new_ones(()), y, y, value=-1)
+    f2 = torch.addcmul(y.new_zeros(()), y, f1, value=-2)
+    return f1, f2, (f1 * 4).addcmul_(f1, f1, value=-6)
 
 
 def sigmoid(x: Tensor, y: Tensor) -> Three:

@@ -16,7 +16,7 @@ from newton_summary.derivatives.sweep.tf32 import precision_of
 PROGRAMS = 512  # that a product is divided among
 PIECE = 512  # numbers that are added up before they are added to the rest
 ROWS = 64  # of a tile, at most
-DEPTH = {False: 32, True: 64}  # of a tile; whether both matrices have several tiles of rows
+FEW = 256  # products, of which the sums over all programs lie next to each other
 
 
 @triton.jit(do_not_specialize=["k", "m", "pieces", "each"])  # type: ignore[untyped-decorator]
@@ -34,6 +34,8 @@ def _gram(  # type: ignore[no-untyped-def]
     x_piece,
     y_row,
     y_piece,
+    out_part,
+    out_entry,
     SYMMETRIC: tl.constexpr,
     PRECISION: tl.constexpr,
     X_ROWS: tl.constexpr,
@@ -55,16 +57,16 @@ def _gram(  # type: ignore[no-untyped-def]
         some = tl.zeros((X_ROWS, Y_ROWS), tl.float32)  # long sums lose digits on tensor cores
         for begin in range(0, length, DEPTH):
             e = begin + tl.arange(0, DEPTH)[None, :]
-            inside = (e < length) & (e < n - piece * length)
-            x = tl.load(x_at + e, mask=(i[:, None] < k) & inside, other=0.0)
-            y = tl.load(y_at + e, mask=(j[:, None] < m) & inside, other=0.0)
+            within = (e < length) & (e < n - piece * length)
+            x = tl.load(x_at + e, mask=(i[:, None] < k) & within, other=0.0)
+            y = tl.load(y_at + e, mask=(j[:, None] < m) & within, other=0.0)
             some = tl.dot(x, tl.trans(y), some, input_precision=PRECISION)
         total += some
-    where = (tl.cast(part, tl.int64) * k + i[:, None]) * m + j[None, :]
-    tl.store(out + where, total, mask=(i[:, None] < k) & (j[None, :] < m))
+    out += tl.cast(part, tl.int64) * out_part
+    inside = (i[:, None] < k) & (j[None, :] < m)
+    tl.store(out + (i[:, None] * m + j[None, :]) * out_entry, total, mask=inside)
     if SYMMETRIC and tl.program_id(1) > tl.program_id(2):
-        mirrored = (tl.cast(part, tl.int64) * k + j[None, :]) * m + i[:, None]
-        tl.store(out + mirrored, total, mask=(i[:, None] < k) & (j[None, :] < m))
+        tl.store(out + (j[None, :] * m + i[:, None]) * out_entry, total, mask=inside)
 
 
 def gram(X: Tensor, Y: Tensor, pieces: int, symmetric: bool) -> Tensor:
@@ -86,14 +88,20 @@ def gram(X: Tensor, Y: Tensor, pieces: int, symmetric: bool) -> Tensor:
     tiles = blocks[0] * (blocks[0] + 1) // 2 if symmetric else blocks[0] * blocks[1]
     each = triton.cdiv(pieces * tiles, PROGRAMS)
     parts = triton.cdiv(pieces, each)
-    out = X.new_empty((parts, k, m), dtype=torch.float32)
+    if k * m > FEW:
+        out = X.new_empty((parts, k * m), dtype=torch.float32)
+    else:
+        out = X.new_empty((k * m, parts), dtype=torch.float32).T
+    depth = 64 if min(blocks) > 1 else 32
+    if max(rows) == 16 and X.dtype == torch.bfloat16:
+        depth = 128
     with torch.cuda.device(X.device):
         _gram[parts, blocks[0], blocks[1]](
-            *(X, Y, out, k, m, n, pieces, each, length, *steps),
+            *(X, Y, out, k, m, n, pieces, each, length, *steps, *out.stride()),
             SYMMETRIC=symmetric,
             PRECISION=precision_of(X.dtype),
             X_ROWS=rows[0],
             Y_ROWS=rows[1],
-            DEPTH=DEPTH[min(blocks) > 1],
+            DEPTH=depth,
         )
-    return out.sum(0)
+    return out.sum(0).view(k, m)
