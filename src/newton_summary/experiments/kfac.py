@@ -93,8 +93,9 @@ class KFAC(Optimizer):
             state = self.state[layer.weight]
             covariances = {"A": input_covariance(layer, a.detach()), "G": gradient_covariance(g)}
             for name, value in covariances.items():
-                known = state.get(name, torch.eye(len(value)).to(value))
-                state[name] = torch.lerp(value, known, self.decay)
+                if name not in state:
+                    state[name] = torch.eye(len(value), dtype=value.dtype, device=value.device)
+                state[name] = torch.lerp(value, state[name], self.decay)
 
     def _cotangent(self, outputs: Tensor) -> Tensor:
         """Draw derivatives c of samples' losses by the outputs: E[c c^T] is the Fisher matrix."""
@@ -166,7 +167,10 @@ def damped(A: Tensor, G: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     scale_A, scale_G = (M.diagonal().mean().clamp_min(tiny) for M in (A, G))
     pi = (scale_A / scale_G).sqrt()
     root = math.sqrt(damping)
-    return A + pi * root * torch.eye(len(A)).to(A), G + root / pi * torch.eye(len(G)).to(G)
+    A, G = A.clone(), G.clone()
+    A.diagonal().add_(pi * root)
+    G.diagonal().add_(root / pi)
+    return A, G
 
 
 def input_covariance(layer: Layer, x: Tensor) -> Tensor:

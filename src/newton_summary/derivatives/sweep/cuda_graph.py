@@ -221,7 +221,6 @@ class SweepGraph:
         model, partition, loss_fn, batch, u, order = wanted
         self.order = order
         self.samples = count_samples(batch) or 0
-        self.dtype = result_dtype(partition.params)
         leaves, structure = pytree.tree_flatten(batch)
         if any(isinstance(x, Tensor) and not x.is_cuda for x in leaves):
             raise CannotCapture("a tensor of the batch is not on the GPU")
@@ -259,12 +258,13 @@ class SweepGraph:
         check_finite(loss)
         warn_of_hidden_rows([hidden])
         totals = totals_at(self._where, numbers[2:].numpy(), len(partition))
-        gbar, Hbar, D3 = (torch.from_numpy(x).to(self.dtype) for x in totals)
+        dtype = result_dtype(partition.params)
+        gbar, Hbar, D3 = (torch.from_numpy(x).to(dtype) for x in totals)
         return Summary(
             gbar,
             Hbar,
             D3 if self.order == 3 else None,
-            loss=loss.to(self.dtype),
+            loss=loss.to(dtype),
             num_samples=self.samples,
             partition=partition,
             backend="sweep",
