@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import subprocess
+import sys
 
 import mpmath
 import numpy as np
@@ -710,6 +713,35 @@ def test_many_groups():
     residual, lowest = optimality(system, 1.0, eta)
     assert residual < 1e-12
     assert lowest > -1e-12
+
+
+@pytest.mark.slow
+def test_one_thread_does_the_work():
+    """Others would wait for those of the training. Any number of rows, with and without D3."""
+    code = """
+import time
+import torch
+from newton_summary.solver import learning_rates
+from newton_summary.summary import Summary
+
+torch.manual_seed(0)
+for S in (8, 25, 26, 32, 33):
+    A = torch.randn(S, S, dtype=torch.float64)
+    g, D3 = torch.randn(2, S, dtype=torch.float64)
+    for cubic in (0, 1, (torch.arange(S) % 8 == 0).double()):
+        for H in (A @ A.T + torch.eye(S), (A + A.T) / 2):
+            summary = Summary(g, H, D3 * cubic)
+            learning_rates(summary)
+            time.sleep(0.02)  # threads of torch.randn and of A @ A.T go to sleep
+            start = time.process_time() - time.thread_time()
+            for _ in range(20):
+                learning_rates(summary)
+            others = time.process_time() - time.thread_time() - start
+            assert others < 0.002, (S, cubic, others)
+"""
+    several = os.environ | {"OPENBLAS_NUM_THREADS": "2", "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", code], env=several, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
 
 
 def test_table():

@@ -561,7 +561,7 @@ def _log(x: float) -> float:
 # a hundred times slower, because they wait for each other and for those of the training. Smaller
 # matrices meet no threads, and numpy takes half of torch's time for them.
 
-SMALL = 32  # rows
+SMALL = 25  # rows; with more, LAPACK divides an eigenproblem, and OpenBLAS among threads
 
 
 @contextmanager
