@@ -386,6 +386,26 @@ def test_groups_without_cubic_term_are_eliminated(kind):
         np.testing.assert_allclose(rates.eta, expected, rtol=1e-9, atol=1e-11)
 
 
+def test_groups_without_cubic_term_may_move_much_further():
+    """Each rate keeps its own digits, here against 60 of the model without those groups."""
+    rng = np.random.default_rng(23)
+    for exponent in range(0, 121, 10):
+        S = int(rng.integers(3, 8))
+        g, H, D3 = random_system(rng, "definite", S=S)
+        H += np.eye(S)
+        free = np.isin(np.arange(S), rng.permutation(S)[: S // 2])
+        D3 = np.where(free, 0, D3 * 10.0**exponent)
+        eta = learning_rates(summary_of(g, H, D3)).eta.numpy()
+        K, C = H[np.ix_(free, free)], H[np.ix_(free, ~free)]
+        left = H[np.ix_(~free, ~free)] - C.T @ np.linalg.solve(K, C)
+        pull = g[~free] - C.T @ np.linalg.solve(K, g[free])
+        expected = exact_minimum(pull, left, D3[~free], 1.0, digits=60)
+        np.testing.assert_allclose(eta[~free], expected, rtol=1e-11)
+        np.testing.assert_allclose(
+            eta[free], np.linalg.solve(K, g[free] - C @ expected), rtol=1e-11
+        )
+
+
 @pytest.mark.parametrize("lambda_int", [0.0, 1.0])
 def test_no_cubic_term_at_all_is_newton(lambda_int):
     """A quadratic loss has D3 = 0: eta = Hbar^-1 gbar."""
