@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import subprocess
+import sys
 
 import mpmath
 import numpy as np
@@ -383,6 +386,26 @@ def test_groups_without_cubic_term_are_eliminated(kind):
         np.testing.assert_allclose(rates.eta, expected, rtol=1e-9, atol=1e-11)
 
 
+def test_groups_without_cubic_term_may_move_much_further():
+    """Each rate keeps its own digits, here against 60 of the model without those groups."""
+    rng = np.random.default_rng(23)
+    for exponent in range(0, 121, 10):
+        S = int(rng.integers(3, 8))
+        g, H, D3 = random_system(rng, "definite", S=S)
+        H += np.eye(S)
+        free = np.isin(np.arange(S), rng.permutation(S)[: S // 2])
+        D3 = np.where(free, 0, D3 * 10.0**exponent)
+        eta = learning_rates(summary_of(g, H, D3)).eta.numpy()
+        K, C = H[np.ix_(free, free)], H[np.ix_(free, ~free)]
+        left = H[np.ix_(~free, ~free)] - C.T @ np.linalg.solve(K, C)
+        pull = g[~free] - C.T @ np.linalg.solve(K, g[free])
+        expected = exact_minimum(pull, left, D3[~free], 1.0, digits=60)
+        np.testing.assert_allclose(eta[~free], expected, rtol=1e-11)
+        np.testing.assert_allclose(
+            eta[free], np.linalg.solve(K, g[free] - C @ expected), rtol=1e-11
+        )
+
+
 @pytest.mark.parametrize("lambda_int", [0.0, 1.0])
 def test_no_cubic_term_at_all_is_newton(lambda_int):
     """A quadratic loss has D3 = 0: eta = Hbar^-1 gbar."""
@@ -710,6 +733,35 @@ def test_many_groups():
     residual, lowest = optimality(system, 1.0, eta)
     assert residual < 1e-12
     assert lowest > -1e-12
+
+
+@pytest.mark.slow
+def test_one_thread_does_the_work():
+    """Others would wait for those of the training. Any number of rows, with and without D3."""
+    code = """
+import time
+import torch
+from newton_summary.solver import learning_rates
+from newton_summary.summary import Summary
+
+torch.manual_seed(0)
+for S in (8, 25, 26, 32, 33):
+    A = torch.randn(S, S, dtype=torch.float64)
+    g, D3 = torch.randn(2, S, dtype=torch.float64)
+    for cubic in (0, 1, (torch.arange(S) % 8 == 0).double()):
+        for H in (A @ A.T + torch.eye(S), (A + A.T) / 2):
+            summary = Summary(g, H, D3 * cubic)
+            learning_rates(summary)
+            time.sleep(0.02)  # threads of torch.randn and of A @ A.T go to sleep
+            start = time.process_time() - time.thread_time()
+            for _ in range(20):
+                learning_rates(summary)
+            others = time.process_time() - time.thread_time() - start
+            assert others < 0.002, (S, cubic, others)
+"""
+    several = os.environ | {"OPENBLAS_NUM_THREADS": "2", "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", code], env=several, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
 
 
 def test_table():

@@ -228,6 +228,33 @@ def test_a_summary_of_weight_0_does_not_count():
     torch.testing.assert_close(mean.Hbar, summary.Hbar)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_mean_of_many_is_as_exact_as_its_type(dtype):
+    torch.manual_seed(0)
+    summaries = [
+        Summary(
+            torch.rand(4).to(dtype), torch.rand(4, 4).to(dtype), loss=torch.ones(1).to(dtype)[0]
+        )
+        for _ in range(1000)
+    ]
+    mean = Summary.mean(summaries)
+    for name in ("loss", "gbar", "Hbar"):
+        exact = torch.stack([getattr(summary, name).double() for summary in summaries]).mean(0)
+        found = getattr(mean, name)
+        assert found.dtype == dtype
+        rtol = torch.finfo(dtype).eps * (100 if dtype == torch.float32 else 1)
+        torch.testing.assert_close(found.double(), exact, rtol=rtol, atol=0)
+
+
+def test_mean_has_the_common_type():
+    types = torch.bfloat16, torch.float16, torch.float32, torch.float64
+    for one, other in itertools.product(types, types):
+        pair = [Summary(torch.ones(2, dtype=each), loss=1) for each in (one, other)]
+        mean = Summary.mean(pair)
+        assert mean.gbar.dtype == torch.promote_types(one, other)
+        assert mean.loss.dtype == torch.get_default_dtype()
+
+
 def test_mean_has_the_lowest_order_and_is_approximate_if_any_is():
     exact, rough = random_summary(0), random_summary(1, order=2, approximate=True)
     mean = Summary.mean([rough, exact])

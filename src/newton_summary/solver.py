@@ -400,6 +400,11 @@ def _escaping(g: Array, H: Array, free: NDArray[np.bool_]) -> tuple[int, ...]:
 
 def _cubic(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, str]:
     """Return the minimum where the groups with d_s = 0 have a positive definite block (App. D)."""
+    free = len(D) - int(np.count_nonzero(D))
+    if D[:free].any():  # the groups with d_s = 0 go first: L^-1 D is zero in their rows
+        order = np.argsort(D != 0, kind="stable")
+        eta, status = _cubic(g[order], H[np.ix_(order, order)], D[order], lambda_int)
+        return eta[np.argsort(order)], status
     rounding = 8 * len(g) * _EPS
     Dg, size = np.column_stack([np.diag(D), g]), np.abs(g)
     L = _cholesky(H)
@@ -418,7 +423,7 @@ def _cubic(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, str]
         if not np.isfinite(L.numpy()).all():
             raise np.linalg.LinAlgError("The factor has entries that are not finite.")
         x = _solve(L, Dg)
-        Q, w, _ = _linalg("svd", x[:, :-1])
+        Q, w = _singular(x[:, :-1], free)
         V = _solve(L, Q, transposed=True)  # V^T M(sigma0) V = I and V^T D^2 V = Diag(w^2)
         c = Q.T @ x[:, -1]
         unsure = np.abs(c) <= rounding * (np.abs(V).T @ size)
@@ -430,6 +435,20 @@ def _cubic(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, str]
             break
         sigma0 = sigma
     return eta, status
+
+
+def _singular(A: Array, free: int) -> tuple[Array, Array]:
+    """Return the left singular vectors of L^-1 D and its singular values, in descending order.
+
+    Its first rows and columns, of the ``free`` groups with d_s = 0, are zero. They take no part:
+    rounding would mix them with the others, whose steps can be far smaller.
+    """
+    some_Q, some_w, _ = _linalg("svd", A[free:, free:])
+    if not free:
+        return some_Q, some_w
+    Q, w, rest = np.zeros_like(A), np.zeros(len(A)), len(some_w)
+    Q[free:, :rest], w[:rest], Q[:free, rest:] = some_Q, some_w, np.eye(free)
+    return Q, w
 
 
 def _shift_below(x: Array, lambda_int: float) -> float:
@@ -561,7 +580,7 @@ def _log(x: float) -> float:
 # a hundred times slower, because they wait for each other and for those of the training. Smaller
 # matrices meet no threads, and numpy takes half of torch's time for them.
 
-SMALL = 32  # rows
+SMALL = 25  # rows; with more, LAPACK divides an eigenproblem, and OpenBLAS among threads
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from newton_summary.storage.writing import save_tensors
 
 T = TypeVar("T")
 Role = Literal["weight", "bias", "mixed"]
+HALF = (torch.float16, torch.bfloat16)  # in which small terms vanish in a long sum
 
 
 class Block(NamedTuple):
@@ -154,10 +155,11 @@ class Summary(ShownAsTable):
         names = ("loss", "gbar", "Hbar", "D3")[: order + 1]
         shares = [weight / total for weight in weights]
         numbers = [[getattr(summary, name) for name in names] for summary in summaries]
-        means = torch._foreach_mul(numbers[0], shares[0])
+        first = [x.float() if x.dtype in HALF else x for x in numbers[0]]  # and with it the sums
+        means = torch._foreach_mul(first, shares[0])
         for terms, share in zip(numbers[1:], shares[1:], strict=True):
             means = torch._foreach_add(means, terms, alpha=share)
-        loss, gbar, *higher = means
+        loss, gbar, *higher = map(_narrowed, means, zip(*numbers))
         return replace(
             summaries[-1],
             gbar=gbar,
@@ -426,6 +428,12 @@ def _equilibrate(H: Tensor) -> Tensor:
             break
         scale = scale * largest.sqrt()
     return scale
+
+
+def _narrowed(mean: Tensor, terms: Sequence[Tensor]) -> Tensor:
+    """Return a mean in the type of its terms if they all have one of 16 bits."""
+    dtype = terms[0].dtype
+    return mean.to(dtype) if dtype in HALF and all(x.dtype == dtype for x in terms) else mean
 
 
 def _differing(names: Sequence[str], others: Sequence[str]) -> str:
