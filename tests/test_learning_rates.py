@@ -745,7 +745,7 @@ from newton_summary.solver import learning_rates
 from newton_summary.summary import Summary
 
 torch.manual_seed(0)
-for S in (8, 25, 26, 32, 33):
+for S in (25, 32):
     A = torch.randn(S, S, dtype=torch.float64)
     g, D3 = torch.randn(2, S, dtype=torch.float64)
     for cubic in (0, 1, (torch.arange(S) % 8 == 0).double()):
@@ -754,10 +754,10 @@ for S in (8, 25, 26, 32, 33):
             learning_rates(summary)
             time.sleep(0.02)  # threads of torch.randn and of A @ A.T go to sleep
             start = time.process_time() - time.thread_time()
-            for _ in range(20):
+            for _ in range(200):
                 learning_rates(summary)
             others = time.process_time() - time.thread_time() - start
-            assert others < 0.002, (S, cubic, others)
+            assert others < 0.01, (S, cubic, others)  # 0.02 and more if others take part
 """
     several = os.environ | {"OPENBLAS_NUM_THREADS": "2", "OMP_NUM_THREADS": "2"}
     done = subprocess.run([sys.executable, "-c", code], env=several, capture_output=True, text=True)
