@@ -463,6 +463,19 @@ def steps_twice(p):
     return optimizer.step
 
 
+def steered_into_nan(p):
+    """A loop in which the second step is made of a gradient that is not finite."""
+    model, batch = apart(p)
+    optimizer = sgd(model)
+    controller = ns.RateController(optimizer, model, OURS)
+    OURS(model, batch).backward()
+    controller.step(batch)
+    for parameter in model.parameters():
+        parameter.grad.fill_(math.nan)
+    controller.step(batch)
+    return lambda: controller.before_step(batch)
+
+
 def steps_without_it(p):
     """A loop that makes a controller, and never calls it."""
     model, batch = apart(p)
@@ -1035,6 +1048,10 @@ WARNINGS = {
             "when the summary was measured",
             lambda p: ns.step_trials(p.model, lambda m, b: 2 * OURS(m, b), p.batch, p.summary),
         ),
+        (
+            "Pass the direction that summarize was given",
+            lambda p: ns.step_trials(p.model, OURS, p.batch, p.measure(direction=sgd(p.model))),
+        ),
     ],
     "measuring/param_groups.py": [
         ("will fail or ignore some", advised("canonical")),
@@ -1052,6 +1069,7 @@ WARNINGS = {
     "optimizer/controller.py": [
         ("the model moves twice", steps_twice),
         ("the controller has seen no batch", steps_without_it),
+        ("are nan or infinite after the last step", steered_into_nan),
     ],
     "optimizer/newton_summary.py": [
         ("refresh of one group", lambda p: ns.NewtonSummary(p.model, OURS, cuda_graph=True)),
