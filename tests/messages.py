@@ -290,6 +290,10 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def ascent(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
+
+
 def groups(spec):
     return lambda p: ns.make_partition(p.model, spec)
 
@@ -782,6 +786,8 @@ ERRORS = {
     ],
     "measuring/param_groups.py": [
         ("that is in no group", lambda p: newton(direction=sgd(OTHER))(p)),
+        ("has maximize=True", lambda p: ns.suggest_lrs(p.model, OURS, p.batch, ascent(p.model))),
+        ("has maximize=True", lambda p: ns.RateController(ascent(p.model), p.model, OURS)),
         (
             "that is in no group",
             lambda p: ns.suggest_lrs(p.model, OURS, p.batch, sgd(OTHER)),

@@ -840,8 +840,9 @@ def test_a_first_step_uphill_is_a_short_one():
     model, batch = relu_net(), batches(1)[0]
     grads = torch.autograd.grad(cross_entropy(model, batch), list(model.parameters()))
     slope, size = (nn.utils.parameters_to_vector(x).norm() for x in (grads, model.parameters()))
-    optimizer = torch.optim.SGD(model.parameters(), lr=10.0, maximize=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
     controller = ns.RateController(optimizer, model, cross_entropy, period=1)
+    optimizer.param_groups[0]["maximize"] = True  # refused where a controller is made
     train(model, optimizer, controller, [batch, batch])
     start = controller.history[0]
     assert start.why == "start" and start.slope < 0
