@@ -290,6 +290,10 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def ascent(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
+
+
 def groups(spec):
     return lambda p: ns.make_partition(p.model, spec)
 
@@ -461,6 +465,19 @@ def steps_twice(p):
     OURS(model, batch).backward()
     controller.step(batch)
     return optimizer.step
+
+
+def steered_into_nan(p):
+    """A loop in which the second step is made of a gradient that is not finite."""
+    model, batch = apart(p)
+    optimizer = sgd(model)
+    controller = ns.RateController(optimizer, model, OURS)
+    OURS(model, batch).backward()
+    controller.step(batch)
+    for parameter in model.parameters():
+        parameter.grad.fill_(math.nan)
+    controller.step(batch)
+    return lambda: controller.before_step(batch)
 
 
 def steps_without_it(p):
@@ -769,6 +786,8 @@ ERRORS = {
     ],
     "measuring/param_groups.py": [
         ("that is in no group", lambda p: newton(direction=sgd(OTHER))(p)),
+        ("has maximize=True", lambda p: ns.suggest_lrs(p.model, OURS, p.batch, ascent(p.model))),
+        ("has maximize=True", lambda p: ns.RateController(ascent(p.model), p.model, OURS)),
         (
             "that is in no group",
             lambda p: ns.suggest_lrs(p.model, OURS, p.batch, sgd(OTHER)),
@@ -1035,6 +1054,10 @@ WARNINGS = {
             "when the summary was measured",
             lambda p: ns.step_trials(p.model, lambda m, b: 2 * OURS(m, b), p.batch, p.summary),
         ),
+        (
+            "Pass the direction that summarize was given",
+            lambda p: ns.step_trials(p.model, OURS, p.batch, p.measure(direction=sgd(p.model))),
+        ),
     ],
     "measuring/param_groups.py": [
         ("will fail or ignore some", advised("canonical")),
@@ -1052,6 +1075,7 @@ WARNINGS = {
     "optimizer/controller.py": [
         ("the model moves twice", steps_twice),
         ("the controller has seen no batch", steps_without_it),
+        ("are nan or infinite after the last step", steered_into_nan),
     ],
     "optimizer/newton_summary.py": [
         ("refresh of one group", lambda p: ns.NewtonSummary(p.model, OURS, cuda_graph=True)),

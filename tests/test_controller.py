@@ -585,6 +585,55 @@ def test_several_groups_share_a_multiplier_and_frozen_parameters_stay():
     assert loss_of_all(model) < loss_of_all(make_net())
 
 
+@pytest.mark.parametrize("at", [0, 20])
+def test_parameters_can_be_frozen_and_thawed_while_it_steers(at):
+    model = make_net()
+    adam = torch.optim.Adam(model.parameters(), lr=1e-5)
+    controller = ns.RateController(adam, model, cross_entropy)
+    train(model, adam, controller, batches(at))
+    model[0].requires_grad_(False)
+    adam.zero_grad()
+    still = model[0].weight.detach().clone()
+    train(model, adam, controller, batches(20))
+    assert torch.equal(model[0].weight, still) and not model[0].weight.requires_grad
+    measured = len(controller.history)
+    assert controller.history[-1].step > at
+    model[0].requires_grad_(True)
+    train(model, adam, controller, batches(20))
+    assert len(controller.history) > measured and not torch.equal(model[0].weight, still)
+    assert loss_of_all(model) < loss_of_all(make_net())
+
+
+def test_parameters_that_were_frozen_at_first_are_part_of_the_step_that_is_measured():
+    model, twin = make_net(), make_net()
+    model[0].requires_grad_(False)
+    adam = torch.optim.Adam(model.parameters(), lr=1e-3)
+    controller = ns.RateController(adam, model, cross_entropy, period=1)
+    train(model, adam, controller, batches(5))
+    model[0].requires_grad_(True)
+    train(model, adam, controller, batches(3))
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        q.data.copy_(p.data)
+    batch = batches(4)[3]
+    train(model, adam, controller, [batch])  # measured on the next batch
+    taken = [q.detach() - p.detach() for q, p in zip(twin.parameters(), model.parameters())]
+    following = batches(5)[4]
+    controller.before_step(following)
+    grads = torch.autograd.grad(cross_entropy(twin, following), list(twin.parameters()))
+    expected = sum(float((g * u).sum()) for g, u in zip(grads, taken, strict=True))
+    assert controller.history[-1].slope == pytest.approx(expected)
+
+
+def test_parameters_that_are_not_finite_are_told():
+    model = make_net()
+    adam = torch.optim.Adam(model.parameters())
+    controller = ns.RateController(adam, model, cross_entropy, period=1)
+    x, y = draw(4)
+    train(model, adam, controller, [*batches(3), (x * math.nan, y)])
+    with pytest.warns(UserWarning, match="are nan or infinite after the last step"):
+        controller.before_step(batches(1)[0])
+
+
 def test_steps_without_a_batch_are_taken_and_not_measured():
     model = make_net()
     adam = torch.optim.Adam(model.parameters())
@@ -791,8 +840,9 @@ def test_a_first_step_uphill_is_a_short_one():
     model, batch = relu_net(), batches(1)[0]
     grads = torch.autograd.grad(cross_entropy(model, batch), list(model.parameters()))
     slope, size = (nn.utils.parameters_to_vector(x).norm() for x in (grads, model.parameters()))
-    optimizer = torch.optim.SGD(model.parameters(), lr=10.0, maximize=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
     controller = ns.RateController(optimizer, model, cross_entropy, period=1)
+    optimizer.param_groups[0]["maximize"] = True  # refused where a controller is made
     train(model, optimizer, controller, [batch, batch])
     start = controller.history[0]
     assert start.why == "start" and start.slope < 0

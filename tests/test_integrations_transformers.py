@@ -252,6 +252,32 @@ def test_steering_equals_a_plain_loop_to_the_bit(tmp_path):
     assert logged == [record.rate * record.change for record in controller.history]
 
 
+def smoothed(model, batch):
+    logits = model(batch["input_ids"]).logits[:, :-1]
+    return F.cross_entropy(
+        logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), label_smoothing=0.1
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The Trainer trains with label_smoothing_factor")
+@pytest.mark.parametrize("loss_fn", [None, smoothed])
+def test_steering_without_labels_is_explained(loss_fn, tmp_path):
+    """Label smoothing takes them out of the batch before the model sees it."""
+    callback = quick(adjust=True, loss_fn=loss_fn)
+    with pytest.raises(ValueError, match="these lack labels: label smoothing"):
+        fit(make_gpt(), Text(), tmp_path, [callback], label_smoothing_factor=0.1)
+
+
+def test_another_loss_than_that_of_the_training_is_told(tmp_path, recwarn):
+    options = {"label_smoothing_factor": 0.1, "num_train_epochs": 1}
+    fit(make_gpt(), Text(), tmp_path, [quick(loss_fn=smoothed)], **options)
+    fit(make_gpt(), Text(), tmp_path, [quick()], num_train_epochs=1)
+    told = "trains with label_smoothing_factor"
+    assert not any(told in str(warned.message) for warned in recwarn)
+    with pytest.warns(UserWarning, match=told):
+        fit(make_gpt(), Text(), tmp_path, [quick()], **options)
+
+
 def test_the_rate_at_the_end_of_a_schedule_is_said_to_be_its_first(tmp_path, capsys):
     """The Trainer's linear schedule ends at 0, where nothing can be seen."""
     fit(Classifier(), Points(), tmp_path, [quick(every_n_epochs=1)], num_train_epochs=2)

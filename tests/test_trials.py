@@ -144,6 +144,24 @@ def test_groups_that_divide_a_parameter():
     assert trial.real == pytest.approx(end - start, abs=1e-12)
 
 
+def test_a_direction_that_was_forgotten_is_told(recwarn):
+    """Else the rates along one direction would be tried along another."""
+    model, data = problem()
+    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+    summary = summarize(model, cross_entropy, data, direction=adam)
+    step_trials(model, cross_entropy, data, summary, direction=adam)
+    given = {"model": model, "loss_fn": cross_entropy, "data": data}
+    learning_rates(summary, **given, direction=adam)
+    along_gradient = summarize(model, cross_entropy, data)
+    learning_rates(along_gradient, **given)
+    assert not recwarn
+    with pytest.warns(UserWarning, match="Pass the direction that summarize was given") as told:
+        step_trials(model, cross_entropy, data, summary)
+    assert told[0].filename == __file__
+    with pytest.warns(UserWarning, match="Pass the direction that summarize was given"):
+        learning_rates(summary, **given)
+
+
 def test_what_cannot_be_tried():
     model, data = problem()
     summary = summarize(model, cross_entropy, data)

@@ -247,7 +247,7 @@ def doubt_of(change: float, loss: float) -> str:
     return (
         f"The step promises more than the whole loss of {loss:.4g}: the model does not hold that "
         f"far. Rates that are tried: learning_rates(summary, model=model, loss_fn=loss_fn, "
-        f"data=data)."
+        f"data=data), with direction=... if the summary has one of its own."
     )
 
 

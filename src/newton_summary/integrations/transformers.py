@@ -6,6 +6,7 @@ Needs ``pip install -e '.[transformers]'``.
 from __future__ import annotations
 
 import os
+from collections import UserList
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from newton_summary.display.warn import warn_user
 from newton_summary.integrations.loggers import PREFIX, Logger, NumbersOnly
 from newton_summary.integrations.monitor import Monitor
 from newton_summary.integrations.sampling import sample_batches
@@ -88,9 +90,26 @@ class SummaryCallback(Monitor, TrainerCallback):
 
     def batch_loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss of a batch, by the model or by ``loss_fn``."""
-        if self.loss_fn is None:
-            return model_loss(model, batch)
-        return self.loss_fn(model, to_device(batch, next(model.parameters()).device))
+        try:
+            if self.loss_fn is None:
+                return model_loss(model, batch)
+            return self.loss_fn(model, to_device(batch, next(model.parameters()).device))
+        except (ValueError, TypeError, LookupError) as error:
+            if lacking := self._lacking(batch):
+                raise ValueError(
+                    f"adjust=True measures on the batches that the Trainer passes to the model, "
+                    f"and these lack {lacking}: label smoothing, compute_loss_func or a "
+                    f"compute_loss of your own takes them out. Let the model compute its loss, or "
+                    f"steer in a training loop of your own, with RateController."
+                ) from error
+            raise
+
+    def _lacking(self, batch: Any) -> str:
+        """Return what samples of the training data have, and a batch has not."""
+        first = self.data[0] if isinstance(self.data, UserList) else None
+        if not (isinstance(first, Mapping) and isinstance(batch, Mapping)):
+            return ""
+        return ", ".join(name for name in first if name not in batch)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find the logs, and the history of a resumed run; measure before the start."""
@@ -100,6 +119,12 @@ class SummaryCallback(Monitor, TrainerCallback):
         saved = _checkpoint(args, state) / HISTORY
         if state.global_step and saved.is_file():
             self.load_state_dict(torch.load(saved, weights_only=True))
+        if args.label_smoothing_factor and self.loss_fn is None:
+            warn_user(
+                f"The Trainer trains with label_smoothing_factor={args.label_smoothing_factor}, "
+                f"and the callback measures the loss of the model, without it. Pass the loss that "
+                f"you train with as loss_fn=..., with loss_fn(model, batch) -> mean loss."
+            )
         self.plan(unwrap(kwargs["model"]), state.max_steps * args.gradient_accumulation_steps)
         if self.is_due(state.epoch or 0):
             self._measure(args, state, **kwargs)

@@ -412,7 +412,8 @@ def find_partition(model: nn.Module, partition: Partition | Spec) -> Partition:
         if p.requires_grad and name not in partition.params:
             raise ValueError(
                 f"Parameter {name!r} requires a gradient and is in no group of the partition. "
-                f"Make the partition again, or freeze the parameter."
+                f"Make the partition again, freeze the parameter, or give it to the NewtonSummary "
+                f"that trains the model, with add_param_group."
             )
     return partition.to()  # the model may have moved since
 

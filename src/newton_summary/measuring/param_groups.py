@@ -30,6 +30,11 @@ _MULTIPLIES = (  # the present rate; the other schedulers compute rates from tho
 
 def held_by(optimizer: Optimizer, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the parameters of a model that an optimizer moves, by name; raise if it has others."""
+    if any(group.get("maximize") for group in optimizer.param_groups):
+        raise ValueError(
+            "The optimizer has maximize=True: its steps raise the loss, and rates are chosen to "
+            "lower it. Let loss_fn return what is to be minimised, without maximize."
+        )
     owned = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     held = {name: p for name, p in params.items() if id(p) in owned}
     known = set(map(id, held.values()))

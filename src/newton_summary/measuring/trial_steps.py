@@ -121,12 +121,25 @@ def try_steps(
                 f"so predicted and real changes belong to different functions. Use the same data, "
                 f"and try steps before the model or the random state changes."
             )
+        elif direction == "gradient":
+            _warn_of_another_direction(exact, float(groups.inner(u, u).sum()))
         with unmoved(probe.params.values()) as copies:
             for eta in (eta.detach().to("cpu", torch.float64) for eta in etas):
                 probe.step(groups.scale(u, eta), copies)
                 predicted = float(exact.predicted_change(eta))
                 changes.append((predicted, float(probe.mean_loss() - start)))
     return changes
+
+
+def _warn_of_another_direction(summary: Summary, slope: float) -> None:
+    """Warn if the slope of the summary is not that along the gradient, <u, u>."""
+    measured = float(summary.gbar.sum())
+    if math.isfinite(measured) and not math.isclose(slope, measured, rel_tol=0.05, abs_tol=1e-9):
+        warn_user(
+            f"The slope of the loss along the gradient is {slope:.4g}, but {measured:.4g} along "
+            f"the direction of the summary, so the steps that are tried are not those of its "
+            f"rates. Pass the direction that summarize was given, direction=..."
+        )
 
 
 def real_changes(*given: Any, **options: Any) -> list[float]:

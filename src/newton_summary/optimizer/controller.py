@@ -41,6 +41,7 @@ from newton_summary.measuring.measurement import find_partition, summarize
 from newton_summary.measuring.param_groups import held_by
 from newton_summary.measuring.slope import loss_and_slope
 from newton_summary.optimizer.checkpoint import check_finite, read_counts, reporting_damage
+from newton_summary.optimizer.curvature import thawed
 from newton_summary.optimizer.steering import Balance, EndSlopes
 from newton_summary.parallel.processes import (
     Distributed,
@@ -48,7 +49,7 @@ from newton_summary.parallel.processes import (
     is_sharded,
     local_part,
 )
-from newton_summary.partition import make_partition
+from newton_summary.partition import make_partition, trainable, unwrap
 from newton_summary.probe.inputs import LossFn, check_loss_fn
 from newton_summary.probe.probe import Probe
 from newton_summary.probe.state import (
@@ -214,10 +215,21 @@ class RateController(ShownAsTable):
         For a GradScaler, a trainer or a closure. Steps that no call of this has preceded are taken
         with the present rate.
         """
+        self._include_thawed()
         if self._before is not None:
-            self._measure(batch, self._before)
+            with thawed(self._partition):
+                self._measure(batch, self._before)
             self._before = None
         self._batch = (batch,)
+
+    def _include_thawed(self) -> None:
+        """Go on with parameters that were frozen until now, after a step that is not measured."""
+        known = self._partition.params.keys()
+        if self._before is None or trainable(unwrap(self.model)).keys() <= known:
+            return
+        self._partition = make_partition(self.model, "trivial")
+        self._held = held_by(self.optimizer, self._partition.params)
+        self._before = self._ends.before = None
 
     @property
     def rates(self) -> list[float]:
@@ -265,7 +277,8 @@ class RateController(ShownAsTable):
         self.steps += 1
         given, self._batch = self._batch, None
         if given and not self._started and self._before is not None:
-            self._start(given[0], self._before)
+            with thawed(self._partition):
+                self._start(given[0], self._before)
             self._before = None
 
     def _put_back_lrs(self) -> None:
@@ -284,6 +297,12 @@ class RateController(ShownAsTable):
         length /= size
         if length == 0:
             return
+        if not math.isfinite(length):
+            warn_user(
+                "Parameters of the model are nan or infinite after the last step, so that no "
+                "learning rate can help. Look for a batch or a gradient that is not finite, and "
+                "go back to a checkpoint."
+            )
         loss, slope, curvature = self._along(batch, before, u)
         if not (math.isfinite(slope) and math.isfinite(curvature)):
             self._change(loss, slope, curvature, math.nan, 0.5, "not finite")

@@ -99,6 +99,9 @@ class Steered(RateController):
     def _attach(self) -> None:
         """Leave the optimizer as it is: :meth:`advance` calls what the hooks would."""
 
+    def _include_thawed(self) -> None:
+        """Leave it to ``NewtonSummary.add_param_group``: the groups are the user's."""
+
     def share(self, state: Any, skipped: int) -> None:
         """Keep Adam's state, and the mean of the parameters, where NewtonSummary saves them.
 
