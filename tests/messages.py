@@ -457,23 +457,25 @@ def controlled_lbfgs(p):
     return ns.RateController(torch.optim.LBFGS(p.model.parameters()), p.model, OURS)
 
 
-def steps_twice(p):
-    """A loop that calls the controller's step, and that of the optimizer as before."""
+def steered_once(p):
+    """A model, a batch and an optimizer with its controller, after one step."""
     model, batch = apart(p)
     optimizer = sgd(model)
     controller = ns.RateController(optimizer, model, OURS)
     OURS(model, batch).backward()
     controller.step(batch)
+    return model, batch, optimizer, controller
+
+
+def steps_twice(p):
+    """A loop that calls the controller's step, and that of the optimizer as before."""
+    _, _, optimizer, _ = steered_once(p)
     return optimizer.step
 
 
 def steered_into_nan(p):
     """A loop in which the second step is made of a gradient that is not finite."""
-    model, batch = apart(p)
-    optimizer = sgd(model)
-    controller = ns.RateController(optimizer, model, OURS)
-    OURS(model, batch).backward()
-    controller.step(batch)
+    model, batch, _, controller = steered_once(p)
     for parameter in model.parameters():
         parameter.grad.fill_(math.nan)
     controller.step(batch)

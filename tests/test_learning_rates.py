@@ -737,7 +737,7 @@ def test_many_groups():
 
 @pytest.mark.slow
 def test_one_thread_does_the_work():
-    """Others would wait for those of the training. Any number of rows, with and without D3."""
+    """Others would wait for those of the training. By numpy and by torch, with and without D3."""
     code = """
 import time
 import torch

@@ -168,9 +168,7 @@ class RateController(ShownAsTable):
         self.history: list[RateRecord] = []
         self.steps = 0
         self._first_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        self._partition = make_partition(model, "trivial")
-        self._held = held_by(optimizer, self._partition.params)
-        self._sharded = any(is_sharded(p) for p in self._held.values())
+        self._find_parameters()
         self._balance = Balance()
         self._envelope = 0.0  # highest multiplier so far, falling like 1 / sqrt(steps)
         self._started = False
@@ -184,6 +182,12 @@ class RateController(ShownAsTable):
         self._lrs: list[tuple[dict[str, Any], Any, Any]] = []
         self.reason = ""  # why the last measurement failed, if it did
         self._attach()
+
+    def _find_parameters(self) -> None:
+        """Find those that can move, and which of them the optimizer holds."""
+        self._partition = make_partition(self.model, "trivial")
+        self._held = held_by(self.optimizer, self._partition.params)
+        self._sharded = any(is_sharded(p) for p in self._held.values())
 
     def _attach(self) -> None:
         self.optimizer.register_step_pre_hook(self._before_hook)
@@ -217,8 +221,7 @@ class RateController(ShownAsTable):
         """
         self._include_thawed()
         if self._before is not None:
-            with thawed(self._partition):
-                self._measure(batch, self._before)
+            self._measure(batch, self._before)
             self._before = None
         self._batch = (batch,)
 
@@ -227,8 +230,7 @@ class RateController(ShownAsTable):
         known = self._partition.params.keys()
         if self._before is None or trainable(unwrap(self.model)).keys() <= known:
             return
-        self._partition = make_partition(self.model, "trivial")
-        self._held = held_by(self.optimizer, self._partition.params)
+        self._find_parameters()
         self._before = self._ends.before = None
 
     @property
@@ -277,8 +279,7 @@ class RateController(ShownAsTable):
         self.steps += 1
         given, self._batch = self._batch, None
         if given and not self._started and self._before is not None:
-            with thawed(self._partition):
-                self._start(given[0], self._before)
+            self._start(given[0], self._before)
             self._before = None
 
     def _put_back_lrs(self) -> None:
@@ -425,15 +426,10 @@ class RateController(ShownAsTable):
         None stands for the present ones. Infinity and NaN where the loss is lost.
         """
         partition = self._partition
-        several = find_processes(self.distributed, partition.params).count > 1
-        own: Any = nullcontext()
-        if not (self._sharded or several):
-            own = Probe(self.model, self.loss_fn, batch, find_partition(self.model, partition))
-            own.trusted = self._started
         backend: Backend = "sweep" if self._sharded else "differences"
         how: Any = {"order": 1, "backend": backend, "distributed": self.distributed}
         found = []
-        with Journal(), own as probe:
+        with Journal(), thawed(partition), self._own_probe(batch) as probe:
             for place in places:
                 try:
                     with nullcontext() if place is None else self._moved_to(place):
@@ -447,6 +443,16 @@ class RateController(ShownAsTable):
                     self.reason = str(error)
                     found.append((math.inf, math.nan))
         return found
+
+    def _own_probe(self, batch: Any) -> Any:
+        """Return a probe of this process; nothing where several have to measure together."""
+        several = find_processes(self.distributed, self._partition.params).count > 1
+        if self._sharded or several:
+            return nullcontext()
+        groups = find_partition(self.model, self._partition)
+        probe = Probe(self.model, self.loss_fn, batch, groups)
+        probe.trusted = self._started
+        return probe
 
     def _step_taken(self, before: list[Tensor]) -> dict[str, Tensor]:
         """Return what the last step has subtracted from each parameter of the model."""

@@ -22,7 +22,7 @@ from torch.optim import AdamW, Optimizer
 from newton_summary.errors import NotFiniteError
 from newton_summary.optimizer.adam import SECOND_BETA, FusedAdam
 from newton_summary.optimizer.controller import RateController
-from newton_summary.optimizer.curvature import Curvature, thawed
+from newton_summary.optimizer.curvature import Curvature
 from newton_summary.optimizer.update import unfit
 from newton_summary.parallel.processes import local_part
 from newton_summary.partition import Partition, inner_of_all
@@ -139,8 +139,7 @@ class Steered(RateController):
     def measure(self, loss_fn: LossFn, batch: Any) -> None:
         """Measure the last step on a batch, and steer; or take the batch for the first step."""
         self.loss_fn = loss_fn
-        with thawed(self.partition):
-            self.before_step(batch)
+        self.before_step(batch)
 
     def advance(self) -> None:
         """Take one step of the optimizer, with the rates lr * eta."""
@@ -156,8 +155,7 @@ class Steered(RateController):
             self._after_hook()
         else:
             try:
-                with thawed(self.partition):
-                    self._after_hook()
+                self._after_hook()
             except BaseException:  # the loss failed while the first step was measured
                 self._place(before)
                 raise

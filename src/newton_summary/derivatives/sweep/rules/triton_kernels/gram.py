@@ -92,8 +92,8 @@ def gram(X: Tensor, Y: Tensor, pieces: int, symmetric: bool) -> Tensor:
         out = X.new_empty((parts, k * m), dtype=torch.float32)
     else:
         out = X.new_empty((k * m, parts), dtype=torch.float32).T
-    depth = 64 if min(blocks) > 1 else 32
-    if max(rows) == 16 and X.dtype == torch.bfloat16:
+    depth = 64 if min(blocks) > 1 else 32  # of a tile
+    if max(rows) == 16 and X.dtype == torch.bfloat16:  # in float32 that is slower
         depth = 128
     with torch.cuda.device(X.device):
         _gram[parts, blocks[0], blocks[1]](
