@@ -30,6 +30,7 @@ SHARE = [
     *("derivatives", "directions", "splitting", "sweep_operations", "sweep_engine"),
     *("sweep_attention", "sweep_finite", "norms", "fallback", "checkpoints", "no_trace", "threads"),
     *("interrupts", "ranks", "states", "controller", "optimizer", "optimizer_adam"),
+    "cpu_products",
     *("optimizer_algorithm2", "optimizer_loops", "optimizer_resume"),
 ]
 SHARE_NEEDS = ["hypothesis", "pytest", "pytest-xdist", "scipy", "--editable", f"{ROOT}[report]"]

@@ -19,6 +19,7 @@ from torch import Tensor
 from newton_summary.derivatives.sweep.memory import WORKING_COPIES
 from newton_summary.derivatives.sweep.rules.elementwise import CURVED
 from newton_summary.derivatives.sweep.rules.linear import SAME_ORDER
+from newton_summary.derivatives.sweep.rules.products import times_transposed
 from newton_summary.derivatives.sweep.tape import (
     ChunkedLogits,
     Cut,
@@ -213,7 +214,7 @@ def _pass_log_softmax(piece: Sweep, op: Op, layer: Op, h: Tangent) -> None:
     # In place, and the mean under p as a product for each row: this is all a matter of memory.
     c = t.y1.sub_(torch.bmm(p[:, None], t.y1.permute(1, 2, 0)).permute(2, 0, 1))
     v = c * (-p * delta.sum(-1, keepdim=True))
-    G = v @ layer.args[1].now
+    G = times_transposed(v.flatten(0, 1), layer.args[1].now.T).view(*v.shape[:2], -1)
     found = [piece.tangent(value) for value in find_values((layer.args[1:], layer.kwargs))]
     own = union(*(by.first for by in found if by is not None))
     others = tuple(s for s in h.first if s not in own)

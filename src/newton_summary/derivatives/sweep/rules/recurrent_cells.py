@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from newton_summary.derivatives.sweep.rules.elementwise import Three, sigmoid, tanh
+from newton_summary.derivatives.sweep.rules.products import write_product
 from newton_summary.derivatives.sweep.tape import Groups, Tangent, gram, stretches
 
 State = tuple[Tensor, ...]  # (h,), or (h, c) of an LSTM
@@ -123,8 +124,7 @@ class Gates:
         moving = moving if state is None else [(slice(0, len(rows)), state)]
         for target, v in moving:
             out = rows[target].flatten(0, 1)
-            beta = 1 if state is None else 0
-            torch.addmm(out, v.reshape(len(out), -1), self.w.T, beta=beta, out=out)
+            write_product(out, v.reshape(len(out), -1), self.w, add=state is None)
         for target, v in moving:
             for i, j in self.own:  # 2 W1 v1
                 if target.start <= i < target.stop:
