@@ -27,6 +27,7 @@ def onednn(monkeypatch):
         return original(X, W)
 
     monkeypatch.setattr(products, "LARGE_ON_CPU", 1)
+    monkeypatch.setattr(products, "FEWEST_TERMS", 1)
     monkeypatch.setattr(products, "mkl_lacks_avx512", lambda: True)
     monkeypatch.setattr(products, "by_onednn", lambda: multiply)
     return calls

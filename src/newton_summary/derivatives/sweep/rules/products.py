@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 
 LARGE = 2**32  # products of two numbers, in rows times a weight
 LARGE_ON_CPU = 2**21  # the same for oneDNN: with fewer, its call takes longer than what it saves
-AT_A_TIME = 2**22  # bytes of a product that is copied or added elsewhere: they stay in the cache
+FEWEST_TERMS = 16  # in the sums of a product by oneDNN; with fewer, the memory is what takes time
+AT_A_TIME = 2**21  # bytes of a product that is copied or added elsewhere: they stay in the cache
 Into = Callable[[Tensor, Tensor, bool], object] | None  # writes rows to a tensor, or adds them
 
 
@@ -206,6 +207,7 @@ def onednn_pays(X: Tensor, W: Tensor) -> bool:
         and X.is_cpu
         and W.is_cpu
         and len(X) * W.numel() >= LARGE_ON_CPU
+        and X.shape[-1] >= FEWEST_TERMS
         and W.dim() == 2
         and type(X) is Tensor
         and type(W) in (Tensor, Parameter)
