@@ -209,6 +209,7 @@ def onednn_pays(X: Tensor, W: Tensor) -> bool:
         and len(X) * W.numel() >= LARGE_ON_CPU
         and X.shape[-1] >= FEWEST_TERMS
         and W.dim() == 2
+        and W.layout == torch.strided
         and type(X) is Tensor
         and type(W) in (Tensor, Parameter)
         and X.is_contiguous()
