@@ -896,7 +896,9 @@ def shorter(runs: Runs) -> list[str]:
         f"`{name}` ({' to '.join(map(str, epochs))} of {RECIPES[name]().epochs})"
         for name, epochs in lengths.items()
     ]
-    return [f"Recipes with fewer epochs than in the paper: {', '.join(short)}.", ""] if short else []
+    return (
+        [f"Recipes with fewer epochs than in the paper: {', '.join(short)}.", ""] if short else []
+    )
 
 
 def machines(runs: Runs) -> list[str]:
