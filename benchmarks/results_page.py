@@ -713,43 +713,55 @@ def vbig_section(runs: Runs) -> list[str]:
 INTRODUCTION = """\
 # The paper's experiments
 
-Every claim of the paper's Section 6 and Appendices H to M, what was measured here, and whether it holds. This page is written from
-stored runs by `python benchmarks/results_page.py RUNS`; numbers are medians, with the range over seeds in parentheses. "not run" is
-what the stored runs do not contain.
+This page takes every claim of the paper's Section 6 and Appendices H to M, and says what we
+measured and whether the claim holds. Numbers are medians over seeds, with the range in parentheses.
+"not run" marks what the stored runs do not contain. `benchmarks/results_page.py` writes the page
+from stored runs: see [Commands](#commands).
 
 ## What was run
 
-The paper's text (Appendix G) and the scripts of its author differ. The recipes follow the scripts, because they made the figures;
-`--optimizer.variant as-published` switches to the text.
+The paper's text (Appendix G) and its author's scripts differ. The recipes follow the scripts,
+because the scripts made the figures. `--optimizer.variant as-published` follows the text.
 
-| | printed | as run |
+| | as published (text) | as run (scripts) |
 |---|---|---|
 | curvature batch B | 1000, drawn at random | **100**, in order, never shuffled |
 | start | first refresh at step tau, along tau gradients | refreshes at steps 0, tau, 2 tau without a move; first move at step 3 tau |
 | window | the last 3 refreshes | the last 3, 4, 5, 3, 4, 5, ... |
-| plateau schedule | torch's | the same, but it forgets the best loss when it halves the rate |
+| plateau schedule | torch's | the same, except that it forgets the best loss when it halves the rate |
 | MLP | "layers of sizes 1024, 200, 100, 10" | 784-1024-200-100-10 on 28 x 28 images: S = 8, 1,029,950 parameters |
 | VBigMLP | "100 layers", S = 2L = 200 | 100 layers of 1024 and a classification layer: 202 tensors, in 5 chunks S = 10 |
 
-In both, D3 is averaged with its sign, where Appendix G averages |D3|^(1/3); the author's code does so too. The schedule is
-NewtonSummary's alone: Adam, K-FAC and SGD keep the learning rates of the paper's table. SGD's rates, and Adam's on VBigMLP, are ours,
-because the paper gives none. The validation set (6,000 images of MNIST, 5,000 of CIFAR-10) is the same for all seeds.
-
-K-FAC is our own implementation with the conventions of the package that the paper used: covariances averaged from the identity
-(0.95), (A (x) G + lambda I)^-1 by eigenvectors, kl_clip 0.01, weight decay 0.003 from the twentieth covariance on. Where a row says so,
-the root of lambda is added to A and G instead (`--optimizer.factored`), which is cheaper and damps more.
-
-VGG-11' rounds products and convolutions to TF32 for all optimizers (`--tf32`, the recipe's default).
+- **D3.** Both variants average D3 with its sign, as the author's code does. Appendix G averages
+  |D3|^(1/3).
+- **Learning rates.** Only NewtonSummary has the plateau schedule. Adam, K-FAC and SGD keep the rates
+  of the paper's table. The paper gives no rates for SGD, nor for Adam on VBigMLP; those are ours.
+- **Data.** The validation set (6,000 images of MNIST, 5,000 of CIFAR-10) is the same for all seeds.
+- **K-FAC** is our own implementation, with the conventions of the package that the paper used:
+  covariances averaged from the identity (0.95), (A (x) G + lambda I)^-1 by eigenvectors, kl_clip
+  0.01, weight decay 0.003 from the twentieth covariance on. In rows marked "factored damping", the
+  root of lambda is added to A and G instead (`--optimizer.factored`), which is cheaper and damps more.
+- **Precision.** VGG-11' rounds products and convolutions to TF32 for all optimizers (`--tf32`, the
+  recipe's default).
 """
 
 COMMANDS = """\
 ## Commands
 
+The page is written from the stored archives by
+
+    python benchmarks/results_page.py benchmarks/results/paper-h200*.tar.gz
+
+New runs, side by side up to a deadline, and a page from them:
+
     python benchmarks/paper_runs.py --data DATA --work runs --workers 16 --pack runs.tar.gz
     python benchmarks/results_page.py runs.tar.gz
 
-or one by one: `newton-summary run lenet_cifar10_newton_summary --data-root DATA`, `newton-summary sweep lenet_cifar10_adam
---optimizer.lr 1e-5,3e-5,1e-4,3e-4,1e-3,3e-3,1e-2 --seed 0,1,2`, `newton-summary report runs`.
+One by one:
+
+    newton-summary run lenet_cifar10_newton_summary --data-root DATA
+    newton-summary sweep lenet_cifar10_adam --optimizer.lr 1e-5,3e-5,1e-4,3e-4,1e-3,3e-3,1e-2 --seed 0,1,2
+    newton-summary report runs
 """
 
 
@@ -771,13 +783,11 @@ def page(runs: Runs, pictures: Path) -> str:
     ]
     studied = [run for found in partition_runs(runs).values() for run in found]
     draw = Pictures(pictures)
-    lines = [
-        INTRODUCTION,
-        *machines(runs),
+    sections = [
         "## Training and test (Section 6.2, Fig. 2a, App. I)",
         "",
-        "The paper shows curves without numbers, but for VGG-11' (App. J: 3.05e-4 after 100 epochs). A jump is an epoch whose "
-        f"training loss is more than {JUMP} times that of the epoch before.",
+        "The paper shows curves without numbers, except for VGG-11' (App. J: 3.05e-4 after 100 epochs). A *jump* is an "
+        f"epoch whose training loss is more than {JUMP} times that of the epoch before.",
         "",
         *training_table(runs),
         *shorter(runs),
@@ -826,12 +836,30 @@ def page(runs: Runs, pictures: Path) -> str:
         *diagonal_section(runs),
         "## Times (App. M)",
         "",
-        "Only runs that were alone on the machine, with forward and backward passes as torch launches them.",
+        "Only runs that were alone on the machine, and whose forward and backward passes were not replayed as CUDA graphs. Adam is "
+        "torch's fused Adam. Newer measurements of a step are under [What the runs say](#what-the-runs-say).",
         "",
         *times_section(runs),
-        COMMANDS,
     ]
-    return "\n".join(lines)
+    return "\n".join([INTRODUCTION, *machines(runs), *tally(sections), *sections, COMMANDS])
+
+
+def tally(lines: Iterable[str]) -> list[str]:
+    """Count the verdicts of each section; nothing where no claim has one."""
+    kinds = (verdict(True), PARTLY, verdict(False))
+    counts: dict[str, list[int]] = {}
+    for line in lines:
+        if line.startswith("## "):
+            counts[line.removeprefix("## ")] = [0, 0, 0]
+        cell = line.split("|")[-2].strip() if line.startswith("| ") else ""
+        if cell in kinds:
+            list(counts.values())[-1][kinds.index(cell)] += 1
+    rows = [(title, *map(str, found)) for title, found in counts.items() if any(found)]
+    if not rows:
+        return []
+    total = [f"**{sum(column)}**" for column in zip(*counts.values(), strict=True)]
+    header = "claims about | reproduced | partly | not reproduced"
+    return ["## What came out", "", *table(header, [*rows, ("**all**", *total)])]
 
 
 class Pictures:
@@ -865,10 +893,12 @@ def shorter(runs: Runs) -> list[str]:
         if epochs and min(epochs) < RECIPES[recipe]().epochs:
             lengths[recipe] = sorted({min(epochs), max(epochs)})
     short = [
-        f"{name} ({' to '.join(map(str, epochs))} of {RECIPES[name]().epochs})"
+        f"`{name}` ({' to '.join(map(str, epochs))} of {RECIPES[name]().epochs})"
         for name, epochs in lengths.items()
     ]
-    return [f"Shorter than in the paper, in epochs: {', '.join(short)}.", ""] if short else []
+    return (
+        [f"Recipes with fewer epochs than in the paper: {', '.join(short)}.", ""] if short else []
+    )
 
 
 def machines(runs: Runs) -> list[str]:
