@@ -30,9 +30,23 @@ def failing(problem: Problem) -> Callable[[], Any]:
     return run
 
 
+def sequences(_: Problem) -> Callable[[], Any]:
+    """Return a measurement of what the sweep passes as one operation for all steps."""
+    lstm, gru = torch.nn.LSTM(3, 4), torch.nn.GRU(4, 5)
+    x, y, lengths = torch.randn(6, 2, 3), torch.randint(1, 5, (2, 2)), torch.full((2,), 6)
+
+    def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        logs = gru(lstm(batch)[0])[0].log_softmax(-1)
+        return torch.nn.functional.ctc_loss(logs, y, lengths, lengths // 3)
+
+    model = torch.nn.ModuleList([lstm, gru])
+    return lambda: ns.summarize(model, loss, x, num_samples=2, backend="sweep")
+
+
 USES = {
     **KINDS,
     "a loss that fails": failing,
+    "sequences": sequences,
     "a model of its own": lambda _: Problem,
     "a page": lambda p: lambda: p.summary._repr_html_(),
 }

@@ -6,7 +6,8 @@ import leaks
 
 
 @pytest.mark.parametrize(
-    "use", ["sweep", "newton along adam", "a loss that fails", "a model of its own"]
+    "use",
+    ["sweep", "newton along adam", "a loss that fails", "sequences", "a model of its own"],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_calls_leave_nothing_behind(use):

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function
 
 from newton_summary.derivatives.norms import Maybe
-from newton_summary.derivatives.sweep.rules.products import contribute
+from newton_summary.derivatives.sweep.rules.products import contribute, times_each
 from newton_summary.derivatives.sweep.rules.recurrent_cells import (
     Gates,
     GruRun,
@@ -38,7 +38,8 @@ class _Recurrence(torch.autograd.Function):
     def forward(ctx: Any, run: Run, *inputs: Tensor | None) -> Any:
         ctx.run = run
         ctx.set_materialize_grads(False)
-        return run.results
+        results, run.results = run.results, ()  # else they would keep each other alive
+        return results
 
     @staticmethod
     @once_differentiable
@@ -108,9 +109,9 @@ def pass_recurrence(
     before, y = (h[:, 1:], h[:, :-1]) if reverse else (h[:, :-1], h[:, 1:])
     if run.adjoint is not None:
         if W is not None:
-            contribute(sweep, Tangent(first, second, before), W, run.adjoint @ W.rows[:, None])
+            contribute(sweep, Tangent(first, second, before), W, times_each(run.adjoint, W.rows))
         if W_x is not None and X is not None:
-            contribute(sweep, X, W_x, run.gates_adjoint @ W_x.rows[:, None])
+            contribute(sweep, X, W_x, times_each(run.gates_adjoint, W_x.rows))
     return [Tangent(first, second, rows) for rows in (y, *rows[1:])]
 
 
