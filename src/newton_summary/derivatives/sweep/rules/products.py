@@ -186,6 +186,13 @@ def times_transposed(X: Tensor, W: Tensor) -> Tensor:
     return by_onednn()(X, W) if onednn_pays(X, W) else X @ W.mT
 
 
+def times_each(X: Tensor, matrices: Tensor) -> Tensor:
+    """Return X times each of some matrices, (k, *shape of X but its last dimension, columns)."""
+    flat = X.reshape(-1, X.shape[-1])
+    products = each_row(lambda matrix: times_transposed(flat, matrix.mT), matrices)
+    return products.reshape(len(matrices), *X.shape[:-1], matrices.shape[-1])
+
+
 def write_product(out: Tensor, X: Tensor, W: Tensor, add: bool) -> None:
     """Write ``X W^T`` to a tensor, or add it."""
     if not onednn_pays(X, W):
@@ -251,7 +258,6 @@ def linear(sweep: Sweep, op: Op, x: Value, weight: Value, bias: Any = None) -> A
     dtype = op.out.tensor.dtype
     out_shape = op.out.tensor.shape
     X, W = cast(x.now, dtype), cast(weight.now, dtype)
-    flat = X.reshape(-1, X.shape[-1])
 
     def adjoint_right(delta: Tensor, rows: Tensor) -> Tensor:
         d = delta.reshape(-1, delta.shape[-1])
@@ -265,15 +271,11 @@ def linear(sweep: Sweep, op: Op, x: Value, weight: Value, bias: Any = None) -> A
 
     h = Product(
         left=lambda rows: F.linear(rows, W),
-        right=lambda rows: each_row(lambda w: times_transposed(flat, w), rows).reshape(
-            len(rows), *out_shape
-        ),
+        right=lambda rows: times_each(X, rows.mT),
         pair=lambda a, b: torch.bmm(a.reshape(a.shape[0], -1, a.shape[-1]), b.mT).reshape(
             a.shape[0], *out_shape
         ),
-        adjoint_left=lambda delta, rows: each_row(
-            lambda w: times_transposed(delta.reshape(-1, delta.shape[-1]), w.mT), rows
-        ).reshape(len(rows), *X.shape),
+        adjoint_left=times_each,
         adjoint_right=adjoint_right,
         left_into=left_into,
     )

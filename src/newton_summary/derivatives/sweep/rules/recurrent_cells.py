@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from newton_summary.derivatives.sweep.rules.elementwise import Three, sigmoid, tanh
-from newton_summary.derivatives.sweep.rules.products import write_product
+from newton_summary.derivatives.sweep.rules.products import times_each, write_product
 from newton_summary.derivatives.sweep.tape import Groups, Tangent, gram, stretches
 
 State = tuple[Tensor, ...]  # (h,), or (h, c) of an LSTM
@@ -107,8 +107,7 @@ class Gates:
         # Where rows are added in each step, and which: (rows, T or 1, B or 1, n H).
         self.added: list[tuple[slice, Tensor]] = []
         if W is not None:
-            many = len(W.rows) > 1
-            product = values @ W.rows.mT[:, None] if many else (values @ W.rows[0].mT)[None]
+            product = times_each(values, W.rows.mT)
             self.added += [(target, product[source]) for target, source in runs_of(W, first)]
         if b is not None:
             rows = b.rows[:, None, None]
