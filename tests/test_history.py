@@ -84,7 +84,7 @@ def test_state_is_not_changed_by_what_comes_later():
 def test_wrong_files_and_groups_are_said(tmp_path):
     made, summary, rates = history()
     summary.save(tmp_path / "s.pt")
-    with pytest.raises(ValueError, match="holds no history"):
+    with pytest.raises(ValueError, match="is not a history file"):
         History.load(tmp_path / "s.pt")
     other = Summary(summary.gbar, summary.Hbar, summary.D3)
     with pytest.raises(ValueError, match="'weight' and '0'"):

@@ -233,7 +233,7 @@ def test_the_state_before_has_no_summaries_of_the_one_after(tmp_path):
     writer.close()
     assert len(Run.load(tmp_path).summaries()) == 1
     (tmp_path / "metrics.jsonl").unlink()
-    with pytest.warns(UserWarning, match="The state before the last write is used"):
+    with pytest.warns(UserWarning, match="Using the state before the last write"):
         files = RunFiles(tmp_path)
     assert [len(read_rows(files)), read_summaries(files)] == [1, []]
 

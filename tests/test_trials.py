@@ -178,7 +178,7 @@ def test_what_cannot_be_tried():
     with pytest.warns(UserWarning, match="to different functions") as told:
         step_trials(model, squared_error_of_labels, data, summary)
     assert told[0].filename == __file__  # the caller's line
-    with pytest.raises(TypeError, match="not NoneType: measure one first"):
+    with pytest.raises(TypeError, match="not NoneType: measure one with summarize"):
         step_trials(model, cross_entropy, data, None)
 
 

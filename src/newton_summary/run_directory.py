@@ -110,9 +110,7 @@ class RunFiles:
             self.manifest = manifest
             self.places[MANIFEST] = self.path / name
             if problems:
-                warnings.warn(
-                    f"{problems[0]} The state before the last write is used.", stacklevel=4
-                )
+                warnings.warn(f"{problems[0]} Using the state before the last write.", stacklevel=4)
             return
         if problems:
             raise UserError(problems[0])
@@ -239,7 +237,7 @@ def read_rows(files: RunFiles) -> list[Row]:
 def _check_row(row: Any, number: int, is_last: bool) -> None:
     where = f"in line {number + 1}"
     if not isinstance(row, dict) or row.get("epoch") != number or type(row["epoch"]) is not int:
-        raise Damaged(f"{where}, epoch {number} was expected")
+        raise Damaged(f"{where}, expected epoch {number}")
     if row.get("status") != "ok" and not (row.get("status") == "diverged" and is_last):
         raise Damaged(f"{where}, status is {row.get('status')!r}")
     for name in (*CURVES, *TIMES, "memory_gib"):
