@@ -90,7 +90,7 @@ def test_wrong_files_and_groups_are_said(tmp_path):
     with pytest.raises(ValueError, match="'weight' and '0'"):
         made.add(2, other, rates)
     trivial = Summary(torch.ones(1), torch.eye(1), torch.ones(1))
-    with pytest.raises(ValueError, match="there are 2 and 1 of them"):
+    with pytest.raises(ValueError, match="2 groups and 1"):
         made.add(2, trivial, learning_rates(trivial))
     with pytest.raises(ValueError, match="1 learning rates, but the summary has 2"):
         made.add(2, summary, learning_rates(trivial))

@@ -789,7 +789,9 @@ def test_wrong_lambda_int(lambda_int):
 def test_missing_derivatives():
     with pytest.raises(ValueError, match=r"lambda_int=2 needs: measure it with order=3, or use"):
         learning_rates(summary_of([1], [[1]], None), 2)
-    with pytest.raises(ValueError, match="learning_rates needs Hbar: measure the summary with order=2"):
+    with pytest.raises(
+        ValueError, match="learning_rates needs Hbar: measure the summary with order=2"
+    ):
         learning_rates(Summary(gbar=torch.ones(1)), 0)
 
 

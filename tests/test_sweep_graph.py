@@ -203,8 +203,8 @@ def exponential(model: nn.Module, batch: Any) -> Tensor:
         ({}, "parameters are on cpu"),
         ({"microbatch": 2}, "microbatch=2"),
         ({"backend": "nested"}, "backend='nested'"),
-        ({"curvature": None}, r"closure .* give curvature=\(loss_fn, loader\)"),
-        ({"curvature": None, "loss_fn": exponential}, r"step\(batch\) .* give curvature="),
+        ({"curvature": None}, r"closure .* pass curvature=\(loss_fn, loader\)"),
+        ({"curvature": None, "loss_fn": exponential}, r"step\(batch\) .* pass curvature="),
     ],
 )
 def test_the_optimizer_says_why_nothing_is_captured(options: Any, reason: str) -> None:
@@ -397,10 +397,10 @@ def test_a_replay_raises_what_a_measurement_does(eager: None) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"stderr": True, "data": "several"}, "one batch, as a whole and in one process"),
+        ({"stderr": True, "data": "several"}, "only one whole batch in one process"),
         ({"data": "several"}, "one batch"),
         ({"data": "iterator"}, "one batch"),
-        ({"microbatch": 2}, "one batch, as a whole"),
+        ({"microbatch": 2}, "only one whole batch"),
         ({"order": 1}, "the given order"),
         ({"backend": "nested"}, "the given backend"),
         ({"stack_limit": "1GB"}, "the given stack_limit"),

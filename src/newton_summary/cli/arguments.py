@@ -58,7 +58,7 @@ def named_recipe(
         parse(options, ["--help"], f"{command} RECIPE")
     if not args or args[0].startswith("-"):
         raise UserError(
-            f"Which recipe? Write newton-summary {command} RECIPE; `newton-summary list` shows all."
+            f"Missing recipe: use newton-summary {command} RECIPE; `newton-summary list` shows all."
         )
     return get_recipe(args[0])(), args[1:]
 

@@ -58,8 +58,8 @@ def load_build(target: str, seed: int = 0) -> Built:
     file, function = split_target(target)
     if not file.is_file():
         raise UserError(
-            f"There is no file {file}. Write newton-summary inspect FILE.py:build, where build() "
-            f"returns a model, a loss function and data."
+            f"There is no file {file}. Use newton-summary inspect FILE.py:build, where build() "
+            "returns a model, a loss function and data."
         )
     torch.manual_seed(seed)
     with telling(file, f"{file} cannot be loaded"):
@@ -98,7 +98,7 @@ def _checked(returned: Any, function: str) -> Built:
         what = type(returned).__name__
         if isinstance(returned, tuple | list):
             what = f"a {what} of {len(returned)}"
-        raise UserError(f"{function} returned {what}: return three things, model, loss_fn, data.")
+        raise UserError(f"{function} returned {what}: expected three values, model, loss_fn, data.")
     model, loss_fn, data = returned
     right = {
         "model": isinstance(model, nn.Module),
@@ -109,8 +109,8 @@ def _checked(returned: Any, function: str) -> Built:
         if not right[name]:
             what = f"the class {value.__name__}" if isinstance(value, type) else kind_of(value)
             raise UserError(
-                f"{function} returned {what} as the {place} of model, loss_fn, data: {name} is "
-                f"{EXPECTED[name]}."
+                f"{function} returned {what} as the {place} of model, loss_fn, data: expected "
+                f"{name}, {EXPECTED[name]}."
             )
     try:
         check_loss_fn(loss_fn)

@@ -36,7 +36,9 @@ class Budget:
 
     def __init__(self, share: float | None, clock: Callable[[], float] = time.monotonic):
         if share is not None and not (isinstance(share, int | float) and share > 0):
-            raise ValueError(f"budget={share!r}: write a share of the training time, such as 0.05.")
+            raise ValueError(
+                f"budget={share!r}: expected a share of the training time, such as 0.05."
+            )
         self.share, self.clock = share, clock
         self.begin = clock()
         self.spent = 0.0  # seconds in measurements

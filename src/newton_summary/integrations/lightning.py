@@ -68,8 +68,8 @@ def step_loss(module: Any, batch: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         raise TypeError(
-            f"training_step of {type(module).__name__} returned {type(output).__name__} and not a "
-            f"loss. Pass data=... whose batches all have a loss."
+            f"training_step of {type(module).__name__} returned {type(output).__name__}, not a "
+            "loss. Pass data=... whose batches all have a loss."
         )
     return loss
 
@@ -150,7 +150,7 @@ class SummaryCallback(Monitor, Callback):
         if self.adjust:
             if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:
                 raise ValueError(
-                    f"adjust=True steers one optimizer with automatic optimization, and "
+                    "adjust=True needs one optimizer and automatic optimization, but "
                     f"{type(pl_module).__name__} has {len(trainer.optimizers)}, automatic: "
                     f"{pl_module.automatic_optimization}. Use RateController in training_step."
                 )

@@ -131,7 +131,7 @@ class Monitor:
     ):
         for what, number in (("every_n_epochs", every_n_epochs), ("num_batches", num_batches)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ValueError(f"{what}={number!r}: write a whole number, 1 or more.")
+                raise ValueError(f"{what}={number!r}: expected a whole number, 1 or more.")
         super().__init__()  # of the framework's callback
         self.every_n_epochs, self.num_batches = every_n_epochs, num_batches
         self.data, self.loss_fn = data, loss_fn
@@ -209,9 +209,7 @@ class Monitor:
         except (ValueError, RuntimeError, CannotDifferentiate) as error:
             if not self.history.measured:
                 raise
-            self._warn(
-                f"The measurement after epoch {epoch:g} failed, and the training continues: {error}"
-            )
+            self._warn(f"The measurement after epoch {epoch:g} failed; training continues: {error}")
             return None
         if not rates.ok:
             self._warn(f"The rates after epoch {epoch:g} are unusable. {rates.detail}")
@@ -394,8 +392,8 @@ class Monitor:
         """Raise at the start of a training if the report at its end cannot be written."""
         if self.report is not None and importlib.util.find_spec("plotly") is None:
             raise ImportError(
-                "The report at the end of the training needs plotly: "
-                "run pip install -e '.[report]' in your clone, or pass report=None."
+                "The report at the end of training needs plotly: run pip install -e '.[report]' "
+                "in your clone, or pass report=None."
             )
 
     # --- checkpoints ------------------------------------------------------------------------------

@@ -97,10 +97,10 @@ class SummaryCallback(Monitor, TrainerCallback):
         except (ValueError, TypeError, LookupError) as error:
             if lacking := self._lacking(batch):
                 raise ValueError(
-                    f"adjust=True measures on the batches that the Trainer passes to the model, "
+                    "adjust=True measures on the batches that the Trainer passes to the model, "
                     f"and these lack {lacking}: label smoothing, compute_loss_func or a "
-                    f"compute_loss of your own takes them out. Let the model compute its loss, or "
-                    f"steer in a training loop of your own, with RateController."
+                    "compute_loss of your own takes them out. Let the model compute its loss, or "
+                    "use RateController in a training loop of your own."
                 ) from error
             raise
 
@@ -122,8 +122,8 @@ class SummaryCallback(Monitor, TrainerCallback):
         if args.label_smoothing_factor and self.loss_fn is None:
             warn_user(
                 f"The Trainer trains with label_smoothing_factor={args.label_smoothing_factor}, "
-                f"and the callback measures the loss of the model, without it. Pass the loss that "
-                f"you train with as loss_fn=..., with loss_fn(model, batch) -> mean loss."
+                "but the callback measures the loss of the model, without it. Pass the loss you "
+                "train with as loss_fn=..., with loss_fn(model, batch) -> mean loss."
             )
         self.plan(unwrap(kwargs["model"]), state.max_steps * args.gradient_accumulation_steps)
         if self.is_due(state.epoch or 0):

@@ -355,18 +355,20 @@ def suggest_lrs(
         ("max_change", max_change, 1, sys.float_info.max),
     ):
         if not isinstance(value, int | float) or not low < value <= high:
-            raise ValueError(f"{name}={value!r}: fraction is in (0, 1], max_change above 1.")
+            raise ValueError(
+                f"{name}={value!r}: expected fraction in (0, 1] and max_change above 1."
+            )
     if lambda_int != "auto":
         lambda_int = check_strength(lambda_int)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"The optimizer is of type {type(optimizer).__name__}: pass the torch optimizer that "
-            f"trains the model, suggest_lrs(model, loss_fn, data, optimizer)."
+            f"optimizer has type {type(optimizer).__name__}: expected the torch optimizer that "
+            "trains the model, suggest_lrs(model, loss_fn, data, optimizer)."
         )
     if hasattr(optimizer, "last_summary"):
         raise ValueError(
-            f"{type(optimizer).__name__} finds its rates itself: pass an optimizer whose lr you "
-            f"choose, such as Adam."
+            f"{type(optimizer).__name__} finds its own rates: pass an optimizer whose lr you "
+            "choose, such as Adam."
         )
     if isinstance(data, Iterator):  # is read several times; a list of tensors would be one batch
         data = dict(enumerate(data)).values()

@@ -122,6 +122,6 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, **kwargs: Any) 
         return a @ b
     ends: Sequence[int] = [0, *offs.tolist()]
     if a.dim() != 2 or b.dim() != 3 or any(value is not None for value in kwargs.values()):
-        raise NotImplementedError("grouped_mm in float64 takes rows times matrices only")
+        raise NotImplementedError("grouped_mm in float64 supports rows times matrices only")
     parts = [a[start:end] @ w for (start, end), w in zip(pairwise(ends), b, strict=True)]
     return torch.cat([*parts, a.new_zeros(len(a) - ends[-1], b.shape[-1])])

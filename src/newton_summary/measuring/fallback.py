@@ -34,7 +34,7 @@ def reason_to_fall_back(error: Exception, batch: Evaluation, backend: str) -> Ex
     check_depends(loss, probe.params)
     if isinstance(error, NotFiniteError):
         there = str(error).partition(",")[0]
-        what = f"{there}, where evaluated plainly it is {float(loss.detach()):.6g}"
+        what = f"{there}, but evaluated directly it is {float(loss.detach()):.6g}"
     else:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         what = f"it fails with {type(error).__name__}" + (f": {lines[0]}" if lines else "")

@@ -93,7 +93,7 @@ class Strengths(ShownAsTable):
         start = f"The loss is {self.loss:.4g}"
         if not any(one.rates.ok for one in self.tried):
             rates = self.best.rates
-            return f"{start}, and no strength gives learning rates. {rates.status}: {rates.detail}"
+            return f"{start}, and no strength yields learning rates. {rates.status}: {rates.detail}"
         if not self.best.real < 0:
             return f"{start}, and no step lowers it. Try larger strengths, with strengths=..."
         said = f"{start}; lambda_int = {self.lambda_int:g} lowers it most."
@@ -157,7 +157,7 @@ def suggest_lambda_int(
     need_summary(summary, "suggest_lambda_int")
     strengths = as_floats(strengths, "strengths")
     if not strengths:
-        raise ValueError("There are no strengths to try: write for example (1, 10, 100).")
+        raise ValueError("There are no strengths to try: use for example strengths=(1, 10, 100).")
     if summary.D3 is None and any(strengths):
         raise ValueError("suggest_lambda_int needs D3: measure the summary with order=3.")
     groups = find_groups(model, summary, partition)

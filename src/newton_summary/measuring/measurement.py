@@ -134,7 +134,9 @@ def summarize(
     processes = find_processes(distributed, dict(unwrap(model).named_parameters()))
     with processes.joint():
         if order not in (1, 2, 3):
-            raise ValueError(f"order={order!r}: write 1, 2 or 3, or see derivative_tensor.")
+            raise ValueError(
+                f"order={order!r}: expected 1, 2 or 3; for higher orders see derivative_tensor."
+            )
         limit = None if stack_limit is None else bytes_of(stack_limit)
         backends = backends_for(backend, microbatch, processes.sharded)
         partition = find_partition(model, partition)
@@ -164,7 +166,7 @@ def summarize(
     ]
     if len(parts) == 1:
         warn_user(
-            "Standard errors need at least two batches, so there are none. Give several batches, "
+            "Standard errors need at least two batches, so there are none. Pass several batches, "
             "such as a DataLoader, or split this one with microbatch=..."
         )
     return summary.with_stderr(parts)
@@ -179,9 +181,9 @@ def _replayed(probe: Probe, direction: Direction, order: int, **given: Any) -> S
     with Journal() as journal:
         start_measuring(journal, alone=probe.processes.count == 1)  # threads take turns
         if isinstance(probe.data, Iterator) or not probe.in_one_piece:
-            unfit = "it measures one batch, as a whole and in one process"
+            unfit = "it supports only one whole batch in one process"
         elif others:
-            unfit = f"it does not go together with the given {others[0]}"
+            unfit = f"it cannot be combined with {others[0]}"
         else:
             (batch,) = probe.batches
             if not (isinstance(direction, str) and direction == "gradient"):
@@ -284,20 +286,20 @@ def backends_for(backend: str, microbatch: int | None, sharded: bool) -> Sequenc
     check_microbatch(microbatch)
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(
-            f"Unknown backend {backend!r}.{nearest(backend, BACKENDS)} "
-            f"Write 'auto' or one of {', '.join(map(repr, BACKENDS))}."
+            f"Unknown backend {backend!r}.{nearest(backend, BACKENDS)} Use 'auto' or one of "
+            f"{', '.join(map(repr, BACKENDS))}."
         )
     if not sharded:
         return AUTO if backend == "auto" else (backend,)
     if backend not in ("auto", "sweep"):
         raise ValueError(
-            f"backend={backend!r}, and the model is sharded: only the sweep gathers parameters as "
-            f"it needs them. Write backend='auto'."
+            f"backend={backend!r}, but the model is sharded, and only the sweep gathers "
+            "parameters as it needs them. Use backend='auto'."
         )
     if microbatch is not None:
         raise ValueError(
-            f"microbatch={microbatch}, and the model is sharded: all ranks need the same number of "
-            f"batches. Give smaller batches instead."
+            f"microbatch={microbatch}, but the model is sharded, and all ranks need the same "
+            "number of batches. Use smaller batches instead."
         )
     return ("sweep",)
 
@@ -400,20 +402,20 @@ def find_partition(model: nn.Module, partition: Partition | Spec) -> Partition:
         if live.get(name) is not p:
             what = "has no parameter" if name not in live else "has another parameter called"
             raise ValueError(
-                f"The partition is of another model: this one {what} {name!r}. "
-                f"Make one with make_partition(model, ...)."
+                f"The partition belongs to another model: this one {what} {name!r}. Make one with "
+                "make_partition(model, ...)."
             )
         if not p.requires_grad:
             raise ValueError(
-                f"Parameter {name!r} is in the partition and has been frozen since. Make the "
-                f"partition again, or call requires_grad_(True) on it."
+                f"Parameter {name!r} of the partition has been frozen since. Make a new "
+                "partition, or call requires_grad_(True) on it."
             )
     for name, p in live.items():
         if p.requires_grad and name not in partition.params:
             raise ValueError(
-                f"Parameter {name!r} requires a gradient and is in no group of the partition. "
-                f"Make the partition again, freeze the parameter, or give it to the NewtonSummary "
-                f"that trains the model, with add_param_group."
+                f"Parameter {name!r} requires a gradient but is in no group of the partition. "
+                "Make a new partition, freeze the parameter, or add it to the NewtonSummary that "
+                "trains the model, with add_param_group."
             )
     return partition.to()  # the model may have moved since
 
@@ -517,19 +519,19 @@ def _check_order(order: int, S: int = 1) -> None:
     2 s for order 10.
     """
     if isinstance(order, bool) or not isinstance(order, int) or order < 1:
-        raise ValueError(f"order={order!r}: write a whole number, 1 or more.")
+        raise ValueError(f"order={order!r}: expected a whole number, 1 or more.")
     passes = count_backward_passes(S, order)
     times = f"{2.5 ** min(order - 4, 300):.0e} times as long as order 4"
     if order > 20 or passes > 10**9:
         raise ValueError(
             f"order={order} of {S} groups takes {passes:,} backward passes, and about {times}: "
-            f"write a lower order, or fewer groups."
+            "use a lower order, or fewer groups."
         )
     check_memory(S, order)
     if order > 8 or passes > 10**5:
         warn_user(
-            f"order={order} of {S} groups takes {passes:,} backward passes, and about {times}, in "
-            f"time and in memory."
+            f"order={order} of {S} groups takes {passes:,} backward passes, and about {times}; "
+            "memory grows in the same way."
         )
 
 
@@ -544,8 +546,8 @@ def check_memory(S: int, order: int) -> None:
         if 3 * 8 * S**order > memory:
             raise ValueError(
                 f"Derivatives of order {order} of {S:,} groups take {24 * S**order / 2**30:.3g} "
-                f"GiB, and this machine has {memory / 2**30:.3g}: choose a coarser partition, such "
-                f"as 'canonical'."
+                f"GiB, but this machine has {memory / 2**30:.3g}: use a coarser partition, such "
+                "as 'canonical'."
             )
 
 

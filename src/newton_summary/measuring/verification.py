@@ -100,8 +100,8 @@ class Verification(ShownAsTable):
 _SAID = {
     "agrees": "agree",
     "differs": "DIFFER",
-    "unclear": "unclear (the differences depend on their step: kinks such as ReLU and max-pooling, "
-    "rounding inside of the loss, or no third derivative to speak of)",
+    "unclear": "unclear (the differences depend on their step: kinks such as ReLU and "
+    "max-pooling, rounding inside the loss, or a negligible third derivative)",
 }
 
 
@@ -149,8 +149,8 @@ def verify(
     if not isinstance(direction, str):
         if not isinstance(direction, Mapping):
             raise TypeError(
-                f"The direction is of type {type(direction).__name__}: verify works on a copy of "
-                f"the model, so give it 'gradient' or a mapping from parameter name to tensor."
+                f"direction has type {type(direction).__name__}: verify works on a copy of the "
+                "model, so it takes only 'gradient' or a mapping from parameter name to tensor."
             )
         direction = {name: value.double() for name, value in direction.items()}
     # Not a list: a list of tensors would count as one batch.
@@ -168,7 +168,7 @@ def verify(
             sweep = summarize_sweep(*arguments)
         except CannotDifferentiate as error:
             raise CannotDifferentiate(
-                f"verify checks the sweep, which cannot follow this loss, so that summarize takes "
+                "verify checks the sweep, which cannot follow this loss, so summarize uses "
                 f"another backend and says so ({error})."
             ) from error
         by_step = [summarize_differences(*arguments, 3, factor) for factor in STEP_FACTORS]
@@ -185,8 +185,8 @@ def _not_called(model: nn.Module) -> Iterator[None]:
 
     def stop(module: nn.Module, args: Any) -> None:
         raise ValueError(
-            "loss_fn(model, batch) calls a model from elsewhere, not its argument, which here is a "
-            "copy in float64. Write loss_fn so that it uses its argument."
+            "loss_fn(model, batch) uses a model from elsewhere, not its argument, which here is a "
+            "copy in float64. Make loss_fn use its argument."
         )
 
     with Journal() as journal:

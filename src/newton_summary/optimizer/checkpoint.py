@@ -31,7 +31,7 @@ def find_saved(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             "This state was saved by newton_summary 0.1.0, which did not record its settings and "
             "kept other averages. Finish that training with 0.1.0, or load the weights of its "
-            "model and start with a new optimizer."
+            "model and start a new optimizer."
         )
     # Loaders and frameworks may have moved everything to the parameters' device.
     return dict(tree_map(lambda x: x.cpu().clone() if isinstance(x, Tensor) else x, saved))
@@ -63,8 +63,8 @@ def check_same(
     """
     if list(saved["groups"]) != list(names):
         raise ValueError(
-            f"The checkpoint has the groups {first_names(saved['groups'], 5)}, and this optimizer "
-            f"{first_names(names, 5)}. Make the same partition."
+            f"The checkpoint has the groups {first_names(saved['groups'], 5)}, but this optimizer "
+            f"{first_names(names, 5)}. Use the same partition."
         )
     differing = [
         f"{name}={theirs!r} (here {settings.get(name)!r})"
@@ -73,16 +73,17 @@ def check_same(
     ]
     if differing:
         raise ValueError(
-            f"The checkpoint was saved with other settings: {', '.join(differing)}. Make the "
-            f"optimizer with the same, load, and change param_groups afterwards if you want others."
+            f"The checkpoint was saved with other settings: {', '.join(differing)}. Create the "
+            "optimizer with the same settings, load, and then change param_groups if you want "
+            "others."
         )
     written = {"direction": "direction=...", "data": "curvature=(loss_fn, loader)"}
     for part, mine in given.items():
         if (saved[part] is not None) != mine:
             here, there = ("with", "without") if mine else ("without", "with")
             raise ValueError(
-                f"This optimizer was made {here} {written[part]}, and that of the checkpoint "
-                f"{there}. Make it in the same way."
+                f"This optimizer was made {here} {written[part]}, that of the checkpoint {there}. "
+                "Create it in the same way."
             )
 
 
@@ -92,7 +93,7 @@ def check_groups(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, An
     sizes = [[len(group["params"]) for group in x] for x in (saved, groups)]
     if sizes[0] != sizes[1]:
         raise ValueError(
-            f"The param_groups of the checkpoint have {sizes[0]} parameters, and those of this "
+            f"The param_groups of the checkpoint have {sizes[0]} parameters, but those of this "
             f"optimizer {sizes[1]}."
         )
     for theirs, mine in zip(saved, groups):
@@ -102,7 +103,7 @@ def check_groups(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, An
             for name in BUFFERS & set(buffers):
                 if buffers[name].shape != p.shape:
                     raise ValueError(
-                        f"{name} of {mine['name']!r} has shape {tuple(buffers[name].shape)}, and "
+                        f"{name} of {mine['name']!r} has shape {tuple(buffers[name].shape)}, but "
                         f"its parameter {tuple(p.shape)}."
                     )
     check_finite(state_dict["state"], "The state of a parameter")
@@ -113,7 +114,7 @@ def check_finite(tree: Any, what: str) -> None:
     """Raise if a tensor or a number in it is not finite."""
     for x in tree_leaves(tree):
         if isinstance(x, Tensor) and not bool(local_part(x).isfinite().all()):
-            raise ValueError(f"{what} has entries that are not finite.")
+            raise ValueError(f"{what} has non-finite entries.")
         if isinstance(x, float) and not math.isfinite(x):
             raise ValueError(f"{what} has a number that is {x}.")
 
@@ -133,5 +134,5 @@ def read_counts(saved: Mapping[str, Any], *names: str) -> list[int]:
     """Return counts of refreshes and steps; raise if they cannot be any."""
     counts = {name: saved[name] for name in names}
     if not all(type(x) is int and x >= 0 for x in counts.values()):
-        raise ValueError(f"Counts must be whole numbers, 0 or more, but the state has {counts}.")
+        raise ValueError(f"The state has the counts {counts}: expected whole numbers, 0 or more.")
     return list(counts.values())

@@ -244,13 +244,14 @@ class RateController(ShownAsTable):
         if self._steps_itself and self._batch is None:
             self._steps_itself = False
             warn_user(
-                "optimizer.step() was called after controller.step(batch), which had taken the "
-                "step: the model moves twice, and this step cannot be measured. Call one of them."
+                "optimizer.step() was called after controller.step(batch), which has already "
+                "taken the step: the model moves twice, and this step cannot be measured. Call "
+                "only one of them."
             )
         if self.steps == PERIOD and self._batch is None and not self.history:
             warn_user(
-                f"The optimizer has taken {PERIOD} steps, and the controller has seen no batch, so "
-                f"it cannot steer: call controller.step(batch) in the place of optimizer.step()."
+                f"The optimizer has taken {PERIOD} steps, but the controller has seen no batch, "
+                "so it cannot steer: call controller.step(batch) in place of optimizer.step()."
             )
         groups = self.optimizer.param_groups
         check_rates(groups)
@@ -300,9 +301,9 @@ class RateController(ShownAsTable):
             return
         if not math.isfinite(length):
             warn_user(
-                "Parameters of the model are nan or infinite after the last step, so that no "
-                "learning rate can help. Look for a batch or a gradient that is not finite, and "
-                "go back to a checkpoint."
+                "Parameters of the model are nan or infinite after the last step, so no learning "
+                "rate can help. Check for a non-finite batch or gradient, and go back to a "
+                "checkpoint."
             )
         loss, slope, curvature = self._along(batch, before, u)
         if not (math.isfinite(slope) and math.isfinite(curvature)):
@@ -512,14 +513,14 @@ class RateController(ShownAsTable):
         """
         known = self.state_dict()
         if not isinstance(state, Mapping) or set(state) != set(known):
-            raise ValueError("Not a RateController state_dict: give what state_dict() returned.")
+            raise ValueError("Not a RateController state_dict: pass what state_dict() returned.")
         with reporting_damage():
             ends = EndSlopes(**state["ends"])
             before, ends.before = self._copies(state["before"]), self._copies(ends.before)
             if len(state["first_lrs"]) != len(self._first_lrs):
                 raise ValueError(
                     f"The state is of an optimizer with {len(state['first_lrs'])} parameter "
-                    f"groups, and this one has {len(self._first_lrs)}."
+                    f"groups, but this one has {len(self._first_lrs)}."
                 )
             steps, due = read_counts(state, "steps", "due")
             read_counts(state["ends"], "count", "agreed")
@@ -531,7 +532,7 @@ class RateController(ShownAsTable):
             check_finite([*values, before, list(asdict(ends).values())], "The state")
             if not numbers[0] > 0:
                 raise ValueError(
-                    f"The state has the multiplier {numbers[0]}: expected one above 0."
+                    f"The state has the multiplier {numbers[0]}: expected a number above 0."
                 )
         self.multiplier, self._rate, self._envelope = numbers
         self.steps, self._due, self._started = steps, due, bool(state["started"])
@@ -597,32 +598,34 @@ def check_rates(groups: Iterable[Mapping[str, Any]]) -> None:
         waits = isinstance(lr, Tensor) and lr.device.type != "cpu"
         if not waits and not math.isfinite(lr):
             name = group.get("name", "a parameter group")
-            raise ValueError(f"lr={float(lr)} of {name!r}: write a finite number. Nothing moved.")
+            raise ValueError(
+                f"lr={float(lr)} of {name!r}: expected a finite number. Nothing moved."
+            )
 
 
 def _check(optimizer: Optimizer, period: int, set_point: float, gain: float, memory: float) -> None:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"The optimizer is of type {type(optimizer).__name__}: give the torch optimizer that "
-            f"trains the model, RateController(optimizer, model, loss_fn)."
+            f"optimizer has type {type(optimizer).__name__}: expected the torch optimizer that "
+            "trains the model, RateController(optimizer, model, loss_fn)."
         )
     if isinstance(period, bool) or not isinstance(period, int) or period < 1:
-        raise ValueError(f"period={period!r}: write a number of steps, 1 or more.")
+        raise ValueError(f"period={period!r}: expected a number of steps, 1 or more.")
     for name, value, top in (
         ("set_point", set_point, math.inf),
         ("gain", gain, math.inf),
         ("memory", memory, 1.0),
     ):
         if not isinstance(value, int | float) or not 0 < value < top:
-            raise ValueError(f"{name}={value!r}: write a number above 0, and memory below 1.")
+            raise ValueError(f"{name}={value!r}: expected a number above 0, and memory below 1.")
     if isinstance(optimizer, LBFGS):
         raise ValueError(
-            "LBFGS calls the loss several times in a step, so there is no one step to measure: "
+            "LBFGS calls the loss several times in a step, so there is no single step to measure: "
             "steer an optimizer such as Adam or SGD."
         )
     for hook in optimizer._optimizer_step_pre_hooks.values():
         if isinstance(getattr(hook, "__self__", None), RateController):
-            raise ValueError("This optimizer has a RateController already; use one of them.")
+            raise ValueError("This optimizer already has a RateController: use only one.")
 
 
 def _norms(step: Iterable[Tensor], before: list[Tensor]) -> tuple[float, float]:

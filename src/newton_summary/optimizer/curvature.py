@@ -75,7 +75,8 @@ class Curvature:
             return
         if not (isinstance(given, tuple) and len(given) == 2 and callable(given[0])):
             raise TypeError(
-                "curvature is a pair (loss_fn, loader), with loss_fn(model, batch) -> mean loss."
+                "curvature: expected a pair (loss_fn, loader), with loss_fn(model, batch) -> mean "
+                "loss."
             )
         check_loss_fn(given[0])
         self.loss_fn, self.data = given[0], CurvatureData(given[1])
@@ -116,9 +117,9 @@ class Curvature:
             raise NotFiniteError(STATUS["not-finite"])
         if self.count == 0 and not bool(summary.gbar.any() or summary.hessian().any()):
             raise ValueError(
-                "The loss on the curvature batch does not depend on the parameters that move. Is "
-                "the partition of the model that is trained, and does loss_fn use the model that "
-                "it is given?"
+                "The loss of the curvature batch does not depend on the parameters that move. Is "
+                "the partition of the model being trained, and does loss_fn use the model it is "
+                "given?"
             )
         self.count += 1
         return summary
@@ -139,27 +140,27 @@ class Curvature:
             return self.loss_fn, batch
         if self.loss_fn is None and closure is not None:
             return as_loss_fn(closure, partition), UserList([None])
-        how = "call step(batch) with the batch that is trained on"
+        how = "call step(batch) with the training batch"
         if self.loss_fn is None:
             how = (
-                "give NewtonSummary a loss, NewtonSummary(model, loss_fn), and call step(batch); "
-                "or call step(closure) with a closure that returns the loss of a batch"
+                "pass a loss, NewtonSummary(model, loss_fn), and call step(batch); or call "
+                "step(closure) with a closure that returns the loss of a batch"
             )
         raise ValueError(
-            f"A refresh is due, and there is nothing to measure it on: {how}, whenever "
-            f"opt.refresh_due."
+            f"A refresh is due, but there is nothing to measure it on: {how}, whenever "
+            "opt.refresh_due."
         )
 
     def _unfit_to_capture(self, given: Any) -> str | None:
         if given is None:
             return (
-                "the batches of step(batch) and of a closure are not captured: give "
+                "the batches of step(batch) and of a closure are not captured: pass "
                 "curvature=(loss_fn, loader)"
             )
         if self.microbatch is not None or self.backend not in ("auto", "sweep"):
             return (
-                f"it measures a whole batch with the sweep, and not with "
-                f"microbatch={self.microbatch} and backend={self.backend!r}"
+                f"it needs the sweep on whole batches, not microbatch={self.microbatch} and "
+                f"backend={self.backend!r}"
             )
         return None
 
@@ -197,7 +198,7 @@ class CurvatureData:
         once = isinstance(loader, Iterator)
         self.loader: Iterable[Any] = loader if once else as_batches(loader)
         if isinstance(self.loader, Sized) and len(self.loader) == 0:
-            raise ValueError("The curvature loader is empty: it has no batch to measure.")
+            raise ValueError("The curvature loader is empty: there is no batch to measure.")
         self._present = _seeded(torch.initial_seed())  # its own random numbers
         self._epoch = 0
         self._index = 0  # batches taken in this epoch
@@ -219,17 +220,17 @@ class CurvatureData:
                 self._iterator = None
             raise
         if batch is self:
-            raise ValueError("The curvature loader gave no batch when it started over.")
+            raise ValueError("The curvature loader yielded no batch when it was restarted.")
         self._index += 1
         return batch
 
     def _next_epoch(self) -> Iterator[Any]:
         if self._index == 0:
-            raise ValueError("The curvature loader is empty: it gave no batch to measure.")
+            raise ValueError("The curvature loader is empty: it yielded no batch to measure.")
         if isinstance(self.loader, Iterator):
             raise ValueError(
-                f"The curvature data ended after {self._index} batches and cannot start over, "
-                f"because it is an iterator. Give a DataLoader or a list of batches."
+                f"The curvature data ended after {self._index} batches and cannot be restarted, "
+                "because it is an iterator. Pass a DataLoader or a list of batches."
             )
         self._epoch, self._index, self._start = self._epoch + 1, 0, None
         self._iterator = self._open()

@@ -192,7 +192,7 @@ class NewtonSummary(Optimizer):
         partition = as_partition(partition)
         if loss_fn is not None and not callable(loss_fn):
             if lr is not None:
-                raise TypeError(f"loss_fn={loss_fn!r}: give a function, loss_fn(model, batch).")
+                raise TypeError(f"loss_fn={loss_fn!r}: expected a function, loss_fn(model, batch).")
             lr, loss_fn = loss_fn, None
         check_arguments(NewtonSummary, measuring, Measuring)
         given = {
@@ -220,9 +220,9 @@ class NewtonSummary(Optimizer):
             settings["summary_period"] = period_within(budget, len(partition), order)
         if direction is not None:
             if not steered:
-                raise ValueError(f"direction={direction!r} is for variant='steered' only.")
+                raise ValueError(f"direction={direction!r} is only for variant='steered'.")
             if weight_decay:
-                raise ValueError("Give weight_decay to the optimizer that is the direction.")
+                raise ValueError("Set weight_decay in the optimizer that is the direction.")
             check_direction(direction, partition)
         assert partition.model is not None
         self.model, self.partition, self.direction = partition.model, partition, direction
@@ -233,7 +233,7 @@ class NewtonSummary(Optimizer):
         if without_summary and measuring.get("cuda_graph"):
             warn_user(
                 "cuda_graph=True has no effect, because a refresh of one group with lambda_int=0 "
-                "takes two gradients, and no summary."
+                "takes two gradients and no summary."
             )
         processes.agree(partition.facts() | settings | {"lr": float(settings["lr"])}, {})
         self._schedule = Schedule(variant, settings["summary_period"], settings["warmup"])
@@ -331,11 +331,12 @@ class NewtonSummary(Optimizer):
         check_arguments(NewtonSummary.paper, measuring, Measuring)
         if callable(lr):
             raise TypeError(
-                "The second argument of NewtonSummary.paper is lr. Loss and data of the summaries "
-                "are one argument: NewtonSummary.paper(partition, curvature=(loss_fn, batches))."
+                "The second argument of NewtonSummary.paper is lr. Pass loss and data of the "
+                "summaries as one argument: NewtonSummary.paper(partition, curvature=(loss_fn, "
+                "batches))."
             )
         if variant not in ("as-run", "as-published"):
-            raise ValueError(f"variant={variant!r}: write 'as-run' or 'as-published'.")
+            raise ValueError(f"variant={variant!r}: use 'as-run' or 'as-published'.")
         if variant == "as-published" and warmup:
             raise ValueError(f"warmup={warmup}: Algorithm 2 as published has no warm-up.")
         return cls(
@@ -371,7 +372,9 @@ class NewtonSummary(Optimizer):
         if closure is not None and not callable(closure):
             closure, batch = None, closure
         if self._evaluating:
-            raise RuntimeError("The model has its averaged parameters: call train() before step().")
+            raise RuntimeError(
+                "The model holds its averaged parameters: call train() before step()."
+            )
         check_rates(self.param_groups)
         loss = None
         if closure is not None and self._curvature.loss_fn is not None:
@@ -581,23 +584,23 @@ class NewtonSummary(Optimizer):
             return
         self._warned.add(found.status)
         if found.eta.isfinite().all():
-            outcome = "they are taken as they are"
+            outcome = "they are used as they are"
         elif self._steered is not None and self._eta is not None:
             outcome = "the last rate is halved"
         else:
             outcome = "there are none yet" if self._eta is None else "the last good ones are kept"
         warn_user(
-            f"NewtonSummary: a refresh gave no usable rates, and {outcome}. {reason} (Shown once; "
-            f"opt.failed_refreshes counts them.)"
+            f"NewtonSummary: a refresh yielded no usable rates, and {outcome}. {reason} (Shown "
+            "once; opt.failed_refreshes counts them.)"
         )
 
     def _report_skipped(self, count: int) -> None:
         skipped = count - self.skipped_steps
         if skipped > 0:
             warn_user(
-                f"NewtonSummary: {skipped} step(s) since the last refresh were not made, because "
-                f"the gradient was not finite. Look for a division by zero or an overflow in the "
-                f"loss. (opt.skipped_steps counts them.)"
+                f"NewtonSummary: {skipped} step(s) since the last refresh were skipped, because "
+                "the gradient was not finite. Check for a division by zero or an overflow in the "
+                "loss. (opt.skipped_steps counts them.)"
             )
         self.skipped_steps += skipped
 

@@ -114,7 +114,7 @@ class WindowAverage:
         held = [restored_summary(saved, partition) for saved in state["summaries"]]
         (count,) = read_counts(state, "count")
         if count < len(held):
-            raise ValueError(f"The state has {len(held)} summaries, and counts {count}.")
+            raise ValueError(f"The state has {len(held)} summaries, but counts {count}.")
         check_finite([(s.gbar, s.Hbar, s.D3) for s in held], "A summary of the state")
         self._held, self.count = held, count
 

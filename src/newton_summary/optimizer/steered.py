@@ -279,8 +279,7 @@ class Steered(RateController):
         if self._started and self.history[-1].slope == 0:
             raise ValueError(
                 "The loss of the batch does not depend on the parameters that move. Is the "
-                "partition of the model that is trained, and does loss_fn use the model that it is "
-                "given?"
+                "partition of the model being trained, and does loss_fn use the model it is given?"
             )
 
     def _level(self) -> float:

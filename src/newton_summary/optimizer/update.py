@@ -373,10 +373,10 @@ def unfit(name: str, shape: torch.Size, grad: Tensor) -> str:
     """Say why a gradient cannot be used."""
     if grad.layout is not torch.strided:
         return (
-            f"The gradient of {name!r} is sparse, which NewtonSummary does not support. Use "
-            f"sparse=False in the embedding."
+            f"The gradient of {name!r} is sparse, which NewtonSummary does not support: use "
+            "sparse=False in the embedding."
         )
     return (
-        f"Parameter {name!r} has changed its shape from {tuple(shape)} to {tuple(grad.shape)}. "
-        f"Make a new partition and a new optimizer."
+        f"Parameter {name!r} has changed shape, from {tuple(shape)} to {tuple(grad.shape)}. Make "
+        "a new partition and a new optimizer."
     )

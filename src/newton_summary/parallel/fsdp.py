@@ -59,18 +59,18 @@ def check_shards(model: nn.Module) -> None:
         mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
         if mesh.ndim != 1 or mesh.size() != torch.distributed.get_world_size():
             raise ValueError(
-                f"Parameter {name!r} is divided over a mesh of shape {tuple(mesh.shape)}: only "
-                f"fully_shard over all ranks in one dimension can be measured."
+                f"Parameter {name!r} is sharded over a mesh of shape {tuple(mesh.shape)}: only "
+                "fully_shard over all ranks, in one dimension, is supported."
             )
         if not placements[0].is_shard(0):
             raise ValueError(
-                f"Parameter {name!r} is divided as {placements}: only fully_shard along the first "
-                f"dimension can be measured."
+                f"Parameter {name!r} is sharded as {placements}: only fully_shard along the first "
+                "dimension is supported."
             )
         if local_part(p).device.type != mesh.device_type:
             raise ValueError(
-                f"The shard of parameter {name!r} is on {local_part(p).device} and used on "
-                f"{mesh.device_type}: offloaded parameters cannot be measured."
+                f"The shard of parameter {name!r} is on {local_part(p).device} but used on "
+                f"{mesh.device_type}: offloaded parameters are not supported."
             )
 
 

@@ -99,8 +99,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"The model is of type {type(model).__name__}: pass a torch.nn.Module, the model "
-            f"itself, not its parameters or its class."
+            f"model has type {type(model).__name__}: expected a torch.nn.Module, not its "
+            "parameters or its class."
         )
     compiler = sys.modules.get("torch._dynamo.eval_frame")  # loaded once somebody compiles a model
     compiled = () if compiler is None else (compiler.OptimizedModule,)
@@ -180,6 +180,6 @@ def refuse_sharded(params: Mapping[str, Tensor], what: str) -> None:
     name = next((name for name, p in params.items() if is_sharded(p)), None)
     if name is not None:
         raise ValueError(
-            f"Parameter {name!r} is sharded, and {what} takes whole models only. Call it before "
-            f"fully_shard; summarize measures sharded models."
+            f"Parameter {name!r} is sharded, but {what} takes whole models only. Call it before "
+            "fully_shard; summarize can measure sharded models."
         )

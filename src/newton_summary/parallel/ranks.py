@@ -88,9 +88,8 @@ class Ranks:
         if not failed:
             i = next(i for i, (other, _) in enumerate(reports) if other != reports[0][0])
             self.stop(
-                f"The ranks are not in step: rank {self._numbers[0]} has reached "
-                f"{reports[0][0]}, and rank {self._numbers[i]} {reports[i][0]}. All ranks have to "
-                f"take the same path."
+                f"The ranks are out of step: rank {self._numbers[0]} has reached {reports[0][0]}, "
+                f"but rank {self._numbers[i]} {reports[i][0]}. All ranks must take the same path."
             )
         texts = sorted({text for text, _ in failed.values()})
         if len(failed) == self.count and len(texts) == 1:
@@ -143,9 +142,10 @@ class Ranks:
             if any(apart):
                 self.stop(
                     f"The ranks differ in the values of {list(values)[apart.index(True)]}: they "
-                    f"have to measure one model along one direction. Draw these after the same "
-                    f"torch.manual_seed on all ranks, or wrap the model in "
-                    f"DistributedDataParallel; distributed=False measures each rank's own."
+                    "must measure one model along one direction. Draw these after the same "
+                    "torch.manual_seed on all ranks, or wrap the model in "
+                    "DistributedDataParallel; use distributed=False to measure each rank on its "
+                    "own."
                 )
         self.agreed = True
 
@@ -211,10 +211,10 @@ class Ranks:
         spread = math.sqrt(max(square - norm**2, 0.0)) / norm if norm > 0 else 0.0
         if spread > SAME:
             self.stop(
-                f"The ranks measured along different directions: their norms differ by "
-                f"{spread:.1e} of their mean. Gradients have to be the same on all ranks when "
-                f"step() is called: wrap the model in DistributedDataParallel, and make the last "
-                f"backward() before step() outside of no_sync()."
+                "The ranks measured along different directions: their norms differ by "
+                f"{spread:.1e} of their mean. Gradients must be the same on all ranks when step() "
+                "is called: wrap the model in DistributedDataParallel, and make the last "
+                "backward() before step() outside of no_sync()."
             )
 
     def _send(self, numbers: Tensor) -> Tensor:
@@ -253,8 +253,8 @@ class Ranks:
             reason = re.sub(r"^\[[^]]*\] *", "", str(error).strip()).split(". ")[0]
             self._over = RankError(
                 f"{self._name(dist.get_rank(self.group))} timed out waiting for the other ranks, "
-                f"or lost the connection: one has exited, has not made this call "
-                f"(distributed=False is for one rank alone), or is too slow for the time-out of "
+                "or lost the connection: one has exited, has not made this call (use "
+                "distributed=False on one rank alone), or is too slow for the timeout of "
                 f"init_process_group(timeout=...). See the output of the other ranks. ({reason})"
             )
             raise self._over from error
@@ -279,22 +279,22 @@ def find_ranks(distributed: str | bool | Any, device: torch.device, sharded: boo
         group = None
     elif initialized and distributed == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
-            f"distributed= is a process group that this process, rank {dist.get_rank()}, does not "
-            f"belong to. Call this on the ranks of the group alone."
+            f"distributed= is a process group that rank {dist.get_rank()} does not belong to. "
+            "Call this only on the ranks of the group."
         )
     else:
         raise ValueError(
-            f"distributed={distributed!r}: write 'auto', True, False, or a process group."
+            f"distributed={distributed!r}: expected 'auto', True, False, or a process group."
         )
     if not initialized:
         raise ValueError(
-            "distributed=True, and no process group is initialised. Call "
-            "torch.distributed.init_process_group first, or write distributed='auto'."
+            "distributed=True, but no process group is initialised. Call "
+            "torch.distributed.init_process_group first, or use distributed='auto'."
         )
     if sharded and (distributed is False or group is not None):
         raise ValueError(
-            f"distributed={distributed!r}, and the model is sharded: all ranks have to take part. "
-            f"Write distributed='auto'."
+            f"distributed={distributed!r}, but the model is sharded, so all ranks must take part. "
+            "Use distributed='auto'."
         )
     if distributed is False or (dist.get_world_size(group) < 2 and not sharded):
         return None
@@ -311,8 +311,8 @@ def _difference(known: Sequence[Mapping[str, str]], numbers: Sequence[int]) -> s
         if first.get(name) != facts.get(name)
     )
     return (
-        f"The ranks are not in step: {name} is {a} on rank {numbers[0]} and {b} on rank {number}. "
-        f"All ranks have to make the same call, for the same model."
+        f"The ranks are out of step: {name} is {a} on rank {numbers[0]} and {b} on rank {number}. "
+        "All ranks must make the same call, for the same model."
     )
 
 

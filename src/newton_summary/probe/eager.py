@@ -142,7 +142,7 @@ def refuse_unknown_checkpoints() -> AbstractContextManager[Any]:
         return nullcontext()
     return torch.autograd.graph.disable_saved_tensors_hooks(
         f"Checkpoints with use_reentrant=False cannot be measured with torch {torch.__version__}. "
-        f"Switch checkpointing off for the measurement."
+        "Turn checkpointing off for the measurement."
     )
 
 
@@ -221,7 +221,7 @@ def rest_hook(func: Callable[..., Any], tensor: Tensor, hook: Callable[..., Any]
         return func(tensor, hook)  # an error that says why
     mark_approximate()
     warn_user(
-        "loss_fn registers a hook on the gradient of a tensor. Such hooks are disabled "
-        "during a measurement: the derivatives are those of the loss without them."
+        "loss_fn registers a hook on the gradient of a tensor. Such hooks are disabled during a "
+        "measurement, so the derivatives are those of the loss without them."
     )
     return RemovableHandle(OrderedDict())

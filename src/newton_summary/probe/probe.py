@@ -212,7 +212,7 @@ class Probe:
                     self.random.jump(state)
                 count += 1
         if count == 0 and not several:
-            raise ValueError("The data is empty: it gave no batch to measure.")
+            raise ValueError("The data is empty: there is no batch to measure.")
         self.num_parts = count
 
     def _in_step(self, batches: Iterable[Any]) -> Iterable[Any]:
@@ -268,8 +268,8 @@ class Probe:
             self._warn(
                 f"The loss of the same batch was {before:.6g} when the direction was computed and "
                 f"{now:.6g} when it was measured, with the same parameters and random numbers: it "
-                f"depends on something else that changes, such as a counter outside of the model. "
-                f"The direction and the derivatives belong to different losses."
+                "depends on something else that changes, such as a counter outside the model. The "
+                "direction and the derivatives are those of different losses."
             )
 
     def _check_parts(self, whole: Evaluation, parts: list[Evaluation]) -> None:
@@ -286,11 +286,11 @@ class Probe:
                 mean = sum(part.size / both.size * float(part()) for part in pair)
                 if not draws and not abs(mean - loss) <= 100 * eps * abs(loss):
                     self._warn(
-                        f"The loss of a batch is not the mean over its parts of microbatch="
-                        f"{self.microbatch} samples ({loss:.6g} for two parts together, {mean:.6g} "
-                        f"on average): it depends on the batch as a whole, as a mean over tokens "
-                        f"that are not padding does. The mean over the parts is measured; leave "
-                        f"microbatch=None for that of whole batches."
+                        "The loss of a batch is not the mean over its parts of "
+                        f"microbatch={self.microbatch} samples ({loss:.6g} for two parts "
+                        f"together, {mean:.6g} on average): it depends on the batch as a whole, "
+                        "as a mean over tokens that are not padding does. Measuring the mean over "
+                        "the parts; use microbatch=None to measure whole batches."
                     )
         self.random.restore(before)
 
@@ -339,19 +339,24 @@ class Probe:
         where = f"loss_fn(model, batch) on batch {number}"
         if changed is not None:
             return ValueError(
-                f"{where} changed parameter {changed!r} in place. A loss only reads parameters; "
-                f"what changes them belongs in the training loop. An embedding with max_norm does "
-                f"it too: renormalise its weight there, and set max_norm=None."
+                f"{where} changed parameter {changed!r} in place. A loss may only read "
+                "parameters: move what changes them to the training loop. An embedding with "
+                "max_norm changes them too: renormalise its weight in the loop, and set "
+                "max_norm=None."
             )
         if not isinstance(loss, Tensor):
-            return TypeError(f"{where} returned {type(loss).__name__}: return a tensor, the loss.")
+            return TypeError(
+                f"{where} returned {type(loss).__name__}: expected the loss as a tensor."
+            )
         if loss.numel() != 1:
             return ValueError(
-                f"{where} returned a tensor of shape {tuple(loss.shape)}: return one number, the "
-                f"mean loss of the batch, for example with .mean()."
+                f"{where} returned a tensor of shape {tuple(loss.shape)}: expected one number, "
+                "the mean loss of the batch, for example with .mean()."
             )
         if not loss.dtype.is_floating_point:
-            return TypeError(f"{where} returned a loss of dtype {loss.dtype}: it has to be real.")
+            return TypeError(
+                f"{where} returned a loss of dtype {loss.dtype}: expected a real number."
+            )
         return None
 
     def _evaluating(self) -> AbstractContextManager[None]:
@@ -395,8 +400,8 @@ def check_finite(loss: Tensor) -> None:
     """Raise if the loss is not finite."""
     if not math.isfinite(loss.detach()):
         raise NotFiniteError(
-            f"The loss is {float(loss.detach())}, so it has no derivatives. Look for a division by "
-            f"zero, a logarithm of zero, or parameters that have diverged."
+            f"The loss is {float(loss.detach())}, so it has no derivatives. Check for a division "
+            "by zero, a logarithm of zero, or diverged parameters."
         )
 
 
@@ -404,9 +409,8 @@ def check_depends(loss: Tensor, params: Mapping[str, Tensor] | None = None) -> N
     """Raise if the loss does not depend on any parameter."""
     if not loss.requires_grad or (params is not None and not _reaches(loss, params.values())):
         raise ValueError(
-            "The loss does not depend on the parameters through operations that can be "
-            "differentiated. Does loss_fn use the model it is given, without .detach(), .item() "
-            "or torch.no_grad()?"
+            "The loss does not depend on the parameters through differentiable operations. Does "
+            "loss_fn use the model it is given, without .detach(), .item() or torch.no_grad()?"
         )
 
 
@@ -436,15 +440,15 @@ def _check_differentiable(params: Mapping[str, Tensor]) -> None:
         if p.is_inference():
             raise ValueError(
                 f"Parameter {name!r} was made under torch.inference_mode(), so it cannot be "
-                f"differentiated. Make or load the model outside of it."
+                "differentiated. Create or load the model outside of it."
             )
         if p.is_meta:
             raise ValueError(
-                f"Parameter {name!r} is on the meta device and has no values. Make the model on a "
-                f"real device, or model.to_empty(device=...) and load its weights."
+                f"Parameter {name!r} is on the meta device and has no values. Create the model on "
+                "a real device, or call model.to_empty(device=...) and load its weights."
             )
         if p.is_complex():
             raise ValueError(
-                f"Parameter {name!r} is complex ({p.dtype}). Measure a model of real parameters, "
-                f"for example their torch.view_as_real."
+                f"Parameter {name!r} is complex ({p.dtype}). Use real parameters, for example "
+                "torch.view_as_real of these."
             )
