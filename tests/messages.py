@@ -659,12 +659,12 @@ def steered(**change):
 ERRORS = {
     "__init__.py": [("has no attribute 'nothing'", lambda p: ns.nothing)],
     "analysis/coarsening.py": [
-        ("write a ratio of rates", lambda p: analysis.suggest_merges(TWO, spread=0.5)),
+        ("expected a ratio of rates", lambda p: analysis.suggest_merges(TWO, spread=0.5)),
         ("'b' is empty", lambda p: analysis.coarsen(TWO, {"b": []})),
-        ("write a list of group names", lambda p: analysis.coarsen(TWO, {"b": "0"})),
+        ("expected a list of group names", lambda p: analysis.coarsen(TWO, {"b": "0"})),
         ("has no group '5'", lambda p: analysis.coarsen(TWO, {"b": ["5"]})),
         ("is listed twice", lambda p: analysis.coarsen(TWO, {"b": ["0"], "c": ["0"]})),
-        ("a group '1' already", lambda p: analysis.coarsen(TWO, {"1": ["0"]})),
+        ("already is a group '1'", lambda p: analysis.coarsen(TWO, {"1": ["0"]})),
         ("its groups are unknown", lambda p: analysis.suggest_merges(TWO).partition(p.model)),
     ],
     "analysis/interactions.py": [
@@ -672,11 +672,11 @@ ERRORS = {
         ("window=0", lambda p: analysis.smooth([[1.0]], [0], window=0)),
         ("do not reach the middle", lambda p: analysis.smooth([[1.0]], [0], window=5)),
         ("or Hbar as a tensor", lambda p: analysis.normalized(None)),
-        (r"Hbar must be \(S, S\)", lambda p: analysis.normalized(torch.ones(2))),
+        (r"Hbar has shape \(2,\): expected \(S, S\)", lambda p: analysis.normalized(torch.ones(2))),
     ],
     "data/__init__.py": [
         ("Unknown split 'x'", lambda p: data.load_mnist_subset("x")),
-        ("Images are floating-point", lambda p: data.load_mnist_subset(dtype=torch.int64)),
+        ("images are floating-point", lambda p: data.load_mnist_subset(dtype=torch.int64)),
     ],
     "derivatives/dense.py": [
         (
@@ -699,7 +699,7 @@ ERRORS = {
         ("% off differences of gradients", nested(lambda m, b: Held.apply(weights(m)).sum())),
     ],
     "derivatives/sweep/engine.py": [
-        ("a way that its rule does not know", broken_rule),
+        ("a way that its rule does not support", broken_rule),
     ],
     "derivatives/sweep/recorder.py": [
         ("cannot be recorded", swept(looked_at_only)),
@@ -709,7 +709,7 @@ ERRORS = {
         ("changes several tensors in place", swept(several_in_place)),
         ("changed parameter 'a.weight' in place", writing),
         (
-            "class Foreign have operations",
+            "class Foreign override torch's operations",
             swept(lambda m, b: weights(m).as_subclass(Foreign).square().sum()),
         ),
         ("Mode, which is active", under(Mode, swept(OURS))),
@@ -723,7 +723,7 @@ ERRORS = {
     ],
     "derivatives/sweep/rules/linear.py": [
         (
-            "an index of nested lists",
+            "an index of nested lists is ambiguous",
             swept(lambda m, b: weights(m)[[[0, 1], [1, 2]]].square().sum()),
         ),
         (
@@ -735,10 +735,10 @@ ERRORS = {
     ],
     "derivatives/sweep/rules/products.py": [
         ("a sparse matrix depends", swept(sparse_weights)),
-        *([("grouped_mm of rows times matrices", swept(grouped))] if GROUPED else []),
+        *([("grouped_mm is supported for rows times matrices", swept(grouped))] if GROUPED else []),
     ],
     "derivatives/sweep/rules/selection.py": [
-        ("two entries at one place", swept(unpooled)),
+        ("two entries in one place", swept(unpooled)),
     ],
     "derivatives/sweep/tape.py": [
         ("cannot be recorded", swept(changed_later)),
@@ -746,8 +746,8 @@ ERRORS = {
         ("reaches beyond", swept(beyond)),
     ],
     "figures/charts.py": [
-        ("what='x': write", lambda p: figures.heatmap(TWO, what="x")),
-        ("block='x': write", lambda p: figures.heatmap(p.summary, block="x")),
+        ("what='x': expected one of", lambda p: figures.heatmap(TWO, what="x")),
+        ("block='x': expected one of", lambda p: figures.heatmap(p.summary, block="x")),
         ("has no measurements", lambda p: figures.rates(History())),
         ("no trials: see step_trials", lambda p: figures.predicted_change(History.of(ONE))),
         ("have no curves", lambda p: figures.curves(History())),
@@ -897,7 +897,7 @@ ERRORS = {
     ],
     "page/__init__.py": [
         ("list of runs is empty", lambda p: ns.report([], "page.html")),
-        ("this is of type int", lambda p: ns.report(3, "page.html")),
+        ("a run directory, not int", lambda p: ns.report(3, "page.html")),
         ("neither a measurement nor a curve", lambda p: ns.report(History(), "page.html")),
         ("summary has no Hbar", lambda p: ns.report(Summary(torch.ones(1)), "page.html")),
     ],

@@ -293,7 +293,10 @@ def test_a_rank_that_fails_stops_all_and_is_named(two, name, text):
         ("swallowed", "KeyError: 'no such label'"),
         ("backward", "KeyError: 'no way back'"),
         ("backward along u", "LookupError: backward"),
-        ("in the sweep", "'linear' is called in a way that its rule does not know: in the sweep"),
+        (
+            "in the sweep",
+            "'linear' is called in a way that its rule does not support: in the sweep",
+        ),
         ("at the end", "LookupError: at the end"),
         ("second batch", "OSError: the disk is gone"),
         ("not finite", "The loss is nan"),
@@ -315,7 +318,7 @@ def test_ranks_on_different_paths_through_a_sharded_model(two):
         errors = rank["sharded"]["failed"]["errors"]
         kind, message, _ = errors["other path"]
         assert kind == "RankError"
-        assert "rank 0 has reached the gathering of 2.weight, (5,), and rank 1 the" in message
+        assert "rank 0 has reached the gathering of 2.weight, (5,), but rank 1 the" in message
         assert "order is 2 on rank 0 and 3 on rank 1" in errors["order"][1]
         assert abs(float(rank["sharded"]["failed"]["and then"]) - expected_loss()) < 1e-12
 

@@ -553,7 +553,7 @@ def test_errors_of_writing_name_the_file(tmp_path):
     with pytest.raises(UserError, match="folder cannot be written: Is a directory"):
         history.save(tmp_path / "folder")
     for name, reason in (
-        ("a\0b.html", "there is a NUL"),
+        ("a\0b.html", "its name contains a NUL"),
         (300 * "a" + ".html", "File name too long"),
     ):
         for write in (history.save, partial(report, history)):

@@ -99,17 +99,17 @@ WRONG = {
         lambda: History().add(0, SUMMARY, None),
         "has type NoneType: pass learning_rates",
     ),
-    "report path": (lambda: ns.report(SUMMARY, None), r"NoneType: write report\(what, path\)"),
-    "report turned": (lambda: ns.report("page.html", SUMMARY), "path is of type Summary"),
+    "report path": (lambda: ns.report(SUMMARY, None), r"NoneType: use report\(what, path\)"),
+    "report turned": (lambda: ns.report("page.html", SUMMARY), "path has type Summary"),
     "report nothing": (lambda: ns.report("no/where", "page.html"), "no.where does not exist: pass"),
-    "pairs count": (lambda: analysis.strongest_pairs(SUMMARY, "3"), "count='3': write a number"),
+    "pairs count": (lambda: analysis.strongest_pairs(SUMMARY, "3"), "count='3': expected a number"),
     "coarsen none": (lambda: analysis.coarsen(None, {}), "needs a Summary, not NoneType"),
     "coarsen list": (lambda: analysis.coarsen(SUMMARY, ["a"]), "{'both': .*'weight', 'bias'"),
     "smooth history": (lambda: analysis.smooth(History(), [1]), r"history\.rates, history\.epochs"),
     "heat map": (lambda: figures.heatmap(None), "heatmap needs a Summary.*NoneType"),
-    "rates": (lambda: figures.rates(SUMMARY), r"rates draws a History.*Summary.*History\.of"),
-    "curves": (lambda: figures.curves(SUMMARY), "curves draws a History.*of type Summary"),
-    "changes": (lambda: figures.predicted_change(RATES), "draws a History.*of type LearningRates"),
+    "rates": (lambda: figures.rates(SUMMARY), r"rates needs a History, not Summary.*History\.of"),
+    "curves": (lambda: figures.curves(SUMMARY), "curves needs a History, not Summary"),
+    "changes": (lambda: figures.predicted_change(RATES), "needs a History, not LearningRates"),
 }
 
 

@@ -54,7 +54,7 @@ def load_mnist_subset(
     if split not in get_args(Split):
         raise ValueError(f'Unknown split {split!r}. Use "train" or "test".')
     if not dtype.is_floating_point:
-        raise ValueError(f"Images are floating-point, got dtype={dtype}. Use torch.float32.")
+        raise ValueError(f"dtype={dtype}: images are floating-point, use torch.float32.")
 
     file = resources.files(__name__).joinpath("mnist_subset.npz")
     with file.open("rb") as stream, np.load(stream) as arrays:

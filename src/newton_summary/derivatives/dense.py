@@ -70,8 +70,8 @@ def summarize_dense(
     P = sum(p.numel() for p in params.values())
     if P**order > MAX_NUMBERS:
         raise ValueError(
-            f"The dense backend would hold {P}^{order} = {float(P**order):.0e} numbers. "
-            f"It is meant for tiny models; use backend='nested' or 'sweep'."
+            f"The dense backend would need {P}^{order} = {float(P**order):.0e} numbers. It is "
+            "meant for tiny models; use backend='nested' or 'sweep'."
         )
     dtype = result_dtype(params)
     loss, full = full_derivatives(closure, params, order)

@@ -80,8 +80,8 @@ def refuse_wrong_norms(entry: Tensor) -> None:
         if is_wrong(node):
             raise CannotDifferentiate(
                 f"nested: torch's own derivatives of {node.name().partition('Backward')[0]} are "
-                f"wrong, and it was called so that it cannot be replaced. Call the norm of "
-                f"torch.nn.functional, outside of TorchScript."
+                "wrong, and it was called in a way that cannot be replaced. Use the norm of "
+                "torch.nn.functional, outside TorchScript."
             )
 
 

@@ -108,7 +108,7 @@ def compare_with_differences(
         if is_wrong and error > max(tolerance, 4 * doubt):
             raise CannotDifferentiate(
                 f"nested: {name} is {error:.0%} off differences of gradients, as the derivatives "
-                f"of {', '.join(sorted(opaque))} are not known to autograd in full"
+                f"of {', '.join(sorted(opaque))} are not fully known to autograd"
             )
 
 

@@ -123,7 +123,7 @@ def load_dataset(
     name = config.name
     if name not in DATASETS:
         raise UserError(
-            f"Unknown data set {name!r}.{nearest(name, DATASETS)} Known: {', '.join(DATASETS)}."
+            f"Unknown data set {name!r}.{nearest(name, DATASETS)} Use one of {', '.join(DATASETS)}."
         )
     source = DATASETS[name]
     known, test = source.load(config, dtype, torch.device(device))

@@ -151,7 +151,7 @@ def in_processes(tasks: Sequence[Task], jobs: int) -> Iterator[Result]:
                     process.join()
                     code = process.exitcode
                     why = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
-                    why += ", perhaps for lack of memory; run the same command to resume"
+                    why += ", perhaps out of memory; run the same command to resume"
                     result = Result(*task, None, f"its process {why}")
                 yield result
     finally:
@@ -200,8 +200,8 @@ def on_cluster(tasks: Sequence[Task], scheduler: str) -> Iterator[Result]:
             raise UserError(f"The scheduler at {scheduler} has no workers: start dask worker.")
         if max(threads.values()) > 1:
             raise UserError(
-                f"Workers of {scheduler} have several threads, so that runs would share torch's "
-                f"random numbers. Start them with dask worker --nthreads 1."
+                f"Workers of {scheduler} have several threads, so runs would share torch's random "
+                "numbers. Start them with dask worker --nthreads 1."
             )
         futures = {client.submit(run_one, *task, 0, pure=False): task for task in tasks}
         for future in distributed.as_completed(list(futures)):

@@ -142,7 +142,7 @@ def _kfac(config: KFACConfig, task: Task) -> KFAC:
     likelihood: Literal["gaussian", "categorical"] = "gaussian" if gaussian else "categorical"
     optimizer = KFAC(task.model, **asdict(config), likelihood=likelihood)
     if not optimizer.layers:
-        raise UserError("K-FAC finds no layer: it does not support the NTK parameterisation.")
+        raise UserError("K-FAC found no layers: it does not support the NTK parameterisation.")
     return optimizer
 
 

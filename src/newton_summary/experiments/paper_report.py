@@ -38,7 +38,7 @@ def make_report(
     """
     runs = [run for run in runs if run.rows]
     if not runs:
-        raise UserError("None of the runs has completed an epoch: there is nothing to report.")
+        raise UserError("No run has completed an epoch: there is nothing to report.")
     make_folder(out)
     files: list[Path] = []
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")

@@ -82,7 +82,7 @@ class Run:
         unknown = sorted(name for name, _ in fields if name not in known)
         if unknown:
             warnings.warn(
-                f"{path / CONFIG} has fields of another version, which are ignored: "
+                f"{path / CONFIG} has fields of another version; ignoring them: "
                 f"{first_names(unknown)}",
                 stacklevel=2,
             )
@@ -109,8 +109,8 @@ class Run:
         for name in sorted({*old, *new} - FREE):
             if old.get(name) != new.get(name):
                 raise UserError(
-                    f"{self.path} holds another run: there {name} = {old.get(name)}, here "
-                    f"{new.get(name)}. Choose another --run-dir."
+                    f"{self.path} contains another run: {name} is {old.get(name)} there and "
+                    f"{new.get(name)} here. Choose another --run-dir."
                 )
 
     def until(self, config: ExperimentConfig) -> Run:
@@ -162,7 +162,7 @@ def find_runs(paths: list[Path]) -> list[Run]:
             raise UserError(f"{path} is not a directory.")
         found = sorted(file.parent for file in path.rglob(CONFIG))
         if not found:
-            raise UserError(f"There is no run in {path}: no {CONFIG} in it or below it.")
+            raise UserError(f"There is no run in {path}: no {CONFIG} in it or below.")
         for folder in found:
             if folder.resolve() in runs:
                 continue
@@ -174,7 +174,9 @@ def find_runs(paths: list[Path]) -> list[Run]:
             else:
                 runs[folder.resolve()] = run
     if not runs:
-        raise UserError(problems[0] + (f" So it is in {len(problems)}." if problems[1:] else ""))
+        raise UserError(
+            problems[0] + (f" The same goes for {len(problems)} in all." if problems[1:] else "")
+        )
     for problem in problems:
         warnings.warn(f"skipped: {problem}", stacklevel=2)
     return list(runs.values())
@@ -251,8 +253,8 @@ class RunWriter:
         self.environment = read_environment(files)
         if files.manifest is None and (rows or checkpoint):
             raise UserError(
-                f"{self.path} has no {MANIFEST}: it is of an older version, or an incomplete copy. "
-                f"Choose another --run-dir."
+                f"{self.path} has no {MANIFEST}: it was written by an older version, or is an "
+                "incomplete copy. Choose another --run-dir."
             )
         last = -1 if checkpoint is None else int(checkpoint["epoch"])
         if last >= len(rows):

@@ -339,7 +339,7 @@ class Session:
                 for p in group["params"]:
                     _check_moments(optimizer.state.get(p, {}), p)
             if state["scheduler"].keys() != self.scheduler.state_dict().keys():
-                raise ValueError("the schedule is of another version")
+                raise ValueError("the schedule was saved by another version")
             self.scheduler.load_state_dict(state["scheduler"])
             torch.set_rng_state(state["random"]["cpu"])
             if self.device.type == "cuda" and state["random"]["cuda"] is not None:
@@ -359,7 +359,7 @@ def _check_moments(moments: Any, p: Tensor) -> None:
         if name not in moments or (value is None and name == "momentum_buffer"):
             continue
         if value.shape != p.shape or not value.is_floating_point():
-            raise ValueError(f"{name} has the shape {tuple(value.shape)}, not {tuple(p.shape)}")
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, not {tuple(p.shape)}")
     if "step" in moments and not 0 <= float(moments["step"]) < math.inf:
         raise ValueError(f"step is {float(moments['step'])}")
 
@@ -396,7 +396,7 @@ def find_device(name: str) -> torch.device:
     except Exception as error:  # torch raises many types, with long messages
         reason = str(error).splitlines()[0].rstrip(".")
         if "device type at start" in reason:  # and all that torch was ever built for
-            reason = "write cpu, cuda, cuda:1, ... or another device of torch"
+            reason = "use cpu, cuda, cuda:1, ... or another device of torch"
         raise UserError(f"The device {name!r} is not available: {reason}.") from None
     return device
 
@@ -483,7 +483,7 @@ def _check_fit(task: Task, data: Dataset, config: ExperimentConfig) -> None:
     except (RuntimeError, IndexError, ValueError, TypeError):
         raise UserError(
             f"The model {config.model.name!r} does not fit the data {config.data.name!r}, whose "
-            f"samples have the shape {tuple(batch[0].shape[1:])}."
+            f"samples have shape {tuple(batch[0].shape[1:])}."
         ) from None
     finally:
         task.model.train(training)

@@ -72,7 +72,7 @@ def heatmap(
     'Hbar, scaled to a unit diagonal'
     """
     if what not in MATRICES:
-        raise ValueError(f"what={what!r}: write {', '.join(map(repr, MATRICES))}.")
+        raise ValueError(f"what={what!r}: expected one of {', '.join(map(repr, MATRICES))}.")
     need_summary(summary, "heatmap")
     title, matrix_of = MATRICES[what]
     title += "" if block is None else f", {block}"
@@ -83,7 +83,7 @@ def heatmap(
         return message_figure(title, str(error))
     shown = _titled(summary, block_of(summary, matrix, block))
     if 0 in shown.values.shape:
-        return message_figure(title, f"No group is in the block {block}.")
+        return message_figure(title, f"There are no groups in the block {block}.")
     rows, columns = shown.values.shape
     cell = max(0.08, min(0.5, 7 / max(rows, columns)))  # inches: room for a name, and on a page
     margin = 0.07 * max(len(short_name(n)) for n in (*shown.rows, *shown.columns)) + 0.3
@@ -99,7 +99,7 @@ def block_of(summary: Summary, matrix: torch.Tensor, name: str | None) -> Block:
         return Block(summary.names, summary.names, matrix)
     blocks = summary.blocks(matrix)
     if name not in blocks:
-        raise ValueError(f"block={name!r}: write {', '.join(map(repr, blocks))}.")
+        raise ValueError(f"block={name!r}: expected one of {', '.join(map(repr, blocks))}.")
     return blocks[name]
 
 
@@ -247,9 +247,9 @@ def curves(histories: History | Sequence[History], metrics: Sequence[str] | None
     metrics = known if metrics is None else list(metrics)
     for metric in metrics:
         if metric not in known:
-            raise ValueError(f"No history has a curve {metric!r}, only {known}.")
+            raise ValueError(f"No history has a curve {metric!r}. Use one of {known}.")
     if not metrics:
-        raise ValueError("The histories have no curves. Add points with History.add_value.")
+        raise ValueError("The histories have no curves: add points with History.add_value.")
     size = (PANEL[0] * len(metrics), PANEL[1] + 0.18 * len(histories))
     figure = Picture(figsize=size, layout="constrained")
     axes = figure.subplots(1, len(metrics), squeeze=False)[0]
@@ -324,6 +324,6 @@ def _need_histories(histories: Sequence[object], what: str) -> None:
     for history in histories:
         if not isinstance(history, History):
             raise TypeError(
-                f"{what} draws a History, and this is of type {type(history).__name__}. Use "
-                f"History.of(summary) for a single measurement."
+                f"{what} needs a History, not {type(history).__name__}. For a single measurement "
+                "use History.of(summary)."
             )

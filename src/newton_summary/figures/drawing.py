@@ -72,7 +72,7 @@ def draw_matrix(
     a small matrix into its cells.
     """
     if scale not in ("raw", "symlog"):
-        raise ValueError(f"scale={scale!r}: write 'raw' or 'symlog'.")
+        raise ValueError(f"scale={scale!r}: use 'raw' or 'symlog'.")
     values: Array = block.values.detach().double().cpu().numpy()
     unknown = ~np.isfinite(values)
     largest = float(np.abs(values[~unknown]).max(initial=0.0)) or 1.0

@@ -42,7 +42,7 @@ def write_file(path: Path, content: bytes | memoryview, *, keep: bool = False) -
         CannotWriteError: With the reason, such as a full disk. The old file is still there.
     """
     if "\0" in path.name:
-        raise cannot_write(path, OSError(errno.EINVAL, "there is a NUL in its name"))
+        raise cannot_write(path, OSError(errno.EINVAL, "its name contains a NUL"))
     part = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.part")
     try:
         _write_whole(part, content)

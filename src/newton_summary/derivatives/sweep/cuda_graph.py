@@ -115,7 +115,7 @@ class SweepGraphs:
             torch.clear_autocast_cache()  # it keeps how parameters were cast
             if wanted.u is None and any(map(_is_held, wanted.partition.params.values())):
                 raise CannotCapture(
-                    "something keeps the autograd graph of an earlier loss, so that the gradient "
+                    "something keeps the autograd graph of an earlier loss, so the gradient "
                     "cannot be captured: delete that loss (del loss) before one of the calls"
                 )
             self._graphs[key] = None
@@ -141,7 +141,7 @@ class SweepGraphs:
         current = torch.cuda.current_device()  # what runs on another one is not captured
         if devices != {torch.device("cuda", current)}:
             raise CannotCapture(
-                f"the parameters are on {devices.pop()} and the current device is cuda:{current}"
+                f"the parameters are on {devices.pop()} but the current device is cuda:{current}"
             )
         if not all(isinstance(label, int) for label in partition.labels.values()):
             raise CannotCapture("the partition divides tensors")

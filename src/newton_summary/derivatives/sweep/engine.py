@@ -192,7 +192,7 @@ class Sweep:
             if is_out_of_memory(error):
                 raise
             raise CannotDifferentiate(
-                f"sweep: {op.name!r} is called in a way that its rule does not know: {error}"
+                f"sweep: {op.name!r} is called in a way that its rule does not support: {error}"
             ) from error
         if result is None:
             return

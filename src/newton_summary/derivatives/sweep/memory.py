@@ -40,7 +40,8 @@ def bytes_of(limit: int | str) -> int:
         size = 0
     if size <= 0 or isinstance(limit, bool):
         raise ValueError(
-            f"stack_limit={limit!r}: write a number of bytes, or a text such as '4GB' or '500 MiB'."
+            f"stack_limit={limit!r}: expected a number of bytes, or a string such as '4GB' or "
+            "'500 MiB'."
         )
     return size
 
@@ -51,7 +52,7 @@ class StackTooLarge(Exception):
     def __init__(self, needed: int, limit: int):
         """Remember by how much."""
         super().__init__(
-            f"The stack needs {needed / 2**30:.2f} GiB, the limit is {limit / 2**30:.2f}."
+            f"The stack needs {needed / 2**30:.2f} GiB, but the limit is {limit / 2**30:.2f}."
         )
         self.needed, self.limit = needed, limit
 

@@ -96,8 +96,8 @@ class Recorder(TorchFunctionMode):
         for mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             if not isinstance(mode, DeviceContext):
                 raise CannotDifferentiate(
-                    f"sweep: {type(mode).__name__}, which is active around the measurement, may "
-                    f"change what an operation does"
+                    f"sweep: {type(mode).__name__}, which is active during the measurement, may "
+                    "change what an operation does"
                 )
         try:
             with self:
@@ -175,9 +175,9 @@ class Recorder(TorchFunctionMode):
         if name in READS_OUT:
             call = "torch.tensor" if name == "tensor" else f".{name.strip('_')}"
             warnings.warn(
-                f"loss_fn calls {call}() on a tensor that depends on the parameters. If "
-                f"the number goes into the loss, no derivative sees that way. Use the tensor "
-                f"itself, or .detach() to say that this is meant.",
+                f"loss_fn calls {call}() on a tensor that depends on the parameters. If the "
+                "number enters the loss, derivatives miss that path. Use the tensor itself, or "
+                ".detach() if this is intended.",
                 stacklevel=3,
             )
         op = Op(name, func, map_tree(self._wrap, args), map_tree(self._wrap, kwargs), [])
@@ -322,8 +322,8 @@ class Recorder(TorchFunctionMode):
         parameter = self.memory.get(owner.untyped_storage().data_ptr())  # also if by way of .data
         if parameter is not None:
             raise ValueError(
-                f"The loss changes parameter {parameter!r} in place. A loss "
-                f"only reads the parameters."
+                f"The loss changes parameter {parameter!r} in place. A loss may only read the "
+                "parameters."
             )
         owner_value = None
         if owner is not tensor:
@@ -430,7 +430,7 @@ def check_subclass(kind: type) -> None:
         )
         if own not in usual:
             raise CannotDifferentiate(
-                f"sweep: tensors of class {kind.__name__} have operations of their own"
+                f"sweep: tensors of class {kind.__name__} override torch's operations"
             )
 
 

@@ -61,7 +61,7 @@ class ShardedProbe(Probe):
             lacking = next((rank for rank, both in enumerate(has) if not all(both)), None)
             if lacking is not None:
                 raise ValueError(
-                    f"With a sharded model every rank needs the same number of batches, and rank "
+                    "With a sharded model every rank needs the same number of batches, but rank "
                     f"{lacking} has fewer, or one without samples."
                 )
             yield batch

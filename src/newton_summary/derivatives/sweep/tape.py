@@ -87,7 +87,7 @@ def positions_in(owner: Tensor, view: Tensor) -> Tensor:
     except RuntimeError:
         positions = numbers - 1
     if bool((positions < 0).any()):
-        raise CannotDifferentiate("sweep: as_strided reaches beyond the tensor that it is taken of")
+        raise CannotDifferentiate("sweep: as_strided reaches beyond the tensor it is taken from")
     return positions
 
 

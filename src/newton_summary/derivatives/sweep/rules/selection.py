@@ -105,8 +105,8 @@ def unpooled(n: int) -> Callable[..., tuple[Any, None]]:
         if bool((places[..., 1:] == places[..., :-1]).any()):
             mark_approximate()
             raise CannotDifferentiate(
-                "sweep: max_unpool puts two entries at one place, and torch's own gradient is then "
-                "not that of the loss"
+                "sweep: max_unpool puts two entries in one place, so torch's own gradient is not "
+                "that of the loss"
             )
         return func(*args, **kwargs), None
 
