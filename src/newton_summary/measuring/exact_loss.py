@@ -1,9 +1,9 @@
 """A loss as the function that derivatives are taken of: in float64, with its constants held fixed.
 
 Central differences of float32 are mostly rounding, and many models compute in float32 somewhere,
-whatever the dtype of their parameters: norms, softmax, routers. And what a loss takes out of the
-graph, by ``detach``, ``no_grad`` or ``item``, is a constant to autograd, but not to somebody who
-moves the parameters and evaluates the loss again.
+whatever the dtype of their parameters: norms, softmax, routers. And whatever a loss takes out of
+the graph, by ``detach``, ``no_grad`` or ``item``, is a constant to autograd, but not to somebody
+who moves the parameters and evaluates the loss again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Choose ``lambda_int``: try the steps of several strengths, and see which lowers the loss most.
+"""Choose ``lambda_int``: try the steps of several strengths to see which lowers the loss most.
 
 With ``lambda_int = 1`` the cubic term is the third derivative of each group alone. Groups that move
 together also have mixed third derivatives, which are not measured. Where these are many, as in a
@@ -118,7 +118,7 @@ def suggest_lambda_int(
 ) -> Strengths:
     """Try the full step of several strengths of the cubic term, and find the best one.
 
-    For summaries whose rates promise more than they keep. Call it right after :func:`summarize`,
+    For summaries whose rates promise more than they deliver. Call it right after :func:`summarize`,
     with the same model, loss, data and direction; like :func:`step_trials` it restores the model.
     Takes one pass over the data for each strength, and two more.
 

@@ -61,7 +61,7 @@ def summarize(
     distributed: Distributed = "auto",
     cuda_graph: bool = False,
 ) -> Summary:
-    """Measure the derivatives of the loss in the step sizes of S groups.
+    """Measure the derivatives of the loss with respect to the step sizes of S groups.
 
     With phi(eta) = L(theta + U I_{P:S} eta), these are ``gbar`` = phi'(0), ``Hbar`` = phi''(0) and
     ``D3``, the diagonal of phi'''(0) (paper, Sections 3 and 4). The model, its buffers, gradients
@@ -79,11 +79,11 @@ def summarize(
         backend: ``"sweep"``, ``"nested"``, ``"dense"``, ``"differences"``, or ``"auto"``: the
             sweep, or the next one that can handle the model (``summary.reason`` says why).
         microbatch: Split batches into parts of this many samples, to save memory, or time on a CPU,
-            whose cache holds small parts. Refused where a batch norm in training mode couples the
+            whose cache holds small parts. An error where a batch norm in training mode couples the
             samples.
-        num_samples: How many samples a batch has: a number, or a function of the batch. If not
-            given, what an object says of itself (``num_graphs``, ``batch_size``), or the length of
-            the first tensor in the batch. Several batches for which these do not tell are refused.
+        num_samples: How many samples a batch has: a number, or a function of the batch. By default
+            what an object says of itself (``num_graphs``, ``batch_size``), or the length of the
+            first tensor in the batch. Several batches whose numbers remain unknown are an error.
         progress: True to count the batches on standard error, or a function that is called with
             the number of batches done and their total (None while unknown).
         stack_limit: Bytes that the sweep's derivatives of all groups may take at a time, also as
@@ -92,19 +92,18 @@ def summarize(
             quarter of the free memory, and groups are swept in chunks beyond half of it.
         stderr: Also compute standard errors over batches (or over the parts that these are split
             into), ``gbar_stderr`` and ``Hbar_stderr``, and keep the batches' summaries in
-            ``parts``, from which :func:`learning_rates` computes the errors of the rates. They
-            assume a given direction: that it may come from the same data is not counted.
+            ``parts``, from which :func:`learning_rates` computes the errors of the rates. They take
+            the direction as given, although it may come from the same data.
         distributed: Whether to average over the ranks of torch.distributed, each with its own data
             and all with the same direction: ``"auto"`` if a process group of several ranks is
-            initialised, True, False, or a process group. All ranks must call this, and get
+            initialised, True, False, or a process group. All ranks must call this, and all get
             identical results; an error on one of them is raised on all.
-        cuda_graph: Make measurements of a small model on a GPU faster, if there are many: the
-            fourth one with the same model, loss, partition, order and shapes of batch is captured,
-            and replayed from then on. The loss has to do the same each time: of Python in it, and
-            of what it reads besides the parameters, the buffers and the batch, the state at the
-            capture counts. For one batch as a whole, along its gradient or a mapping. Where that
-            cannot be captured (dropout, a batch norm in training, several ranks, a CPU) it is
-            measured as usual, with a warning.
+        cuda_graph: Speed up many measurements of a small model on a GPU: the fourth one with the
+            same model, loss, partition, order and batch shapes is captured, and replayed from then
+            on. The loss must do the same each time: its Python code, and whatever it reads besides
+            the parameters, the buffers and the batch, are frozen at the capture. For one batch as a
+            whole, along its gradient or a mapping. Where it cannot be captured (dropout, a batch
+            norm in training, several ranks, a CPU) it is measured as usual, with a warning.
 
     Returns:
         The summary, with ``loss``, ``num_samples``, ``partition``, ``backend`` and ``reason``.
@@ -174,7 +173,7 @@ def summarize(
 
 @torch.inference_mode(mode=False)
 def _replayed(probe: Probe, direction: Direction, order: int, **given: Any) -> Summary | None:
-    """Return the summary from a captured sweep; None where it has to be measured without one."""
+    """Return the summary from a captured sweep; None where it must be measured without one."""
     given |= {"order": order == 1, "direction": isinstance(direction, Optimizer)}
     others = [name for name, value in given.items() if value is not None and value is not False]
     graphs, u, batch, unfit = graphs_of(probe.model), None, None, None
@@ -272,7 +271,7 @@ def mean_over(processes: Processes, summary: Summary, u: Params) -> Summary:
     """Return the mean of the summaries of all processes, weighted by their numbers of samples.
 
     Exact for a loss that is a mean over samples. The message of each process has S^2 + 2S + 4
-    numbers at order 3, whatever the size of the model. The direction has to be the same on all.
+    numbers at order 3, whatever the size of the model. The direction must be the same on all.
     """
     names = (*("gbar", "Hbar", "D3")[: summary.order], "loss")
     parts = {name: getattr(summary, name) for name in names}
@@ -487,7 +486,7 @@ def _mean_summary(
 
 
 def _nothing(probe: Probe, order: int) -> Summary:
-    """Return the summary of no samples: zeros, which count nothing in the mean over processes."""
+    """Return the summary of no samples: zeros, which do not count in the mean over processes."""
     first, S = next(iter(probe.params.values())), len(probe.partition)
     zeros = partial(torch.zeros, dtype=result_dtype(probe.params), device=first.device)
     H, D3 = zeros(S, S) if order > 1 else None, zeros(S) if order > 2 else None

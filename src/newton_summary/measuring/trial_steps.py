@@ -39,8 +39,8 @@ def step_trials(
     """Evaluate the loss at ``theta - fraction * U I_{P:S} eta``, and restore the model.
 
     Call it right after :func:`summarize`, with the same model, loss, data and direction. The model
-    is restored bit for bit, and dropout draws what it drew in the measurement. Takes one pass over
-    the data for each fraction, and two more.
+    is restored bit for bit, and dropout draws the same random numbers as in the measurement. Takes
+    one pass over the data for each fraction, and two more.
 
     Args:
         model: The model that was measured.
@@ -143,7 +143,7 @@ def _warn_of_another_direction(summary: Summary, slope: float) -> None:
 
 
 def real_changes(*given: Any, **options: Any) -> list[float]:
-    """Return the real changes alone, given the same; infinity for those that are nan."""
+    """Return only the real changes, given the same arguments; infinity for those that are nan."""
     return [math.inf if math.isnan(real) else real for _, real in try_steps(*given, **options)]
 
 

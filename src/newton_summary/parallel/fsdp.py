@@ -1,9 +1,9 @@
 """Parameters that FSDP2 has divided among ranks, gathered one at a time where they are needed.
 
-While a loss is measured the hooks of ``fully_shard`` rest, and every operation that uses a sharded
-parameter is given the whole of it. It is released at once; the backward pass and the sweep gather
-it again. So a rank holds a few whole parameters at a time, never the whole model, and all ranks
-have to pass the same operations in the same order, as in training with FSDP itself. They meet
+While a loss is measured, the hooks of ``fully_shard`` are disabled, and every operation that uses a
+sharded parameter is given the whole of it. It is released at once; the backward pass and the sweep
+gather it again. So a rank holds a few whole parameters at a time, never the whole model, and all
+ranks must run the same operations in the same order, as in training with FSDP itself. They meet
 before each gathering, so that none waits for a rank that failed or took another path.
 """
 
@@ -141,7 +141,7 @@ class Shards(dict[str, Tensor]):
             self.received = None
 
     def forget(self) -> None:
-        """Let go of everything that was gathered."""
+        """Release everything that was gathered."""
         self._kept.clear()
         self._memory.clear()
 

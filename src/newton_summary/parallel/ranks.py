@@ -1,4 +1,4 @@
-"""Several processes of torch.distributed, and how none waits for one that failed.
+"""Several processes of torch.distributed, none of which waits for one that failed.
 
 Each rank does its part of the work, then all of them meet: three integers show whether a rank
 failed, and whether all have reached the same place. If all is well they exchange results; if not,
@@ -31,13 +31,13 @@ class Ranks:
     """The ranks that measure together, each on data of its own.
 
     Args:
-        group: The process group; None for all processes. Its time-out is how long a rank waits.
-        device: Where the numbers lie that are exchanged.
+        group: The process group; None for all processes. Its timeout is how long a rank waits.
+        device: Where the exchanged numbers are.
         sharded: Whether parameters are divided among the ranks.
 
     Attributes:
         count: How many ranks there are.
-        agreed: Whether they know that they are about to do the same.
+        agreed: Whether they know that they are about to do the same thing.
     """
 
     def __init__(self, group: Any, device: torch.device, sharded: bool = False):
@@ -52,7 +52,7 @@ class Ranks:
 
     @contextmanager
     def joint(self) -> Iterator[None]:
-        """Do this rank's part of the work: what fails here on one rank is raised on all.
+        """Do this rank's part of the work: an error on one rank is raised on all.
 
         An interrupt stops the other ranks too; the interrupted one raises it as it is.
         """
@@ -103,7 +103,7 @@ class Ranks:
 
     @contextmanager
     def meeting(self, place: str) -> Iterator[None]:
-        """Meet, and exchange something in here by other means than those of this class."""
+        """Meet, and exchange something by means other than those of this class."""
         self.meet(place)
         with self._message():
             yield
@@ -123,7 +123,7 @@ class Ranks:
     def agree(self, facts: Mapping[str, object], values: Mapping[str, Tensor]) -> None:
         """Make sure that facts, and the values of whole tensors, are the same on all ranks.
 
-        Messages of different lengths would end the processes, or wait for ever. Tensors that were
+        Messages of different lengths would crash the processes, or wait forever. Tensors that were
         drawn differently differ in their sums by as much as their norm.
         """
         known = {name: f"{x.dtype} {tuple(x.shape)}" for name, x in values.items()}
@@ -155,7 +155,7 @@ class Ranks:
         """Return the weighted mean of small tensors over ranks, and the sum of the weights.
 
         One message. The mean is the same on all ranks to the last bit. With ``same`` the message
-        has two numbers more, the norm of these tensors and its square, from which all ranks see
+        has two more numbers, the norm of these tensors and its square, from which all ranks see
         whether it is the same on each.
         """
         norm = self._norms(same).norm().reshape(-1)
@@ -240,7 +240,7 @@ class Ranks:
 
     @contextmanager
     def _message(self) -> Iterator[None]:
-        """Communicate in here; the other ranks do not learn of what fails here."""
+        """Communicate in this context; the other ranks do not learn of an error in it."""
         if isinstance(self._over, RankError):  # and was caught on the way, by a loss for example
             raise self._over
         try:

@@ -1,4 +1,4 @@
-"""What users give: a loss function, and data, which is read, counted and cut as batches."""
+"""What users pass in: a loss function, and data, which is read, counted and split as batches."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_loss_fn(loss_fn: Any) -> None:
 
 
 def as_loss_fn(closure: Closure, partition: Partition) -> LossFn:
-    """Return the closure as a function of model and batch that checks what comes back."""
+    """Return the closure as a function of model and batch that checks its result."""
     asked = (
         "The closure of step() must return the loss of a curvature batch as a tensor, without "
         "calling backward()"
@@ -135,7 +135,7 @@ def as_batches(data: Any) -> Iterable[Any]:
 
 
 def leaves(batch: Any) -> Iterator[Any]:
-    """Give everything in a nest of mappings, lists, tuples and dataclasses, in order."""
+    """Yield everything in nested mappings, lists, tuples and dataclasses, in order."""
     children: Iterable[Any]
     if isinstance(batch, Mapping):
         children = batch.values()
@@ -193,9 +193,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def take_samples(batch: Any, size: int, samples: slice) -> Any:
-    """Return a part of a batch: what has the batch's length is cut, everything else is kept.
+    """Return a part of a batch: what has the batch's length is sliced, everything else is kept.
 
-    Cut are tensors and arrays, and lists inside the batch that hold one object per sample rather
+    Slices tensors and arrays, and lists inside the batch that hold one object per sample rather
     than tensors of that length.
     """
 
@@ -222,8 +222,8 @@ def outside_inference_mode(batch: Any) -> Any:
 def count_samples(batch: Any) -> int | None:
     """Return the number of samples in a batch, or None if it is unknown.
 
-    An object may say so itself, such as a batch of graphs. Else it is the length of the first
-    tensor or array, or of the first list if there are none. No data is one sample.
+    An object such as a batch of graphs may say so itself. Otherwise it is the length of the first
+    tensor or array, or of the first list if there are none. No data counts as one sample.
     """
     if batch is None:
         return 1
@@ -255,7 +255,7 @@ class SampleCount:
     """Counts the samples of batches, by which they are weighted.
 
     Args:
-        given: What the user says: a number for every batch, or a function of the batch.
+        given: What the user specified: a number for every batch, or a function of the batch.
         model: Its layers tell whether the first dimension may be time.
     """
 
@@ -293,7 +293,7 @@ class SampleCount:
         return count
 
     def _compare(self, first: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> None:
-        """Refuse batches whose tensors disagree on their relative numbers of samples."""
+        """Raise if the tensors of two batches disagree on their relative numbers of samples."""
         before, now = [shape[0] for shape in first], [shape[0] for shape in other]
         n, m = before[0], now[0]
         pairs = zip(before, now, strict=True)

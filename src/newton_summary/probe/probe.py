@@ -5,10 +5,10 @@ the loss of one batch at the present parameters. A probe makes these closures. H
 called, it draws the same random numbers (dropout), starts from the same buffers (batch norm) and
 modes, and the model is afterwards as it was before.
 
-Hooks on gradients (``Tensor.register_hook``, the backward hooks of modules) rest during a
+Hooks on gradients (``Tensor.register_hook``, the backward hooks of modules) are disabled during a
 measurement: they see gradients that belong to no training step, and could change the derivatives.
-Hooks on the forward pass are part of the model and run as usual. Compiled modules, and those in
-checkpoints, run as they are written.
+Hooks on the forward pass are part of the model and run as usual. Compiled and checkpointed modules
+run as they are written.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Probe:
         loss_fn: ``loss_fn(model, batch)`` gives the mean loss of a batch.
         data: One batch, or an iterable of batches.
         partition: The groups, and with them the parameters.
-        microbatch: Split batches into parts of at most so many samples.
+        microbatch: Split batches into parts of at most this many samples.
         processes: The processes whose data counts together with this one's.
         num_samples: The number of samples in a batch, or a function of the batch that returns it.
 
@@ -87,9 +87,9 @@ class Probe:
         params: The live parameters by name.
         num_parts: How many (parts of) batches there are; known after the first pass over the data.
         counted: Whether the number of samples is known.
-        trusted: Whether the loss was seen not to change parameters: its first evaluation tells.
+        trusted: Whether the first evaluation showed that the loss does not change parameters.
         losses: Of all (parts of) batches, as they were when the gradient was computed.
-        complaint: What was wrong about what the last loss did or returned.
+        complaint: What was wrong with what the last loss did or returned.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Probe:
         return whole and isinstance(self.batches, list) and len(self.batches) == 1
 
     def closures(self) -> Iterator[tuple[Evaluation, int]]:
-        """Give a closure and a number of samples for every (part of a) batch.
+        """Yield a closure and a number of samples for every (part of a) batch.
 
         Every call goes through the same batches, also if they are shuffled or augmented.
         """
@@ -216,7 +216,7 @@ class Probe:
         self.num_parts = count
 
     def _in_step(self, batches: Iterable[Any]) -> Iterable[Any]:
-        """Give batches as long as all processes have one, where these have to be in step."""
+        """Yield batches as long as all processes have one, where these must stay in step."""
         return batches
 
     def gradient(self, some: Iterable[tuple[Evaluation, int]] | None = None) -> Params:
@@ -241,7 +241,7 @@ class Probe:
         return {name: g.to(p.dtype) for (name, p), g in zip(self.params.items(), mean, strict=True)}
 
     def step(self, steps: Params, start: Iterable[Tensor] | None = None) -> None:
-        """Subtract steps from the parameters, or from where they shall start."""
+        """Subtract steps from the parameters, or from given starting values."""
         with torch.no_grad():
             for (name, p), before in zip(self.params.items(), start or self.params.values()):
                 p.copy_(before - steps[name])
@@ -259,7 +259,7 @@ class Probe:
         return loss.cpu()
 
     def compare_loss(self, place: int, loss: Tensor) -> None:
-        """Warn if a loss is another one than it was when the gradient was computed."""
+        """Warn if a loss differs from when the gradient was computed."""
         if place >= len(self.losses):
             return
         before, now = self.losses[place], float(loss)
@@ -380,7 +380,7 @@ class Evaluation:
         return self.probe.evaluate(self)
 
     def split(self, samples: int | None) -> list[Evaluation]:
-        """Return parts of at most so many samples; the whole if there is nothing to cut."""
+        """Return parts of at most this many samples; the whole if there is nothing to split."""
         can_be_cut = any(has_length(x) and len(x) == self.size for x in leaves(self.batch))
         if samples is None or self.size <= samples or not can_be_cut:
             return [self]
@@ -423,7 +423,7 @@ def _reaches(loss: Tensor, params: Iterable[Tensor]) -> bool:
 
 
 def graph_nodes(root: Any) -> Iterator[Any]:
-    """Give every node of an autograd graph once, starting from a ``grad_fn``."""
+    """Yield every node of an autograd graph once, starting from a ``grad_fn``."""
     seen = {root}
     stack = [root]
     while stack:
