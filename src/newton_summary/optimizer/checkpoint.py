@@ -1,4 +1,4 @@
-"""Reading a saved state of NewtonSummary: everything is checked before anything is taken over."""
+"""Read a saved state of NewtonSummary: everything is checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORMAT = 2
 
 
 def find_saved(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what NewtonSummary has written into a state, with its tensors on the CPU."""
+    """Return what NewtonSummary wrote into a state, with its tensors on the CPU."""
     saved = state_dict.get(KEY) if isinstance(state_dict, Mapping) else None
     if not isinstance(saved, dict):
         raise ValueError("Not a state_dict of NewtonSummary, but of another optimizer.")
@@ -39,7 +39,7 @@ def find_saved(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def reporting_damage() -> Iterator[None]:
-    """Say of what is missing, or of another type, that the state is damaged."""
+    """Report a missing entry, or one of another type, as a damaged state."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError) as error:
@@ -53,13 +53,13 @@ def check_same(
     settings: Mapping[str, Any],
     given: Mapping[str, bool],
 ) -> None:
-    """Raise unless a state is that of an optimizer made in the same way.
+    """Raise unless a state is that of an optimizer created in the same way.
 
     Args:
         saved: The state.
-        names: Of the groups.
-        settings: That this optimizer was made with.
-        given: Whether it has a direction, and data, of its own.
+        names: Names of the groups.
+        settings: What this optimizer was created with.
+        given: Whether it has its own direction, and its own data.
     """
     if list(saved["groups"]) != list(names):
         raise ValueError(
@@ -88,7 +88,7 @@ def check_same(
 
 
 def check_groups(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise unless a state has settings that may be, and finite buffers of the right shapes."""
+    """Raise unless a state has valid settings, and finite buffers of the right shapes."""
     saved = state_dict["param_groups"]
     sizes = [[len(group["params"]) for group in x] for x in (saved, groups)]
     if sizes[0] != sizes[1]:
@@ -120,7 +120,7 @@ def check_finite(tree: Any, what: str) -> None:
 
 
 def read_vector(values: Tensor | None, partition: Partition, name: str) -> Tensor | None:
-    """Return rates or norms, (S,); raise if they cannot be any."""
+    """Return rates or norms, (S,); raise if they are invalid."""
     if values is None:
         return None
     if values.shape != (len(partition),) or not (values.isfinite() & (values >= 0)).all():
@@ -131,7 +131,7 @@ def read_vector(values: Tensor | None, partition: Partition, name: str) -> Tenso
 
 
 def read_counts(saved: Mapping[str, Any], *names: str) -> list[int]:
-    """Return counts of refreshes and steps; raise if they cannot be any."""
+    """Return counts of refreshes and steps; raise if they are invalid."""
     counts = {name: saved[name] for name in names}
     if not all(type(x) is int and x >= 0 for x in counts.values()):
         raise ValueError(f"The state has the counts {counts}: expected whole numbers, 0 or more.")

@@ -1,4 +1,4 @@
-"""What NewtonSummary is given: checks with clear errors, groups added later."""
+"""The arguments of NewtonSummary: checks with clear errors, and groups added later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Variant = Literal["steered", "as-run", "as-published"]
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raise an error that says what a setting may be, unless all of them are."""
+    """Raise unless all settings are valid, with an error that says what is expected."""
     if settings["variant"] not in get_args(Variant):
         known = ", ".join(map(repr, get_args(Variant)))
         raise ValueError(f"variant={settings['variant']!r}: expected one of {known}.")
@@ -44,7 +44,7 @@ def _is_number(value: Any) -> bool:
 
 
 def as_partition(given: Any) -> Partition:
-    """Return a partition with its model; of a model, all parameters as one group."""
+    """Return a partition with its model; for a model, all parameters as one group."""
     if isinstance(given, nn.Module):
         return make_partition(given, "trivial")
     if not isinstance(given, Partition):

@@ -7,15 +7,15 @@ A step moves the parameters from ``before`` by ``-d``. On the next batch, which 
 
 so ``slope / curvature`` is the best multiple of the step, the *factor*: 1 for a step to the bottom
 of the valley, 1/2 for one that ends on the other side at the same height. Multiplying the rate by
-the factor again and again would let it shrink for ever, as noise makes the best next step shorter
-than the best step for the training; the controller keeps the factor at a set point instead.
+the factor again and again would shrink it forever, since noise makes the best next step shorter
+than the best step for training; the controller keeps the factor at a set point instead.
 
 Slopes are noisy, and one in ten steps tells little. ``slope - curvature`` is the slope at the end
-of a step, along the gradient of the next batch, which the training computes anyway: so that of
-every other step is taken in too, for the price of a scalar product.
+of a step, along the gradient of the next batch, which training computes anyway: so the slopes of
+all other steps are used too, at the cost of a scalar product.
 
-The curvature is that of the whole step, from two gradients, and not the one at its start: it holds
-for a step as long as it is, also with kinks (ReLU), and any operation that has a gradient will do.
+The curvature is that of the whole step, from two gradients, not the one at its start: it is valid
+for a step of this length, also with kinks (ReLU), and any operation that has a gradient will do.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ SETTLED = 2000  # steps after which measurements count for less: both limits of 
 
 @dataclass(frozen=True)
 class RateRecord:
-    """One measurement of a :class:`RateController`, and what followed from it.
+    """One measurement of a :class:`RateController`, and its consequence.
 
     >>> record = RateRecord(10, 1e-3, 0.9, 0.02, 0.025, 0.8, 1.1, "raise")
     >>> f"{record.rate * record.change:.2g}"  # the rate after it
@@ -96,36 +96,35 @@ class RateRecord:
 
 
 class RateController(ShownAsTable):
-    """Steer the learning rate of an optimizer; where it starts does not matter.
+    """Steer the learning rate of an optimizer, whatever the initial rate.
 
     Every ``period`` steps, slope and curvature of the loss along the optimizer's own last step are
     measured on the next batch, and the rate is changed so that their ratio stays at a set point.
     The first step is lengthened or shortened to the best one on its line, of at most 0.3 times the
     norm of the parameters. A measurement takes two gradients; in the first fifty steps they are
     closer together. From 2,000 steps on the rate stays below its highest value so far divided by
-    the root of the steps since then, and comes closer and closer to that, unless a schedule makes
-    it fall.
+    the root of the steps since then, and gets ever closer to that, unless a schedule lowers it.
 
-    The optimizer's learning rates are multiplied while it takes a step, and put back: schedulers
-    and loggers see their own, and the shape of a schedule multiplies what is found here
+    The optimizer's learning rates are multiplied while it takes a step, and restored: schedulers
+    and loggers see their own, and the shape of a schedule multiplies the rates found here
     (``controller.rates``). All parameter groups have the same multiplier. Weight decay, gradient
-    clipping and whatever else the optimizer does are part of the step as it is measured.
+    clipping and whatever else the optimizer does are part of the measured step.
 
     Args:
         optimizer: Any torch optimizer that moves along a direction times its learning rate, such as
-            Adam, AdamW and SGD. One that keeps other copies of the parameters in its state, such as
-            schedule-free ones, does not fit.
+            Adam, AdamW and SGD. Optimizers that keep other copies of the parameters in their state,
+            such as schedule-free ones, are not supported.
         model: The model that it trains.
         loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a batch.
-        period: Measure one step in so many.
-        set_point: Where to keep the factor. Less means longer steps.
-        gain: The rate changes by ``exp(gain)`` at most, up or down, at a measurement that comes ten
-            steps after the last one or earlier; with its square after twenty.
-        memory: How much of the running means such a measurement leaves; likewise.
+        period: Measure every ``period``-th step.
+        set_point: Where to keep the factor. A smaller one means longer steps.
+        gain: The rate changes by at most ``exp(gain)``, up or down, at a measurement ten steps or
+            less after the last one; by its square after twenty.
+        memory: How much of the running means such a measurement keeps; its square after twenty.
         distributed: As for :func:`summarize`.
 
     Attributes:
-        multiplier: What the optimizer's learning rates are multiplied with.
+        multiplier: What the optimizer's learning rates are multiplied by.
         history: A :class:`RateRecord` for each measurement; ``print(controller)`` shows them.
         steps: How many steps the optimizer has taken.
 
@@ -196,11 +195,11 @@ class RateController(ShownAsTable):
     # --- what a training loop calls ---------------------------------------------------------------
 
     def step(self, batch: Any) -> None:
-        """Measure if it is time to, and let the optimizer take its step.
+        """Measure if it is due, and let the optimizer take its step.
 
         Args:
-            batch: The batch that the gradients are of, or several with an accumulated gradient: all
-                that :func:`summarize` takes as its data.
+            batch: The batch of the gradients, or several if gradients are accumulated: anything
+                that :func:`summarize` takes as data.
         """
         self.before_step(batch)
         self._steps_itself = True
@@ -214,10 +213,10 @@ class RateController(ShownAsTable):
             self.optimizer.step()
 
     def before_step(self, batch: Any) -> None:
-        """Measure if it is time to, where something else calls ``optimizer.step()``.
+        """Measure if it is due, where something else calls ``optimizer.step()``.
 
-        For a GradScaler, a trainer or a closure. Steps that no call of this has preceded are taken
-        with the present rate.
+        For a GradScaler, a trainer or a closure. Steps not preceded by this call are taken with the
+        present rate.
         """
         self._include_thawed()
         if self._before is not None:
@@ -226,7 +225,7 @@ class RateController(ShownAsTable):
         self._batch = (batch,)
 
     def _include_thawed(self) -> None:
-        """Go on with parameters that were frozen until now, after a step that is not measured."""
+        """Include parameters that were frozen until now, after a step that is not measured."""
         known = self._partition.params.keys()
         if self._before is None or trainable(unwrap(self.model)).keys() <= known:
             return
@@ -490,7 +489,7 @@ class RateController(ShownAsTable):
     # --- checkpoints and tables -------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything to go on from, bit for bit; the optimizer's own state is not in it."""
+        """Return everything needed to resume, bit for bit, except for the optimizer's own state."""
         return {
             "multiplier": self.multiplier,
             "steps": self.steps,
@@ -506,10 +505,10 @@ class RateController(ShownAsTable):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where :meth:`state_dict` was called.
+        """Resume from where :meth:`state_dict` was called.
 
         Raises:
-            ValueError: If this is not such a state, or that of another model.
+            ValueError: If this is not such a state, or is that of another model.
         """
         known = self.state_dict()
         if not isinstance(state, Mapping) or set(state) != set(known):
@@ -576,7 +575,7 @@ class RateController(ShownAsTable):
 
 
 def steering_history(records: Iterable[RateRecord], name: str) -> History:
-    """Return what a controller has measured and done as curves by step."""
+    """Return what a controller has measured and done, as curves by step."""
     history = History(f"{name}, steered", unit="step")
     records = list(records)
     counts = Counter(r.why for r in records).items()
@@ -589,9 +588,9 @@ def steering_history(records: Iterable[RateRecord], name: str) -> History:
 
 
 def check_rates(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise if the lr of a group, as a scheduler may have left it, is not finite.
+    """Raise if the lr of a group, as left by a scheduler, is not finite.
 
-    One that is a tensor on an accelerator is not waited for.
+    A tensor on an accelerator is not checked, since that would wait for it.
     """
     for group in groups:
         lr = group["lr"]

@@ -1,4 +1,4 @@
-"""What summaries are measured on while training: a loss with batches of its own, or a closure."""
+"""What summaries are measured on during training: a loss with its own batches, or a closure."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Measuring(TypedDict, total=False):
 
 
 class Curvature:
-    """Measures summaries, each on a batch of its own.
+    """Measures summaries, each on its own batch.
 
     Args:
-        given: ``(loss_fn, loader)``, or None if there is no data of its own.
-        loss_fn: The loss of a batch that is trained on; None if closures bring the loss.
+        given: ``(loss_fn, loader)``, or None if there is no separate data.
+        loss_fn: The loss of a training batch; None if closures return the loss.
         how: Options of the measurement.
 
     Raises:
@@ -127,12 +127,12 @@ class Curvature:
     def next(self, partition: Partition, closure: Closure | None, batch: Any) -> tuple[LossFn, Any]:
         """Return the loss and the data of the next measurement.
 
-        A batch of its own is in a UserList: a list could count as a batch itself.
+        A separate batch is wrapped in a UserList: a list could count as a batch itself.
 
         Args:
             partition: The groups.
             closure: Returns the loss of a batch, if there is neither loss nor data.
-            batch: The batch that is trained on, if there is a loss without data.
+            batch: The training batch, if there is a loss without data.
         """
         if self.data is not None and self.loss_fn is not None:
             return self.loss_fn, UserList([self.data.next_batch()])
@@ -180,14 +180,14 @@ def thawed(partition: Partition) -> Iterator[None]:
 
 
 class CurvatureData:
-    """Batches from a loader, one at a time, without end, at a position that can be saved.
+    """An endless stream of batches from a loader, at a position that can be saved.
 
-    The loader starts over when it ends. It draws from random numbers of its own, seeded from
-    torch's seed: training sees the same random numbers as without it, and the two streams of
-    batches are independent. A saved position is found again by going
-    through the batches of the present epoch up to it, with the random numbers of that epoch.
+    The loader starts over when it ends. It draws from its own random numbers, seeded from torch's
+    seed: training sees the same random numbers as without it, and the two streams of batches are
+    independent. A saved position is restored by going through the batches of the current epoch up
+    to it, with the random numbers of that epoch.
 
-    A loader that draws from a ``torch.Generator`` should have one that nobody else draws from.
+    A loader that draws from a ``torch.Generator`` should not share it.
 
     Args:
         loader: A DataLoader or other iterable of batches, or one batch. An iterator works as long
@@ -206,7 +206,7 @@ class CurvatureData:
         self._iterator: Iterator[Any] | None = None
 
     def next_batch(self) -> Any:
-        """Return the next batch, from the start again after the last one."""
+        """Return the next batch, starting over after the last one."""
         try:
             with self._own_random_numbers():
                 if self._iterator is None:
@@ -237,7 +237,7 @@ class CurvatureData:
         return self._iterator
 
     def _open(self) -> Iterator[Any]:
-        """Start the present epoch, and go on to the present position in it."""
+        """Start the current epoch, and advance to the current position in it."""
         random_state = RandomState((), own_generators(self.loader))
         if self._start is None:
             self._start = random_state.capture()
@@ -277,7 +277,7 @@ class CurvatureData:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Return to a position; the batches before it are passed over at the next one."""
+        """Return to a position; the next batch skips those before it."""
         start = None if state["start"] is None else _from_plain(state["start"])
         present = _from_plain(state["present"])
         self._epoch, self._index = read_counts(state, "epoch", "index")
