@@ -1,4 +1,4 @@
-"""Read a run directory: what ``newton-summary run`` writes, and all that a report needs.
+"""Read a run directory: what ``newton-summary run`` writes, and everything a report needs.
 
 config.json       the whole configuration
 metrics.jsonl     one line per epoch, from epoch 0, the start
@@ -7,8 +7,8 @@ checkpoint.pt     everything the run needs to resume
 environment.json  versions, machine and times of each session
 manifest.json     checksums of the files above; written last, so that they become visible together
 
-Files that were replaced keep ``.previous`` at the end of their names. They are read where a file is
-damaged, or where a write was interrupted: what belongs together has the checksums of one manifest.
+Replaced files are kept with ``.previous`` appended to their names. They are read if a file is
+damaged or a write was interrupted: files that belong together have the checksums of one manifest.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RunFiles:
 
     Args:
         path: The directory.
-        needed: Files that must be whole; without them an older state is taken.
+        needed: Files that must be intact; otherwise an older state is used.
 
     Attributes:
         places: Where each file is, the manifest last; one that was being replaced is at its
@@ -69,7 +69,7 @@ class RunFiles:
         manifest: Their checksums; None for a directory that has no manifest.
 
     Raises:
-        UserError: If no state is whole; the message names the file.
+        UserError: If no state is intact; the message names the file.
     """
 
     def __init__(self, path: Path, needed: Sequence[str] = (METRICS, SUMMARIES)):
@@ -143,7 +143,7 @@ class RunFiles:
 
     @contextmanager
     def opened(self, name: str) -> Iterator[bytes | None]:
-        """Give the content of a file, None if the run has not written it yet.
+        """Yield the content of a file, None if the run has not written it yet.
 
         Errors become a UserError that names the file.
         """
@@ -269,7 +269,7 @@ def read_summaries(files: RunFiles) -> list[Measured]:
 
 
 def read_environment(files: RunFiles) -> dict[str, Any]:
-    """Return the sessions of a run, and what is known of all of it."""
+    """Return the sessions of a run, and what is known about the whole run."""
     with files.opened(ENVIRONMENT) as content:
         found: dict[str, Any] = {"sessions": []} if content is None else load_json(content)
         sessions = found.get("sessions") if isinstance(found, dict) else None

@@ -210,15 +210,15 @@ class Summary(ShownAsTable):
     def inverse(self, without_dead: bool = False) -> Tensor:
         """Return the inverse of ``Hbar``, computed in float64.
 
-        The groups are first brought to one scale, so that groups whose rates differ by many orders
-        of magnitude lose no digits to each other.
+        The groups are first brought to one scale, so that no digits are lost between groups whose
+        rates differ by many orders of magnitude.
 
         Args:
-            without_dead: Leave out groups without effect on the loss, whose rows are zero, such as
+            without_dead: Leave out groups that do not affect the loss, whose rows are zero, such as
                 a bias before a batch norm; their entries are nan. By default they are an error.
 
         Raises:
-            ValueError: If ``Hbar`` has entries that are not finite, or is singular.
+            ValueError: If ``Hbar`` has non-finite entries, or is singular.
         """
         H = self.hessian().detach().double().cpu()
         if not bool(torch.isfinite(H).all()):
@@ -387,7 +387,7 @@ def need_summary(summary: object, what: str) -> None:
 
 
 def not_finite(summary: Summary) -> str:
-    """Return which results are not finite, and for which group first; nothing if all are finite."""
+    """Return which results are not finite, and for which group first; empty if all are finite."""
     results = {"gbar": summary.gbar, "Hbar": summary.Hbar, "D3": summary.D3}
     parts = {name: x for name, x in results.items() if x is not None}
     numbers = torch.cat([x.reshape(-1) for x in parts.values()])
@@ -421,7 +421,7 @@ def read_state(
 def _equilibrate(H: Tensor) -> Tensor:
     """Return scales d such that the rows of the symmetric H_st / (d_s d_t) have a largest entry 1.
 
-    Ruiz' iteration: every pass halves the logarithm of what is missing.
+    Ruiz' iteration: every pass halves the logarithm of the remaining factor.
     """
     scale = torch.ones(len(H), dtype=H.dtype)
     for _ in range(100):

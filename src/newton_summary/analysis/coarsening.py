@@ -197,7 +197,7 @@ class Merges(ShownAsTable):
 def suggest_merges(summary: Summary, spread: float = 3.0) -> Merges:
     """Suggest which groups could share one learning rate.
 
-    The paper's remark after Theorem 1 advises to put eigenvalues of the Hessian of the same order
+    The paper's remark after Theorem 1 advises putting eigenvalues of the Hessian of the same order
     of magnitude into one group: the loss shrinks by (gamma - 1)^2 / (gamma + 1)^2 per step at
     worst, with gamma the largest ratio of eigenvalues in a group. A summary shows them only through
     the curvature along the direction: with the gradient as direction, Hbar_ss / gbar_s is a mean of

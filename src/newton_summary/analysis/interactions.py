@@ -113,7 +113,8 @@ def inverse_kept(summary: Summary | Tensor) -> InverseKept:
     inverse become tridiagonal during training. With P the inverse scaled to a unit diagonal, the
     answer is sum_kept P_st^2 / sum P_st^2. A block-diagonal ``Hbar`` keeps 1 in the last two. Of
     two groups that act almost as one, the diagonal keeps 1/2. The shares are nan where the inverse
-    has a zero on its diagonal. Groups without effect, whose row of ``Hbar`` is zero, do not count.
+    has a zero on its diagonal. Groups that do not affect the loss, whose row of ``Hbar`` is zero,
+    do not count.
 
     Raises:
         ValueError: If ``Hbar`` has no inverse.
@@ -339,8 +340,8 @@ def smooth(
 
     There, for k = 10, 30, 50, ... the value is the mean over the epochs k - 10 to k + 9, "to remove
     the noise" (App. H has twice that). Windows are counted from the first epoch. The last one is
-    left out if the training did not reach its middle. Values that are not finite are left out of
-    the means; where nothing is left, the mean is nan.
+    left out if training did not reach its middle. Values that are not finite are left out of the
+    means; where nothing is left, the mean is nan.
 
     Args:
         values: One row for each epoch, (M, ...), such as ``history.rates``.

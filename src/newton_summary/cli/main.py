@@ -1,7 +1,7 @@
 """The command ``newton-summary``: list, run, sweep, report, inspect and demo.
 
-torch is imported when it is needed, so that help and wrong arguments answer at once. Exit codes:
-0, success; 1, a run of a grid failed; 2, an error that the user can fix; 130, interrupted.
+torch is imported only when needed, so that help and wrong arguments are answered at once. Exit
+codes: 0, success; 1, a run of a grid failed; 2, an error that the user can fix; 130, interrupted.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class ReportOptions(Output):
 class InspectOptions(Output, Settings):
     """Measure your own model and write a report, one page of HTML.
 
-    FILE.py:build names a file and a function in it that returns three things: the model, a function
+    FILE.py:build names a file and a function in it that returns three values: the model, a function
     loss_fn(model, batch) that returns the mean loss of a batch, and the data, one batch or an
     iterable of batches such as a DataLoader.
     """
@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _one_line() -> Iterator[None]:
-    """Turn errors of the file system into those of the user, such as a name that is too long."""
+    """Turn file-system errors, such as a name that is too long, into errors of one line."""
     try:
         yield
     except (UserError, BrokenPipeError):
@@ -344,7 +344,7 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
 
 
 def _console(options: Output) -> Console:
-    """Return where to print: nowhere if asked to be quiet, or if JSON is wanted."""
+    """Return where to print: nowhere with --quiet or --json."""
     from rich.console import Console
 
     silent = options.quiet or options.json or torchrun.rank() > 0

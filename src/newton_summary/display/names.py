@@ -20,7 +20,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def check_arguments(function: Callable[..., Any], given: Iterable[str], options: type) -> None:
-    """Raise unless all names that a function was given, in ``**options``, are of a TypedDict."""
+    """Raise unless all names passed to a function in ``**options`` belong to a TypedDict."""
     taken = options.__annotations__
     for name in given:
         if name not in taken:
@@ -78,7 +78,7 @@ def markdown_text(text: str) -> str:
 
 
 def file_name(text: str, most: int = 100) -> str:
-    """Return a name that every file system takes.
+    """Return a name that every file system accepts.
 
     >>> file_name("lr=0.1, <img src=x>/..")
     'lr=0.1,_img_src=x_..'

@@ -152,12 +152,12 @@ def pairs(summary: Summary | torch.Tensor, count: int = 15) -> Figure:
 
 
 def rates(history: History, window: int | None = None) -> Figure:
-    """Draw the learning rates over a training: weights solid, biases dotted (Section 6.1).
+    """Draw the learning rates during training: weights solid, biases dotted (Section 6.1).
 
     Args:
         history: With at least one measurement. Those along the full gradient are drawn, if any.
         window: Average over windows of this many epochs, as the paper does (20); 0 for no average.
-            By default 20, if the training has four windows or more, else 0.
+            By default 20 if training has four windows or more, else 0.
 
     >>> summary = Summary(gbar=torch.ones(2), Hbar=torch.eye(2))
     >>> rates(History.of(summary, "MLP", lambda_int=0)).axes[0].get_title(loc="left")
@@ -230,7 +230,7 @@ def rate_bars(summary: Summary | LearningRates, lambda_int: float = 1.0) -> Figu
 
 
 def curves(histories: History | Sequence[History], metrics: Sequence[str] | None = None) -> Figure:
-    """Draw the curves of one or more trainings, one panel for each metric.
+    """Draw the curves of one or more training runs, one panel for each metric.
 
     Args:
         histories: One or more.
@@ -278,7 +278,7 @@ def curves(histories: History | Sequence[History], metrics: Sequence[str] | None
 
 
 def predicted_change(history: History) -> Figure:
-    """Draw the real change of the loss by steps that were tried, against the predicted one.
+    """Draw the real change of the loss by the steps that were tried against the predicted one.
 
     On the line both agree; above it the loss fell less than predicted, or rose.
 

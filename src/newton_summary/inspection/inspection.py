@@ -138,8 +138,8 @@ def inspect_model(
 ) -> Inspection:
     """Measure a model and try steps along its learning rates.
 
-    ``name`` is that of the report, ``file`` has the user's code, for messages, and ``progress`` is
-    as for :func:`summarize`.
+    ``name`` is the title of the report, ``file`` the user's file, for messages; ``progress`` is as
+    for :func:`summarize`.
     """
     model, loss_fn, data = built
     lambda_int = _strength(settings)
@@ -174,7 +174,7 @@ def inspect_model(
 
 
 def _strength(settings: Settings) -> float | None:
-    """Return lambda_int, None if it has to be found; raise a UserError for a wrong one."""
+    """Return lambda_int, None if it is to be found; raise a UserError for a wrong one."""
     if settings.lambda_int is None:
         return None
     if not 0 <= settings.lambda_int < math.inf:

@@ -92,7 +92,7 @@ def _load(file: Path) -> Any:
 
 
 def _checked(returned: Any, function: str) -> Built:
-    """Return the three things, or raise a UserError for the wrong one."""
+    """Return the three values, or raise a UserError for the wrong one."""
     names = list(EXPECTED)
     if not isinstance(returned, tuple | list) or len(returned) != len(names):
         what = type(returned).__name__
@@ -120,7 +120,7 @@ def _checked(returned: Any, function: str) -> Built:
 
 
 def kind_of(value: Any) -> str:
-    """Return the type of a value, in a word."""
+    """Return the type of a value, in a word or two."""
     return "None" if value is None else type(value).__name__
 
 

@@ -30,8 +30,8 @@ def report(what: Source | Sequence[Source], path: str | Path, *, title: str | No
     Args:
         what: A :class:`Summary`, a :class:`History`, the path of a run directory or of a file
             written by ``History.save``, or a :class:`RateController` or :class:`NewtonSummary`, for
-            what it has measured and done; or several of these, which the page compares.
-        path: File to write, such as ``"report.html"``, or a folder for a file of that name.
+            what it has measured and done; or several of these, to compare.
+        path: File to write, such as ``"report.html"``, or a folder to write ``report.html`` into.
         title: Heading of the page; by default the names of the runs.
 
     Returns:

@@ -1,7 +1,7 @@
-"""Read files that may be damaged, or made by somebody else.
+"""Read files that may be damaged or come from an untrusted source.
 
-Nothing in a file is executed, nothing is allocated that its bytes do not fill, and whatever is
-wrong with it becomes one line.
+Nothing in a file is executed, no more is allocated than its bytes fill, and whatever is wrong with
+it is reported in one line.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Damaged(Exception):
 
 @contextmanager
 def explained(file: Path) -> Iterator[None]:
-    """Read the file in here; errors of any kind become one line that names it.
+    """Report errors of any kind while reading a file in one line that names it.
 
     Raises:
         FileNotFoundError: If there is none.
@@ -103,7 +103,7 @@ def load_tensors(content: bytes) -> Any:
 
 
 def _check_names(pickled: bytes) -> None:
-    """Refuse what refers to more than dense tensors: torch would allocate what it says."""
+    """Raise if anything but dense tensors is referred to: torch would allocate what it claims."""
     for opcode, name, _ in pickletools.genops(pickled):
         if opcode.name == "GLOBAL" and not _NAMES.fullmatch(str(name)):
             raise Damaged(f"it contains {name}, not only plain values and dense tensors")
