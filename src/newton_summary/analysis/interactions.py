@@ -168,7 +168,7 @@ class JointGain(ShownAsTable):
 
     @property
     def ratio(self) -> float:
-        """Decrease by the joint step over that by the diagonal one; nan if that is none."""
+        """Decrease by the joint step over that by the diagonal one; nan if the latter is none."""
         return self.joint / self.diagonal if self.diagonal < 0 else math.nan
 
     def _rows(self) -> list[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Names as users read them: the nearest to a wrong one, the first of many, dotted ones, texts."""
+"""Names as users read them: the nearest to a wrong one, the first of many, dotted, escaped."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def dotted_names(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 
 
 def printable(text: str) -> str:
-    r"""Return text that a terminal shows and does not obey: what is not a letter is escaped.
+    r"""Return text that a terminal shows but does not interpret: control characters are escaped.
 
     >>> printable("conv\x1b[31m\n")
     'conv\\x1b[31m\\n'

@@ -113,7 +113,7 @@ class KFACConfig(OptimizerConfig):
 
 @dataclass(frozen=True)
 class NewtonSummaryConfig(OptimizerConfig):
-    """NewtonSummary. Where no value is given, the variant's own default holds."""
+    """NewtonSummary. Fields without a value have the variant's own default."""
 
     name: ClassVar[str] = "newton_summary"
 
@@ -142,7 +142,7 @@ class NewtonSummaryConfig(OptimizerConfig):
 
     @property
     def curvature(self) -> tuple[int, bool] | None:
-        """B, and whether the batches are reshuffled; None if those of the training are measured."""
+        """B, and whether the batches are reshuffled; None to measure the training batches."""
         usual = {"as-run": 100, "as-published": 1000}.get(self.variant)
         size = self.curvature_batch_size or usual
         return None if size is None else (size, self.variant != "as-run")
@@ -252,7 +252,7 @@ def flatten(config: ExperimentConfig) -> dict[str, Any]:
 
 # --- checks --------------------------------------------------------------------------------------
 
-# The least value of numbers for which a wrong one would only show later.
+# The smallest valid value of numbers whose mistakes would only show later.
 _ZERO = """
     epochs seed optimizer.lr optimizer.damping optimizer.lambda_int optimizer.kl_clip
     optimizer.weight_decay schedule.patience measure.every measure.lambda_int

@@ -42,7 +42,7 @@ class Stepper:
         self.gradient: Callable[[Batch], Tensor] = self._gradient
 
     def step(self, batch: Batch) -> Tensor:
-        """Make one step; return the loss of the batch before it, on the device.
+        """Take one step; return the loss of the batch before it, on the device.
 
         Where several processes share a batch, their shares of the loss add up to it.
         """

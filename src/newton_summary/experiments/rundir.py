@@ -1,7 +1,7 @@
 """Write a run directory, and compare one with its configuration.
 
-Every write replaces some files and then the manifest, with which they become visible together. What
-lies beyond the checkpoint belongs to epochs that are trained again when the run resumes.
+Every write replaces some files and then the manifest, which makes them visible together. Anything
+beyond the checkpoint belongs to epochs that are trained again when the run resumes.
 """
 
 from __future__ import annotations
@@ -208,8 +208,8 @@ class RunWriter:
 
     Args:
         path: The directory; made when the first file is written.
-        config: What is to be run. If the directory holds another configuration, this is an error.
-        writes: Whether to: of several processes the first one does, for all of them.
+        config: What to run. It is an error if the directory has another configuration.
+        writes: Whether to write: of several processes only the first does.
     """
 
     def __init__(self, path: Path, config: ExperimentConfig, writes: bool = True):
@@ -241,7 +241,7 @@ class RunWriter:
         return replace(run, config=self.config)
 
     def start(self, session: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Start or resume: drop what lies beyond the checkpoint, and return the checkpoint."""
+        """Start or resume: drop everything beyond the checkpoint, and return the checkpoint."""
         make_folder(self.path)
         self._acquire()
         self.known = self._check()  # again, now that no other process can write
@@ -307,15 +307,15 @@ class RunWriter:
         self._replace(contents)
 
     def add_environment(self, **values: Any) -> None:
-        """Add facts on the whole run."""
+        """Add facts about the whole run."""
         self.environment |= values
         self._replace({ENVIRONMENT: self.environment})
 
     def _replace(self, contents: Mapping[str, Any]) -> None:
-        """Replace files, and then the manifest, with which they count.
+        """Replace files, and then the manifest, which makes them valid.
 
-        The manifest before it is kept if it was that of other epochs: what is lost with a damaged
-        file is found there.
+        The previous manifest is kept if it was that of other epochs: it helps to recover from a
+        damaged file.
         """
         if not self.writes:
             return

@@ -84,15 +84,16 @@ def train(
         path: The run directory.
         reporter: Receives the progress.
         compare_speed: At the end, time some steps of Adam on the same model and data.
-        side_by_side: How many runs share the machine (0: unknown); stored, because times of an
-            epoch mean nothing then.
-        checkpoint_seconds: Least time from one checkpoint to the next; every epoch has one if 0.
+        side_by_side: How many runs share the machine (0: unknown); stored, because epoch times are
+            meaningless then.
+        checkpoint_seconds: Shortest time between checkpoints; 0 writes one every epoch.
 
     Returns:
         The run, with its metrics. One that diverged is an ordinary result: ``run.diverged``.
 
     Raises:
-        UserError: For what the user can fix. Nothing was written then, or the run can be resumed.
+        UserError: For mistakes the user can fix. Nothing has been written then, or the run can be
+            resumed.
     """
     check(config)
     try:
@@ -227,7 +228,7 @@ class Session:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Give the model the mean of its last parameters, where the optimizer keeps one."""
+        """Give the model the mean of its last parameters, if the optimizer keeps one."""
         optimizer = self.stepper.optimizer
         if not isinstance(optimizer, NewtonSummary):
             yield
@@ -353,7 +354,7 @@ class Session:
 
 
 def _check_moments(moments: Any, p: Tensor) -> None:
-    """Check what torch's optimizers keep for a parameter; they do not when they load it."""
+    """Check what torch's optimizers keep for a parameter, since they do not check it on loading."""
     for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
         value = moments.get(name)
         if name not in moments or (value is None and name == "momentum_buffer"):
@@ -384,7 +385,7 @@ def order_seed(config: ExperimentConfig, epoch: int) -> int:
 
 
 def find_device(name: str) -> torch.device:
-    """Return a device that works; ``"auto"`` takes a GPU if there is one."""
+    """Return a working device; ``"auto"`` uses a GPU if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and torchrun.launched() and torch.cuda.is_available():

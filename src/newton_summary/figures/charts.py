@@ -1,4 +1,4 @@
-"""One function for each figure of a summary or a training, for papers and notebooks.
+"""One function for each figure of a summary or a training run, for papers and notebooks.
 
 Each returns a matplotlib figure, which a notebook shows and ``savefig`` writes. They are drawn
 without pyplot, so without global state. The colours suit colour-blind readers, and values that are

@@ -110,7 +110,7 @@ def _check_names(pickled: bytes) -> None:
 
 
 def _check_plain(value: Any) -> None:
-    """Refuse types that no file needs, what contains itself, and what would be walked for ever."""
+    """Raise for types that no file needs, values that contain themselves, and endless ones."""
     weights: dict[int, int] = {}  # values in a container, as often as they are met
 
     def weigh(item: Any, depth: int) -> int:

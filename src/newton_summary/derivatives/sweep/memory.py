@@ -1,4 +1,4 @@
-"""How much memory the stack of a sweep will take, and how to keep it within a limit."""
+"""How much memory the stack of a sweep takes, and how to keep it within a limit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StackTooLarge(Exception):
     """The stack of a batch would need more memory than it may take."""
 
     def __init__(self, needed: int, limit: int):
-        """Remember by how much."""
+        """Store how much is needed, and the limit."""
         super().__init__(
             f"The stack needs {needed / 2**30:.2f} GiB, but the limit is {limit / 2**30:.2f}."
         )
@@ -60,7 +60,7 @@ class StackTooLarge(Exception):
 def stack_bytes(tape: Tape, partition: Partition, order: int) -> int:
     """Estimate the peak of all stacks that are alive at the same time.
 
-    Goes over the tape as the sweep does, with sets of groups in the place of tensors.
+    Goes over the tape as the sweep does, with sets of groups in place of tensors.
     """
     met = {slot: frozenset(groups_in(partition.labels[n])) for slot, n in tape.leaves.items()}
     second_order: set[int] = set()  # slots with second derivatives
@@ -101,8 +101,8 @@ def stack_bytes(tape: Tape, partition: Partition, order: int) -> int:
 def keep_freed_memory() -> None:
     """Have glibc keep what is freed, so that the next stack need not ask the system for it again.
 
-    It gives large arrays back at once, and much of what is free at the end of its heap, and every
-    page that it gets is cleared. Settings of the user's own stay.
+    It would return large arrays at once, and much of what is free at the end of its heap, and every
+    new page is cleared. The user's own settings are respected.
     """
     settings = [*os.environ, os.environ.get("GLIBC_TUNABLES", "")]
     if any("malloc" in text.lower() and "threshold" in text.lower() for text in settings):
@@ -116,15 +116,15 @@ def keep_freed_memory() -> None:
 
 
 def default_limit(device: torch.device, needed: int, may_split: bool) -> int:
-    """Return half of the free memory; a quarter if the batch can be split, which costs less.
+    """Return half of the free memory; a quarter if the batch can be split, which is cheaper.
 
-    Does not ask for the free memory where little is needed: that takes longer than a small sweep.
+    Does not query the free memory where little is needed: that takes longer than a small sweep.
     """
     return SMALL if needed <= SMALL else free_memory(device) // (4 if may_split else 2)
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that are free on a device, with those that torch keeps in reserve."""
+    """Return the free bytes of a device, including those that torch keeps in reserve."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

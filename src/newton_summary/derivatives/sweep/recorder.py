@@ -1,8 +1,8 @@
 """Record a loss while the user's own code runs.
 
-A :class:`Recorder` sees every call of a torch function. Calls that a rule exists for are run and
-noted on the tape; functions that torch writes in Python are traced into, so that their elementary
-calls are noted instead; calls that do not touch the parameters are left alone.
+A :class:`Recorder` sees every call of a torch function. Calls for which there is a rule are run and
+noted on the tape; torch functions written in Python are traced into, so that their elementary calls
+are noted instead; calls that do not touch the parameters are left alone.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def values_read(op: Op) -> list[Value]:
 
 
 class Recorder(TorchFunctionMode):
-    """Record what the loss does to the parameters, the leaves of the tape."""
+    """Records what the loss does to the parameters, the leaves of the tape."""
 
     sees_changes = True  # of the parameters, and hooks: a probe need not look for them
 
@@ -119,7 +119,7 @@ class Recorder(TorchFunctionMode):
     def _leave_out_unseen(self, loss: int) -> None:
         """Take what depends on unseen values off the tape, unless the loss is among it.
 
-        A metric beside the loss may come from TorchScript, and goes no further.
+        A metric besides the loss may come from TorchScript, and leads nowhere else.
         """
         cause = dict(self.unseen)
         kept = []
@@ -203,7 +203,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _run_decomposed(self, name: str, args: Args, kwargs: Kwargs, in_place: bool) -> Any:
-        """Run several elementary operations in the place of one."""
+        """Run several elementary operations in place of one."""
         try:
             first = args[0].clone() if in_place else args[0]
             result = DECOMPOSED[name](first, *args[1:], **kwargs)
@@ -357,7 +357,7 @@ class Recorder(TorchFunctionMode):
         return self._value_of(owner)
 
     def _move_edges(self, owner: Tensor) -> None:
-        """Look for the adjoints of views at the tensor that owns the memory.
+        """Look up the adjoints of views at the tensor that owns the memory.
 
         Autograd goes back from a view that was written to straight to the owner, and not by way of
         the view as it was before.
@@ -383,7 +383,7 @@ class Recorder(TorchFunctionMode):
 
 
 def not_recorded(made_by: str) -> CannotDifferentiate:
-    """Return the error for a value that was made out of the recorder's sight."""
+    """Return the error for a value that was made unseen by the recorder."""
     return CannotDifferentiate(
         f"sweep: {made_by} in a way that cannot be recorded, such as a custom autograd function, "
         f"TorchScript or torch.autograd.grad"
@@ -406,7 +406,7 @@ def view_like(view: Tensor, owner: Tensor, copy: Tensor) -> Tensor:
 
 
 def apart(result: Any) -> Any:
-    """Give several results of one operation edges of their own in autograd's graph.
+    """Give each of several results of one operation its own edge in autograd's graph.
 
     One of them may have been computed from another, as the states of an LSTM are: its adjoint at
     the edge inside of the operation would contain what goes through the other.
@@ -422,7 +422,7 @@ def is_tracked(result: Any) -> bool:
 
 
 def check_subclass(kind: type) -> None:
-    """Raise if a kind of tensor has operations of its own."""
+    """Raise if a tensor class overrides torch's operations."""
     for name in ("__torch_function__", "__torch_dispatch__"):
         own, *usual = (
             getattr(getattr(k, name), "__func__", getattr(k, name))
@@ -435,7 +435,7 @@ def check_subclass(kind: type) -> None:
 
 
 class Circumstances:
-    """What an operation depends on besides its arguments, so that it can be run again alike."""
+    """What an operation depends on besides its arguments, so that it can be rerun identically."""
 
     def __init__(self, args: Any):
         """Remember the random state, and how autocast is set, on CPU and the arguments' device."""
@@ -452,7 +452,7 @@ class Circumstances:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Be in these circumstances."""
+        """Restore these circumstances."""
         torch.set_rng_state(self.cpu)
         if self.module is not None:
             self.module.set_rng_state(self.random, self.device)

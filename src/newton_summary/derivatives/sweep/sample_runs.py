@@ -1,7 +1,7 @@
-"""Attentions, and what leads to them and away from them, passed for some samples at a time.
+"""Attentions, with the operations before and after them, passed for some samples at a time.
 
-Tokens meet in an attention, but samples do not. Its queries, keys and values are three times as
-wide as what they are made of, and what its result is added to waits meanwhile. From one narrow
+An attention mixes tokens, but not samples. Its queries, keys and values are three times as wide as
+what they are made of, and what its result is added to has to be kept meanwhile. From one narrow
 place of the network to the next, such as from one sum of the residual stream to the next, some
 samples are passed at a time, so that the derivatives of queries, keys and values along all groups
 are never held as a whole.
@@ -93,7 +93,7 @@ class Samples(Tokens):
     # --- which operations take each sample on its own ---------------------------------------------
 
     def follow(self, op: Op) -> bool:
-        """Note where the results have their samples; False if they cannot be passed on their own.
+        """Note where the results have their samples; False if these cannot be passed separately.
 
         What comes from outside of the run has its samples first.
         """

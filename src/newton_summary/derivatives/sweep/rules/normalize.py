@@ -1,4 +1,4 @@
-"""Softmax and its kin, and the standardisation inside norm layers, in closed form.
+"""Softmax and related functions, and the standardisation inside norm layers, in closed form.
 
 For a row x of logits with p = softmax(x), write <a> for the mean of a under p, and c_s for
 x1_s - <x1_s>. The derivatives of logsumexp are the cumulants of x under p: <x1_s>, <c_s c_t>,
@@ -228,7 +228,7 @@ def standardize(
 
 
 class CentredRows:
-    """The rows of x inside of a standardisation, less their means, by torch operations.
+    """The rows of x inside a standardisation, less their means, by torch operations.
 
     The mean takes out what is the same over ``dims``, such as the bias of a layer before a batch
     norm. So that rounding leaves nothing of it, the first entry is subtracted before the mean is:

@@ -23,7 +23,7 @@ from newton_summary.probe.eager import mark_approximate
 
 
 def with_indices(name: str) -> Callable[..., tuple[Any, Any]]:
-    """Return how to run a max-pooling so that it tells which entries it chose."""
+    """Return how to run a max-pooling so that it reports which entries it chose."""
     pool = getattr(F, f"{name}_with_indices")
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
