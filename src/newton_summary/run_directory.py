@@ -167,7 +167,7 @@ class RunFiles:
 
 
 def make_manifest(files: Manifest) -> dict[str, Any]:
-    """Return a manifest, with a checksum of its own."""
+    """Return a manifest, with its own checksum."""
     return {"files": files, "sha256": _own_digest(files)}
 
 

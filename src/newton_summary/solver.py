@@ -207,7 +207,7 @@ def explain(
     """Return what a status means and what to do about it.
 
     ``no_cubic`` says that D3 is 0 in all groups, ``no_effect`` names groups on which the loss does
-    not depend, ``instead`` what to use in the place of such rates.
+    not depend, ``instead`` what to use in place of such rates.
     """
     text = STATUS[status]
     if status == "flat" and no_effect:
@@ -244,7 +244,8 @@ def doubt_of(change: float, loss: float) -> str:
     return (
         f"The step promises more than the whole loss of {loss:.4g}: the model does not hold that "
         "far. For rates tried on the data, use learning_rates(summary, model=model, "
-        "loss_fn=loss_fn, data=data), with direction=... if the summary has one of its own."
+        "loss_fn=loss_fn, data=data), with direction=... if the summary was measured along "
+        "another one."
     )
 
 
@@ -574,7 +575,7 @@ def _log(x: float) -> float:
 
 # --- linear algebra ------------------------------------------------------------------------------
 # In torch, whose threads can be limited: for matrices of a few dozen rows several threads are up to
-# a hundred times slower, because they wait for each other and for those of the training. Smaller
+# a hundred times slower, because they wait for each other and for those of training. Smaller
 # matrices meet no threads, and with numpy eight groups take 0.87 of the time.
 
 SMALL = 25  # rows; with more, LAPACK divides an eigenproblem, and OpenBLAS among threads

@@ -89,7 +89,7 @@ class GridOptions(Output):
     runs_dir: Path | None = None
     """Folder for the run directories; by default runs/RECIPE."""
     jobs: int = 1
-    """Number of runs at a time, each in a process of its own."""
+    """Number of runs at a time, each in its own process."""
     scheduler: str | None = None
     """Address of a dask scheduler, such as tcp://10.0.0.1:8786, whose workers train instead."""
 

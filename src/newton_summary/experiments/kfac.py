@@ -74,7 +74,7 @@ class KFAC(Optimizer):
         return bool(self.param_groups[0]["steps"] % self.covariance_period == 0)
 
     def observe(self, inputs: Tensor) -> None:
-        """Update A and G from a batch, with a forward and a backward pass of its own."""
+        """Update A and G from a batch, with its own forward and backward pass."""
         seen: dict[Layer, tuple[Tensor, Tensor]] = {}
 
         def remember(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -111,7 +111,7 @@ def make_stepper(
 ) -> Stepper:
     """Make the optimizer of a configuration, for a model that is on its device.
 
-    NewtonSummary may draw batches of its own from ``train``. Several ``ranks`` share each batch.
+    NewtonSummary may draw its own batches from ``train``. Several ``ranks`` share each batch.
 
     Raises:
         UserError: For settings that the optimizer rejects.

@@ -377,7 +377,7 @@ def initial_task(config: ExperimentConfig, data: Dataset, device: torch.device) 
 
 
 def order_seed(config: ExperimentConfig, epoch: int) -> int:
-    """Return the seed of the order of the samples after so many epochs."""
+    """Return the seed of the order of the samples after a number of epochs."""
     return config.seed * 1_000_003 + epoch
 
 

@@ -159,7 +159,7 @@ def _place(error: BaseException, file: Path) -> str:
 def _raised_here(error: BaseException) -> bool:
     """Whether this package raised the error, and not the user's code or torch.
 
-    Functions of torch leave no frame of their own: they fail in the line that calls them.
+    Functions of torch leave no frame: they fail in the line that calls them.
     """
     *_, last = traceback.extract_tb(error.__traceback__) or [None]
     package = Path(__file__).resolve().parents[1]

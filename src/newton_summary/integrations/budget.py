@@ -19,8 +19,8 @@ class Budget:
     """Keeps the time for measurements below a share of the time for training.
 
     A measurement is allowed once those before it, and one more (on the fewest batches, where there
-    is a choice), fit into the share of the training so far. The first, whose time is unknown, is
-    always allowed, on credit.
+    is a choice), fit into the share of training so far. The first, whose time is unknown, is always
+    allowed, on credit.
 
     >>> ticks = iter([0, 0, 3, 40, 80])  # start; begin and end of a measurement; two questions
     >>> budget = Budget(0.1, clock=lambda: float(next(ticks)))
@@ -84,7 +84,7 @@ class Budget:
         """Return the given partition, or a coarser one with room for ten measurements, or None.
 
         A measurement of the optimizer's groups and of S others takes about 60 + S gradients of each
-        of its batches (docs/integrations.md), and the training one for each batch.
+        of its batches (docs/integrations.md), and training one for each batch.
 
         >>> model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(30)))
         >>> for batches in (1e6, 1e5, 7e4, 1e2):

@@ -39,7 +39,7 @@ class Console:
 
 
 def sentence(advice: Advice, steered: bool = False) -> str:
-    """Return what advice says: the loss, and a clause for each group, on a line of its own."""
+    """Return what advice says: the loss, and a clause for each group, each on its own line."""
     several, together = len(advice.groups) > 1, advice.together
     noisy = [g for g in advice.groups if g.verdict == "noise"] if together is not None else []
     said = [clause(g, several, advice.kept_undecided(g)) for g in advice.groups if g not in noisy]

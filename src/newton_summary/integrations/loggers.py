@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PREFIX = "newton_summary"
-GROUPS = f"{PREFIX}_groups"  # a section of its own in TensorBoard: there may be many
+GROUPS = f"{PREFIX}_groups"  # its own section in TensorBoard: there may be many
 
 
 class Logger(Protocol):

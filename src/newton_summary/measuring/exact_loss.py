@@ -34,7 +34,7 @@ LEAVES_THE_GRAPH = frozenset(("detach", "data.get", "item", "tolist", "__float__
 
 
 def widened(tree: Any) -> Any:
-    """Return tensors in float64, and float64 in the place of narrower dtypes."""
+    """Return tensors in float64, and float64 in place of narrower dtypes."""
 
     def widen(leaf: Any) -> Any:
         if isinstance(leaf, torch.dtype):

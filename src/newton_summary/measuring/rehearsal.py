@@ -127,7 +127,7 @@ def _train(
     lengths: set[int],
     seen: bool,
 ) -> dict[int, float]:
-    """Return the loss of the last quarter of the batches after so many steps on the others.
+    """Return the loss of the last quarter of the batches after some steps on the others.
 
     Or that of the others, which were ``seen``. It is the mean after each of the last eighth of the
     steps; after 0 steps, that of the start.

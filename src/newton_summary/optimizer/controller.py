@@ -69,7 +69,7 @@ LOWEST = 0.3  # of the highest rate so far times 1 / sqrt(steps since then): no 
 REACH = 0.5  # of the peak of a schedule: below, the rate is not raised against it
 FALLING = 0.83  # of the set point, while a schedule is below its peak
 TRIALS = 12  # gradients that the start may take
-STRIDE = 2  # one step in so many has its slope taken from the next gradient of the training
+STRIDE = 2  # every n-th step has its slope taken from the next training gradient
 PERIOD = 10  # steps from one measurement to the next, which gain and memory are meant for
 BURST = 3.0  # times the usual loss: where SGD's is higher, and above the first, the rate is halved
 LONG, STILL_LONG = 2.0, 4.0  # standard errors by which a step is too long; of thousands of steps
@@ -176,7 +176,7 @@ class RateController(ShownAsTable):
         self._rate = 0.0  # the largest learning rate in that step
         self._ends = EndSlopes()  # of the steps since the last measurement
         self._batch: tuple[Any] | None = None  # on hand for the first step
-        self._steps_itself = False  # step() is called in the place of that of the optimizer
+        self._steps_itself = False  # step() is called in place of the optimizer's
         # While the optimizer takes a step: its groups, their own rates, and those of the step.
         self._lrs: list[tuple[dict[str, Any], Any, Any]] = []
         self.reason = ""  # why the last measurement failed, if it did

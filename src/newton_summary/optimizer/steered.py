@@ -1,7 +1,7 @@
 """The controller inside NewtonSummary: Adam's step is the direction, and eta its steered length.
 
 At a constant rate the parameters wander around what they would reach if the rate fell; their mean
-over the last part of the training is closer to it. After k of its updates the mean gives the newest
+over the last part of training is closer to it. After k of its updates the mean gives the newest
 parameters the weight (TAIL + 1) / (k + TAIL), so that it is of about the last 1 / TAIL of all steps
 (Shamir and Zhang, 2013), however many there will be. Below the peak of a schedule, whose end does
 the same, newer parameters count more; where the rate is zero, they alone do.
@@ -35,8 +35,8 @@ OVERHEAD = 1.5  # of a summary, over what its arithmetic takes
 EVERY = 5  # steps from one update of the mean to the next
 TAIL = 30.0  # of the mean
 AVERAGE = "average"  # in the state of a parameter
-SURE = 3  # measurements whose gradient was that of the training, before it is taken for it
-VERIFY = 8  # and one measurement in so many that asks again
+SURE = 3  # measurements whose gradient equalled that of training, before this is assumed
+VERIFY = 8  # and every n-th measurement checks again
 
 
 def period_within(budget: float, groups: int, order: int) -> int:
@@ -248,7 +248,7 @@ class Steered(RateController):
     def _along_one(
         self, batch: Any, before: list[Tensor], u: dict[str, Tensor]
     ) -> tuple[float, float, float]:
-        """Return the same; the gradient at the end is the training's own, if it has been so far."""
+        """Return the same; the gradient at the end is that of training, if it has been so far."""
         known = self._ends.agreed >= SURE and not self._sharded
         if not known or len(self.history) % VERIFY == 0:
             return super()._along(batch, before, u)

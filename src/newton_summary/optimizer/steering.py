@@ -85,7 +85,7 @@ class Balance:
 
 @dataclass
 class EndSlopes:
-    """Slopes at the ends of steps, along the gradients that the training computes after them.
+    """Slopes at the ends of steps, along the gradients that training computes after them.
 
     They count as long as these gradients are those of the measured loss, rather than clipped, of
     another loss, or sums over several batches: where both slopes of a step are known, their sizes

@@ -28,7 +28,7 @@ SAME = 1e-5  # of a norm: what ranks may differ by in adding up the same numbers
 
 
 class Ranks:
-    """The ranks that measure together, each on data of its own.
+    """The ranks that measure together, each on its own data.
 
     Args:
         group: The process group; None for all processes. Its timeout is how long a rank waits.
@@ -213,8 +213,8 @@ class Ranks:
             self.stop(
                 "The ranks measured along different directions: their norms differ by "
                 f"{spread:.1e} of their mean. Gradients must be the same on all ranks when step() "
-                "is called: wrap the model in DistributedDataParallel, and make the last "
-                "backward() before step() outside of no_sync()."
+                "is called: wrap the model in DistributedDataParallel, and call the last "
+                "backward() before step() outside no_sync()."
             )
 
     def _send(self, numbers: Tensor) -> Tensor:

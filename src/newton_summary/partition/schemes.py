@@ -324,7 +324,7 @@ def _name_and_index(member: Any, group: str) -> tuple[str, Any]:
 def _assemble(groups: Mapping[str, Any], model: nn.Module) -> Partition:
     """Turn lists of members into labels; raise if anything is in two groups or in none.
 
-    ``...`` in the place of a list takes what the others leave.
+    ``...`` in place of a list takes what the others leave.
     """
     params, aliases = trainable(model), aliases_of(model)
     names = list(groups)

@@ -115,11 +115,11 @@ def _unknown_name(name: str, params: Params, model: nn.Module) -> str:
 
 @contextmanager
 def borrowed(optimizer: Optimizer, params: Params) -> Iterator[Callable[[Params], Params]]:
-    """Give a function from gradients to what the optimizer's next step would subtract.
+    """Yield a function from gradients to what the optimizer's next step would subtract.
 
-    Each call really takes a step, on a copy of the optimizer's state that lasts as long as this
-    context, without its hooks and schedulers, and with the parameters put back bit for bit, so
-    neither the optimizer nor the model changes.
+    Each call takes a real step, on a copy of the optimizer's state that lives as long as this
+    context, without its hooks and schedulers. The parameters are restored bit for bit, so neither
+    the optimizer nor the model changes.
 
     Raises:
         ValueError: If the optimizer lacks a parameter, or needs to evaluate the loss (LBFGS).

@@ -440,7 +440,7 @@ def _check_differentiable(params: Mapping[str, Tensor]) -> None:
         if p.is_inference():
             raise ValueError(
                 f"Parameter {name!r} was made under torch.inference_mode(), so it cannot be "
-                "differentiated. Create or load the model outside of it."
+                "differentiated. Create or load the model outside it."
             )
         if p.is_meta:
             raise ValueError(

@@ -82,7 +82,7 @@ class Journal:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Undo everything that this journal, and interrupted ones inside of it, still hold."""
+        """Undo everything that this journal, and interrupted ones inside it, still hold."""
         try:
             _end_contexts(sys.exc_info()[1])
             self._undo_all()
@@ -222,7 +222,7 @@ class ModelState:
         if plain:  # a view of a parameter moves with it
             memory = {_address(p) for p, *_ in self.params}
             plain = [x for x in plain if _address(x) not in memory]
-        # One made under inference_mode cannot be changed outside of it.
+        # One made under inference_mode cannot be changed outside it.
         self.tensors = [x for x in (*model.buffers(), *plain) if not x.is_inference()]
         self.values = [tensor.detach().clone() for tensor in self.tensors]
         self.versions = [_unsafe_preserve_version_counter(tensor) for tensor in self.tensors]
@@ -288,7 +288,7 @@ class PlainAttributes:
         self.contents = [(x, copy.copy(x)) for x in values if type(x) in _CONTAINERS]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Give the tensors among them, as far as they can be copied and set."""
+        """Yield the tensors among them that can be copied and set."""
         for saved in self.saved:
             for x in saved.values():
                 if type(x) is Tensor and x.layout is torch.strided and not x.requires_grad:

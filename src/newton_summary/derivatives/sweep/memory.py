@@ -134,7 +134,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def plan_of_sweeps(S: int, parts: int, order: int) -> list[tuple[Sequence[int], int]]:
-    """Return which groups to sweep at a time, and to which order, in so many parts.
+    """Return which groups to sweep at a time, and to which order, for a number of parts.
 
     D3 needs the derivatives of a group alone, and Hbar needs no second ones, which are half of all.
     So with two parts, all groups are swept to order 2, and then each half of them to order 3: half
@@ -150,7 +150,7 @@ def plan_of_sweeps(S: int, parts: int, order: int) -> list[tuple[Sequence[int], 
 
 
 def group_chunks(S: int, parts: int) -> Iterator[Sequence[int]]:
-    """Give sets of groups such that every pair of groups is together in one of them.
+    """Yield sets of groups such that every pair of groups is together in one of them.
 
     With n parts the groups are dealt out to 2n chunks, and every two chunks are one set: S / n
     groups at a time, n (2n - 1) times. Dealt out, since groups that are met early are carried far:

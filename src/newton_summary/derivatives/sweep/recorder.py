@@ -409,7 +409,7 @@ def apart(result: Any) -> Any:
     """Give each of several results of one operation its own edge in autograd's graph.
 
     One of them may have been computed from another, as the states of an LSTM are: its adjoint at
-    the edge inside of the operation would contain what goes through the other.
+    the edge inside the operation would contain what goes through the other.
     """
     if not isinstance(result, tuple | list) or sum(is_tracked(r) for r in result) < 2:
         return result

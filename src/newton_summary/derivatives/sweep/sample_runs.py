@@ -95,7 +95,7 @@ class Samples(Tokens):
     def follow(self, op: Op) -> bool:
         """Note where the results have their samples; False if these cannot be passed separately.
 
-        What comes from outside of the run has its samples first.
+        Values from outside the run have their samples first.
         """
         found = find_values((op.args, op.kwargs))
         given = [x for x in found if x.slot in self.places]
@@ -197,7 +197,7 @@ def samples_from(
 ) -> tuple[list[int], int, Samples]:
     """Return the run from a place, through an attention, to the next narrow place; or an empty one.
 
-    Also where it cannot go on, and the samples of its values.
+    Also where it cannot continue, and the samples of its values.
     """
     count = tape.ops[attention].out.tensor.shape[0]
     samples = Samples(count)

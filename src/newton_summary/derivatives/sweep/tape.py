@@ -415,7 +415,7 @@ def add_tangents(tangents: Sequence[Tangent]) -> Tangent:
 
 
 def parts_of(n: int, at_a_time: int) -> Iterator[slice]:
-    """Give slices that cover n."""
+    """Yield slices that cover n."""
     for start in range(0, n, at_a_time):
         yield slice(start, min(n, start + at_a_time))
 

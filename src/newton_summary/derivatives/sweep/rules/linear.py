@@ -137,7 +137,7 @@ def watch_masks(
 
 
 def may_be_mask(x: Any) -> bool:
-    """Whether an argument may be a mask; not so a tensor inside of ``torch.func``."""
+    """Whether an argument may be a mask; a tensor inside ``torch.func`` may not."""
     if type(x) is not Tensor or x.requires_grad or x.dim() < 2 or x.layout != torch.strided:
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(x):

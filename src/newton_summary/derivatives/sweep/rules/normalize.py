@@ -114,7 +114,7 @@ def _pass_probabilities(
     d: int,
     overwrite: bool,
 ) -> Tangent | None:
-    """Pass a softmax, its derivatives in the place of those of x: less memory, more of it cached.
+    """Pass a softmax, its derivatives replacing those of x: less memory, more of it cached.
 
     y1 = p c, y2 = p e and d3y[a, a, a] + 3 d2y[a, x2] = p (3 c e - 2 c^3 - ...), less its mean,
     with e = c^2 + x2 - <c^2 + x2>.
@@ -281,7 +281,7 @@ class CentredRows:
     def finish(
         self, r: Tensor, r1: Tensor, r2: Tensor | None, weight: Tensor | None, wanted: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the rows of the result, in the place of c1 and c2, and <weight c1, c1>."""
+        """Return the rows of the result, in place of c1 and c2, and <weight c1, c1>."""
         c, c1, c2 = self.c, self.c1, self.c2
         products = None if weight is None else gram(c1 * weight, c1)
         if not wanted:

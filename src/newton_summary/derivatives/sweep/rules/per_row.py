@@ -61,7 +61,7 @@ def without_vmap_fallback() -> Iterator[None]:
 
 
 def fill(tree: Any, given: dict[int, Tensor], keep_constants: bool) -> Any:
-    """Put rows in the place of values."""
+    """Replace values by rows."""
 
     def row(value: Any) -> Any:
         if not isinstance(value, Value):
