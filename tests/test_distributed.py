@@ -253,7 +253,7 @@ def test_mistakes_with_sharded_parameters(two):
     assert "over a mesh of shape (1, 2): only fully_shard over all ranks" in first["mesh"][1]
     assert "Use smaller batches" in first["microbatch"][1]
     for name in ("verify", "derivative_tensor", "taylor_terms"):
-        assert f"is sharded, and {name} takes whole models only" in first[name][1]
+        assert f"is sharded, but {name} takes whole models only" in first[name][1]
     assert "only the sweep" in first["backend"][1]
     assert "all ranks must take part" in first["alone"][1]
     assert "rank 0 has fewer" in first["batches"][1]
