@@ -197,7 +197,7 @@ def test_kept_at_the_edges():
     assert math.isnan(exchange.inverse.diagonal) and "-" in str(exchange)
     with pytest.raises(ValueError, match="no inverse"):
         inverse_kept(torch.ones(2, 2))
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(ValueError, match="non-finite entries"):
         inverse_kept(torch.tensor([[math.nan]]))
 
 
@@ -377,7 +377,7 @@ def test_coarsening_order_one_and_without_partition():
     [
         ({"a": ["0.weigth"]}, "Did you mean '0.weight'"),
         ({"a": ["0.weight"], "b": ["0.weight"]}, "listed twice, in 'a' and in 'b'"),
-        ({"0.bias": ["0.weight", "1.weight"]}, "a group '0.bias' already"),
+        ({"0.bias": ["0.weight", "1.weight"]}, "already is a group '0.bias'"),
         ({"a": []}, "'a' is empty"),
     ],
 )

@@ -112,7 +112,7 @@ def test_without_tyro_it_says_what_to_install(call, monkeypatch):
     ("args", "said"),
     [
         (["rum"], "Unknown command 'rum'. Did you mean 'run'?"),
-        (["run"], "Which recipe?"),
+        (["run"], "Missing recipe: use newton-summary run RECIPE"),
         (["run", "lenet_embeded"], "Did you mean 'lenet_embedded'"),
         (["run", "rosenbrock", "--epochs", "-3"], "epochs = -3"),
         (["run", "rosenbrock", "--device", "cuda:99"], "The device 'cuda:99' is not available"),
@@ -121,7 +121,7 @@ def test_without_tyro_it_says_what_to_install(call, monkeypatch):
         (["sweep", "rosenbrock", "--epochs", "1,2"], "--epochs takes one value"),
         (["sweep", "rosenbrock", "--jobs", "0"], "--jobs 0"),
         (["run", "lenet_embedded_sgd", "--optimizer.momentum", "-1"], "Invalid momentum"),
-        (["report"], "Which runs?"),
+        (["report"], "Missing runs: use newton-summary report DIR"),
         (["report", "nowhere"], "nowhere is not a directory"),
         (["report", "."], "There is no run in ."),
     ],
@@ -229,7 +229,9 @@ def test_run_for_scripts(call):
     assert (code, err, result["status"], result["epochs"]) == (0, "", "finished", 2)
     assert result["run_dir"] == "here"
     code, _, err = call(*args, "--optimizer.lr", "1")
-    assert code == 2 and "here holds another run: there optimizer.lr = 0.001, here 1.0" in err
+    assert (
+        code == 2 and "here contains another run: optimizer.lr is 0.001 there and 1.0 here" in err
+    )
 
 
 def test_flags_and_data_root(call, monkeypatch, tmp_path):

@@ -701,7 +701,7 @@ def test_wrong_states_are_refused():
         controller.load_state_dict(others.state_dict())
     two = [{"params": p} for p in other.parameters()]
     others = ns.RateController(torch.optim.Adam(two), other, cross_entropy)
-    with pytest.raises(ValueError, match="4 parameter groups, and this one has 1"):
+    with pytest.raises(ValueError, match="4 parameter groups, but this one has 1"):
         controller.load_state_dict(others.state_dict())
 
 
@@ -726,7 +726,7 @@ def test_two_ranks_do_what_one_process_does(way, tmp_path_factory):
 def test_mistakes_are_explained():
     model = make_net()
     adam = torch.optim.Adam(model.parameters())
-    with pytest.raises(TypeError, match="give the torch optimizer"):
+    with pytest.raises(TypeError, match="expected the torch optimizer"):
         ns.RateController(model, adam, cross_entropy)
     with pytest.raises(ValueError, match="belongs to another model"):
         ns.RateController(adam, make_net(), cross_entropy)
@@ -736,7 +736,7 @@ def test_mistakes_are_explained():
         with pytest.raises(ValueError, match=next(iter(options))):
             ns.RateController(adam, model, cross_entropy, **options)
     ns.RateController(adam, model, cross_entropy)
-    with pytest.raises(ValueError, match="has a RateController already"):
+    with pytest.raises(ValueError, match="already has a RateController"):
         ns.RateController(adam, model, cross_entropy)
 
 

@@ -418,7 +418,9 @@ def test_optimizer_that_fails_is_left_as_it_was(problem):
 def test_lbfgs_needs_a_closure(problem):
     optimizer = optim.LBFGS(problem.model.parameters())
     held = state_of(optimizer)
-    remedy = r"LBFGS cannot give a direction.*closure.*another optimizer; summarize\(.*mapping"
+    remedy = (
+        r"LBFGS cannot give a direction.*closure.*another optimizer, or pass summarize\(.*mapping"
+    )
     for measure in (
         partial(summarize, direction=optimizer),
         partial(suggest_lrs, optimizer=optimizer),
@@ -454,15 +456,21 @@ def wrong(problem, change):
 
 ERRORS = {
     "wrong name": (lambda u: u.update({"0.wieght": u["0.weight"]}), ["0.wieght", "'0.weight'"]),
-    "missing": (lambda u: u.pop("2.bias"), ["nothing for parameter '2.bias'", r"(3,)"]),
+    "missing": (lambda u: u.pop("2.bias"), ["lacks parameter '2.bias'", r"(3,)"]),
     "shape": (lambda u: u.update({"0.bias": torch.ones(5)}), ["'0.bias' has shape (5,)", "(4,)"]),
     "dtype": (
         lambda u: u.update({"0.bias": u["0.bias"].float()}),
         ["'0.bias' is torch.float32", "torch.float64", ".to("],
     ),
-    "not a tensor": (lambda u: u.update({"0.bias": None}), ["'0.bias' is NoneType", "(4,)"]),
-    "not finite": (lambda u: u["2.weight"].fill_(float("nan")), ["'2.weight'", "not finite"]),
-    "infinite": (lambda u: u["2.weight"][0].fill_(float("inf")), ["'2.weight'", "not finite"]),
+    "not a tensor": (lambda u: u.update({"0.bias": None}), ["'0.bias' has type NoneType", "(4,)"]),
+    "not finite": (
+        lambda u: u["2.weight"].fill_(float("nan")),
+        ["'2.weight'", "non-finite entries"],
+    ),
+    "infinite": (
+        lambda u: u["2.weight"][0].fill_(float("inf")),
+        ["'2.weight'", "non-finite entries"],
+    ),
 }
 
 

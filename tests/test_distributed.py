@@ -251,11 +251,11 @@ def test_mistakes_with_sharded_parameters(two):
     first, second = (rank["sharded"]["errors"] for rank in two)
     assert first == second
     assert "over a mesh of shape (1, 2): only fully_shard over all ranks" in first["mesh"][1]
-    assert "Give smaller batches" in first["microbatch"][1]
+    assert "Use smaller batches" in first["microbatch"][1]
     for name in ("verify", "derivative_tensor", "taylor_terms"):
-        assert f"is sharded, and {name} takes whole models only" in first[name][1]
+        assert f"is sharded, but {name} takes whole models only" in first[name][1]
     assert "only the sweep" in first["backend"][1]
-    assert "all ranks have to take part" in first["alone"][1]
+    assert "all ranks must take part" in first["alone"][1]
     assert "rank 0 has fewer" in first["batches"][1]
 
 
@@ -272,7 +272,7 @@ def test_mistakes_with_sharded_parameters(two):
         ("curvature", "OSError: the disk is gone"),
         ("empty curvature", "The curvature loader is empty"),
         ("refresh", "KeyError: 'no such label'"),
-        ("argument", "order=4: write 1, 2 or 3"),
+        ("argument", "order=4: expected 1, 2 or 3"),
     ],
 )
 def test_a_rank_that_fails_stops_all_and_is_named(two, name, text):
@@ -293,7 +293,10 @@ def test_a_rank_that_fails_stops_all_and_is_named(two, name, text):
         ("swallowed", "KeyError: 'no such label'"),
         ("backward", "KeyError: 'no way back'"),
         ("backward along u", "LookupError: backward"),
-        ("in the sweep", "'linear' is called in a way that its rule does not know: in the sweep"),
+        (
+            "in the sweep",
+            "'linear' is called in a way that its rule does not support: in the sweep",
+        ),
         ("at the end", "LookupError: at the end"),
         ("second batch", "OSError: the disk is gone"),
         ("not finite", "The loss is nan"),
@@ -315,7 +318,7 @@ def test_ranks_on_different_paths_through_a_sharded_model(two):
         errors = rank["sharded"]["failed"]["errors"]
         kind, message, _ = errors["other path"]
         assert kind == "RankError"
-        assert "rank 0 has reached the gathering of 2.weight, (5,), and rank 1 the" in message
+        assert "rank 0 has reached the gathering of 2.weight, (5,), but rank 1 the" in message
         assert "order is 2 on rank 0 and 3 on rank 1" in errors["order"][1]
         assert abs(float(rank["sharded"]["failed"]["and then"]) - expected_loss()) < 1e-12
 
@@ -374,7 +377,9 @@ def test_groups_of_processes(two):
     for number, rank in enumerate(two):
         own, (kind, message, _) = rank["failed"]["subgroups"]
         assert own == 12
-        assert kind == "ValueError" and f"this process, rank {number}, does not belong" in message
+        assert (
+            kind == "ValueError" and f"process group that rank {number} does not belong" in message
+        )
 
 
 @pytest.mark.parametrize("name", ["nan", "nan along u"])
@@ -433,7 +438,9 @@ def test_a_rank_that_dies_ends_the_others(two):
 
 def test_wrong_values_of_distributed():
     net = nn.Linear(4, 3).double()
-    with pytest.raises(ValueError, match="'always': write 'auto', True, False, or a process group"):
+    with pytest.raises(
+        ValueError, match="'always': expected 'auto', True, False, or a process group"
+    ):
         ns.summarize(net, loss_fn, draw(1), distributed="always")
     with pytest.raises(ValueError, match="no process group is initialised"):
         ns.summarize(net, loss_fn, draw(1), distributed=True)

@@ -233,7 +233,7 @@ def test_only_run_is_for_torchrun(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert cli.main(["list"]) == 2
-    assert "torchrun can start `newton-summary run` only" in capsys.readouterr().err
+    assert "torchrun can only start `newton-summary run`" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "1")
     assert cli.main(["list"]) == 2
     assert capsys.readouterr().err == ""  # the first process speaks

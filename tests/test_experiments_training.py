@@ -170,7 +170,7 @@ def test_ntk_parameterisation_computes_the_same(tmp_path):
         ({"batch_size": 0}, "batch_size = 0"),
         ({"dtype": "float8"}, "dtype = 'float8'"),
         ({"device": "cuda:77"}, "The device 'cuda:77' is not available"),
-        ({"device": "abacus"}, "The device 'abacus' is not available: write cpu, cuda"),
+        ({"device": "abacus"}, "The device 'abacus' is not available: use cpu, cuda"),
         ({"device": "meta"}, "The device 'meta' is not available"),
         ({"optimizer": AdamConfig(lr=math.nan)}, "optimizer.lr = nan"),
         ({"optimizer": NewtonSummaryConfig(partition="blocks-9")}, "partition = 'blocks-9'"),
@@ -264,9 +264,11 @@ def test_real_kill(tmp_path):
 
 def test_directory_of_another_configuration_is_refused(tmp_path):
     train(tiny(), tmp_path)
-    with pytest.raises(UserError, match=r"holds another run: there optimizer\.lr = 0\.001, here"):
+    with pytest.raises(UserError, match=r"contains another run: optimizer\.lr is 0\.001 there and"):
         train(tiny(AdamConfig(lr=0.1)), tmp_path)
-    with pytest.raises(UserError, match=r"there optimizer\.name = adam, here sgd|optimizer\.beta1"):
+    with pytest.raises(
+        UserError, match=r"optimizer\.name is adam there and sgd here|optimizer\.beta1"
+    ):
         train(tiny(SGDConfig(lr=1e-3)), tmp_path)
 
 

@@ -200,7 +200,7 @@ def test_a_loss_that_is_finite_but_for_the_sweep(monkeypatch):
     problem = PROBLEMS["mlp_cross_entropy"]()
     actual, said = measured(*vars(problem).values())
     assert actual.backend == "nested"
-    assert "the loss is nan, where evaluated plainly it is" in said[0]
+    assert "the loss is nan, but evaluated directly it is" in said[0]
 
 
 def test_derivatives_that_no_backend_finds_are_warned_about():

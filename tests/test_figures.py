@@ -81,7 +81,7 @@ def test_heatmap_of_a_block():
     with pytest.raises(ValueError, match="no partition"):
         figures.heatmap(replace(summary, partition=None), block="bias-bias")
     alone = Summary(torch.ones(1), torch.eye(1), partition=make_partition(nn.Linear(1, 1, False)))
-    assert "No group" in texts(figures.heatmap(alone, block="bias-bias"))
+    assert "There are no groups in the block" in texts(figures.heatmap(alone, block="bias-bias"))
 
 
 def test_entries_that_are_not_finite_are_hatched():

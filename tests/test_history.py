@@ -84,13 +84,13 @@ def test_state_is_not_changed_by_what_comes_later():
 def test_wrong_files_and_groups_are_said(tmp_path):
     made, summary, rates = history()
     summary.save(tmp_path / "s.pt")
-    with pytest.raises(ValueError, match="holds no history"):
+    with pytest.raises(ValueError, match="is not a history file"):
         History.load(tmp_path / "s.pt")
     other = Summary(summary.gbar, summary.Hbar, summary.D3)
     with pytest.raises(ValueError, match="'weight' and '0'"):
         made.add(2, other, rates)
     trivial = Summary(torch.ones(1), torch.eye(1), torch.ones(1))
-    with pytest.raises(ValueError, match="there are 2 and 1 of them"):
+    with pytest.raises(ValueError, match="2 groups and 1"):
         made.add(2, trivial, learning_rates(trivial))
     with pytest.raises(ValueError, match="1 learning rates, but the summary has 2"):
         made.add(2, summary, learning_rates(trivial))

@@ -253,13 +253,13 @@ def test_mistakes_in_the_file(call, source, words):
     ("args", "words"),
     [
         (["absent.py:build"], "no file absent.py"),
-        ([], "Which model?"),
-        (["net.py", "other.py"], "one at a time"),
+        ([], "Expected one model: use"),
+        (["net.py", "other.py"], "Expected one model: use newton-summary inspect"),
         (["net.py", "--partition", "canonicle"], "canonical"),
         (["net.py", "--max-batches", "0"], "--max-batches 0"),
         (["net.py", "--device", "abacus"], "'abacus' is not available"),
         (["net.py", "--lambda-int", "-1"], "--lambda-int -1"),
-        (["net.py", "--order", "2", "--lambda-int", "1"], "write --order 3"),
+        (["net.py", "--order", "2", "--lambda-int", "1"], "use --order 3"),
         (["net.py", "--out", "net.py/page.html"], "cannot be written"),
     ],
 )

@@ -469,7 +469,7 @@ def test_steering_needs_one_optimizer(tmp_path):
 
     module = Two()
     module.automatic_optimization = False
-    with pytest.raises(ValueError, match=r"adjust=True steers one optimizer.*Two has 2"):
+    with pytest.raises(ValueError, match=r"adjust=True needs one optimizer.*Two has 2"):
         fit(module, tmp_path, [quick(adjust=True)])
 
 

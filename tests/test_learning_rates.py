@@ -432,7 +432,7 @@ def test_no_cubic_term_at_all_is_newton(lambda_int):
     ],
 )
 def test_no_minimum(g, H, D3, escaping):
-    """The model falls without end along groups without cubic term: nan, not ok, and named."""
+    """The model is unbounded below along groups without a cubic term: nan, not ok, and named."""
     rates = learning_rates(summary_of(g, H, D3), 1.0)
     assert rates.status == "no-minimum"
     assert not rates.ok
@@ -782,14 +782,16 @@ def test_table():
 
 @pytest.mark.parametrize("lambda_int", [-1.0, math.nan, math.inf])
 def test_wrong_lambda_int(lambda_int):
-    with pytest.raises(ValueError, match=f"lambda_int={lambda_int}: write a finite number"):
+    with pytest.raises(ValueError, match=f"lambda_int={lambda_int}: expected a finite number"):
         learning_rates(summary_of([1], [[1]], [1]), lambda_int)
 
 
 def test_missing_derivatives():
     with pytest.raises(ValueError, match=r"lambda_int=2 needs: measure it with order=3, or use"):
         learning_rates(summary_of([1], [[1]], None), 2)
-    with pytest.raises(ValueError, match="need Hbar: measure the summary with order=2"):
+    with pytest.raises(
+        ValueError, match="learning_rates needs Hbar: measure the summary with order=2"
+    ):
         learning_rates(Summary(gbar=torch.ones(1)), 0)
 
 

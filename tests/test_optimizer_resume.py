@@ -183,10 +183,10 @@ def test_a_checkpoint_of_something_else_is_refused():
     model, opt = trained()
     with pytest.raises(ValueError, match="another optimizer"):
         opt.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())
-    with pytest.raises(ValueError, match="Make the same partition"):
+    with pytest.raises(ValueError, match="Use the same partition"):
         make_optimizer(make_net(), partition="trivial").load_state_dict(opt.state_dict())
     adam = torch.optim.Adam(model.parameters())
-    with pytest.raises(ValueError, match=r"with direction=\.\.\., and that of the checkpoint"):
+    with pytest.raises(ValueError, match=r"with direction=\.\.\., that of the checkpoint"):
         make_optimizer(model, direction=adam).load_state_dict(opt.state_dict())
     with pytest.raises(ValueError, match="curvature"):
         make_optimizer(model, curvature=None).load_state_dict(opt.state_dict())
@@ -419,7 +419,7 @@ def test_one_batch_a_list_and_an_iterator():
     ] * 6
     data = CurvatureData(iter(CURVATURE))
     assert take(data, 5)[4][0] is CURVATURE[4][0]
-    with pytest.raises(ValueError, match="cannot start over"):
+    with pytest.raises(ValueError, match="cannot be restarted"):
         data.next_batch()
 
 
@@ -456,7 +456,7 @@ def test_empty_loaders_are_told():
         CurvatureData(Sometimes(0)).next_batch()
     data = CurvatureData(Sometimes(1))
     take(data, 2)
-    with pytest.raises(ValueError, match="started over"):
+    with pytest.raises(ValueError, match="was restarted"):
         data.next_batch()
 
 

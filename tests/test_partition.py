@@ -638,10 +638,13 @@ def test_every_mistake_names_the_culprit_and_says_what_to_write(kind):
 
 
 TYPES = {
-    "number": (3, ["3 does not describe a partition", "'canonical'"]),
-    "list of names": (names(deep_mlp(2)), ["Group 0 is '0.weight'", "lists of parameter names"]),
+    "number": (3, ["3 is not a partition: use a name", "'canonical'"]),
+    "list of names": (
+        names(deep_mlp(2)),
+        ["Group 0 is '0.weight'", "expected a list of parameter names"],
+    ),
     "number for a group": ({"a": 3}, ["Group 'a' is 3", "regular expression"]),
-    "number for a name": ({0: "weight", 1: ...}, ["Group names are strings, not 0"]),
+    "number for a name": ({0: "weight", 1: ...}, ["Group names must be strings, not 0"]),
     "slice for a name": ({"a": ["0.weight", slice(2)], "b": ...}, ["Group 'a'", "(name, index)"]),
     "triple": ({"a": [("0.weight", 1, 2)], "b": ...}, ["Group 'a'", "(name, index)"]),
 }

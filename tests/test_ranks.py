@@ -185,7 +185,7 @@ def test_a_reason_that_a_loss_catches_is_raised_at_the_end(two, swallowed):
 
     for error in two.run(work):
         assert isinstance(error, RankError)
-        assert "rank 0 has reached here, and rank 1 there" in str(error)
+        assert "rank 0 has reached here, but rank 1 there" in str(error)
 
 
 def test_objects_are_gathered_in_order_where_all_meet(two):
@@ -224,7 +224,7 @@ def test_who_measures_together():
     ranks = find_ranks("auto", CPU, sharded=True)
     assert isinstance(ranks, Ranks) and ranks.count == 2
     assert find_ranks(ranks, CPU, sharded=False) is ranks
-    with pytest.raises(ValueError, match="the model is sharded: all ranks have to take part"):
+    with pytest.raises(ValueError, match="the model is sharded, so all ranks must take part"):
         find_ranks(False, CPU, sharded=True)
 
 
@@ -240,7 +240,7 @@ def test_a_group_of_others(two):
 
     for number, error in enumerate(two.run(work)):
         assert isinstance(error, ValueError)
-        assert f"this process, rank {number}, does not belong to" in str(error)
+        assert f"process group that rank {number} does not belong to" in str(error)
 
 
 @pytest.mark.parametrize(("kinds", "where"), [(["cpu", "cuda"], "cpu"), (["cuda"], "meta")])

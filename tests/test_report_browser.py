@@ -231,9 +231,7 @@ def test_what_is_not_finite_is_shown_as_such(show):
     ground = page.locator("#heatmaps .bglayer .bg").first
     assert "hatch" in ground.evaluate("node => getComputedStyle(node).fill")
     note = page.locator("#heatmaps .panel").nth(1).locator(".note")
-    assert note.text_content() == (
-        "No inverse: Hbar has entries that are not finite, so it has no inverse."
-    )
+    assert note.text_content() == ("No inverse: Hbar has non-finite entries, so it has no inverse.")
     assert column(page, "Rate η") == ["nan"] * 3
 
 

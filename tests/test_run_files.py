@@ -233,7 +233,7 @@ def test_the_state_before_has_no_summaries_of_the_one_after(tmp_path):
     writer.close()
     assert len(Run.load(tmp_path).summaries()) == 1
     (tmp_path / "metrics.jsonl").unlink()
-    with pytest.warns(UserWarning, match="The state before the last write is used"):
+    with pytest.warns(UserWarning, match="Using the state before the last write"):
         files = RunFiles(tmp_path)
     assert [len(read_rows(files)), read_summaries(files)] == [1, []]
 
@@ -553,7 +553,7 @@ def test_errors_of_writing_name_the_file(tmp_path):
     with pytest.raises(UserError, match="folder cannot be written: Is a directory"):
         history.save(tmp_path / "folder")
     for name, reason in (
-        ("a\0b.html", "there is a NUL"),
+        ("a\0b.html", "its name contains a NUL"),
         (300 * "a" + ".html", "File name too long"),
     ):
         for write in (history.save, partial(report, history)):

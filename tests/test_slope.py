@@ -106,5 +106,5 @@ def test_a_loss_that_changes_parameters_is_found_out_at_first():
         model[0].weight.data.mul_(0.9)
         return loss_fn(model, batch)
 
-    with pytest.raises(ValueError, match="A loss only reads parameters"):
+    with pytest.raises(ValueError, match="A loss may only read parameters"):
         measured(model, batches, u, shrinking)

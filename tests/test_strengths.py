@@ -155,7 +155,7 @@ def test_direction_diagonal_and_groups_reach_the_steps():
 
 def test_wrong_use_is_told():
     model, batch = problem()
-    with pytest.raises(TypeError, match="not NoneType: measure one first"):
+    with pytest.raises(TypeError, match="not NoneType: measure one with summarize"):
         suggest_lambda_int(model, loss_fn, batch, None)
     for order in (1, 2):
         lower = summarize(model, loss_fn, batch, order=order)

@@ -1048,9 +1048,9 @@ def test_unpooling_twice_to_one_place_falls_back() -> None:
         y, places = F.max_pool1d(model.a(x)[:, None], 3, 1, return_indices=True)
         return F.max_unpool1d(y, torch.zeros_like(places), 3, 1).square().sum()
 
-    with pytest.raises(CannotDifferentiate, match="two entries at one place"):
+    with pytest.raises(CannotDifferentiate, match="two entries in one place"):
         measure(net(), loss, batch())
-    with pytest.warns(UserWarning, match="two entries at one place"):
+    with pytest.warns(UserWarning, match="two entries in one place"):
         actual = measure(net(), loss, batch(), "auto")
     assert actual.backend != "sweep" and actual.approximate
 

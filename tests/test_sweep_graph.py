@@ -161,7 +161,7 @@ def test_parameters_on_another_device_than_the_current_one(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     params = {"weight": SimpleNamespace(device=torch.device("cuda:1"))}
     partition: Any = SimpleNamespace(params=params, labels={"weight": 0})
-    with pytest.raises(CannotCapture, match="on cuda:1 and the current device is cuda:0"):
+    with pytest.raises(CannotCapture, match="on cuda:1 but the current device is cuda:0"):
         SweepGraphs._check(partition)
 
 
@@ -203,8 +203,8 @@ def exponential(model: nn.Module, batch: Any) -> Tensor:
         ({}, "parameters are on cpu"),
         ({"microbatch": 2}, "microbatch=2"),
         ({"backend": "nested"}, "backend='nested'"),
-        ({"curvature": None}, r"closure .* give curvature=\(loss_fn, loader\)"),
-        ({"curvature": None, "loss_fn": exponential}, r"step\(batch\) .* give curvature="),
+        ({"curvature": None}, r"closure .* pass curvature=\(loss_fn, loader\)"),
+        ({"curvature": None, "loss_fn": exponential}, r"step\(batch\) .* pass curvature="),
     ],
 )
 def test_the_optimizer_says_why_nothing_is_captured(options: Any, reason: str) -> None:
@@ -397,16 +397,16 @@ def test_a_replay_raises_what_a_measurement_does(eager: None) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"stderr": True, "data": "several"}, "one batch, as a whole and in one process"),
-        ({"data": "several"}, "one batch"),
-        ({"data": "iterator"}, "one batch"),
-        ({"microbatch": 2}, "one batch, as a whole"),
-        ({"order": 1}, "the given order"),
-        ({"backend": "nested"}, "the given backend"),
-        ({"stack_limit": "1GB"}, "the given stack_limit"),
-        ({"num_samples": 7}, "the given num_samples"),
-        ({"progress": lambda done, total: None}, "the given progress"),
-        ({"direction": "optimizer"}, "the given direction"),
+        ({"stderr": True, "data": "several"}, "only one whole batch in one process"),
+        ({"data": "several"}, "one whole batch"),
+        ({"data": "iterator"}, "one whole batch"),
+        ({"microbatch": 2}, "only one whole batch"),
+        ({"order": 1}, "cannot be combined with order"),
+        ({"backend": "nested"}, "cannot be combined with backend"),
+        ({"stack_limit": "1GB"}, "cannot be combined with stack_limit"),
+        ({"num_samples": 7}, "cannot be combined with num_samples"),
+        ({"progress": lambda done, total: None}, "cannot be combined with progress"),
+        ({"direction": "optimizer"}, "cannot be combined with direction"),
     ],
 )
 def test_what_is_not_replayed_is_measured_with_a_warning(

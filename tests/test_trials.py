@@ -120,7 +120,7 @@ def test_a_summary_from_a_file_and_one_without_a_partition(tmp_path):
     with pytest.raises(ValueError, match="no partition"):
         step_trials(model, cross_entropy, data, bare)
     assert step_trials(model, cross_entropy, data, bare, partition="canonical") == expected
-    with pytest.raises(ValueError, match="1 groups, the summary 4"):
+    with pytest.raises(ValueError, match="1 groups, but the summary has 4"):
         step_trials(model, cross_entropy, data, bare, partition="trivial")
     with pytest.raises(ValueError, match="groups of the partition differ"):
         step_trials(model, cross_entropy, data, summary, partition="trivial")
@@ -169,16 +169,16 @@ def test_what_cannot_be_tried():
     assert step_trials(model, cross_entropy, data, summary, nan) == ()
     with pytest.raises(ValueError, match=r"shape \(3,\), but the summary has 4 groups"):
         step_trials(model, cross_entropy, data, summary, nan[:3])
-    with pytest.raises(ValueError, match="contains nan: write finite numbers"):
+    with pytest.raises(ValueError, match="contains nan: expected finite numbers"):
         step_trials(model, cross_entropy, data, summary, fractions=(math.nan,))
     with pytest.raises(ValueError, match="no Hbar"):
         step_trials(model, cross_entropy, data, summarize(model, cross_entropy, data, order=1))
     second = summarize(model, cross_entropy, data, order=2)
     assert len(step_trials(model, cross_entropy, data, second)) == 3  # by Newton's step
-    with pytest.warns(UserWarning, match="to different functions") as told:
+    with pytest.warns(UserWarning, match="are those of different functions") as told:
         step_trials(model, squared_error_of_labels, data, summary)
     assert told[0].filename == __file__  # the caller's line
-    with pytest.raises(TypeError, match="not NoneType: measure one first"):
+    with pytest.raises(TypeError, match="not NoneType: measure one with summarize"):
         step_trials(model, cross_entropy, data, None)
 
 

@@ -41,30 +41,33 @@ WRONG = {
     ),
     "loss as the paper's lr": (
         lambda: ns.NewtonSummary.paper(ns.make_partition(NET), loss_fn, [BATCH]),
-        r"is lr\. Loss and data .* curvature=\(loss_fn, batches\)",
+        r"is lr\. Pass loss and data .* curvature=\(loss_fn, batches\)",
     ),
     "lambda word": (
         lambda: ns.learning_rates(SUMMARY, "auto"),
         "tries steps, which needs the model",
     ),
-    "lambda other": (lambda: ns.learning_rates(SUMMARY, "x"), "lambda_int='x': write a finite"),
-    "lambda vector": (lambda: ns.learning_rates(SUMMARY, torch.ones(2)), "write a finite number"),
-    "lambda below": (lambda: ns.learning_rates(SUMMARY, -1), "lambda_int=-1: write a finite"),
+    "lambda other": (lambda: ns.learning_rates(SUMMARY, "x"), "lambda_int='x': expected a finite"),
+    "lambda vector": (
+        lambda: ns.learning_rates(SUMMARY, torch.ones(2)),
+        ": expected a finite number",
+    ),
+    "lambda below": (lambda: ns.learning_rates(SUMMARY, -1), "lambda_int=-1: expected a finite"),
     "advice lambda": (
         lambda: ns.suggest_lrs(NET, never, BATCH, SGD, lambda_int="x"),
-        "lambda_int='x': write a finite number, 0 or more",
+        "lambda_int='x': expected a finite number, 0 or more",
     ),
     "advice lambda below": (
         lambda: ns.suggest_lrs(NET, never, BATCH, SGD, lambda_int=-1),
-        "lambda_int=-1: write a finite number, 0 or more",
+        "lambda_int=-1: expected a finite number, 0 or more",
     ),
     "advice fraction": (
         lambda: ns.suggest_lrs(NET, never, BATCH, SGD, fraction="a"),
-        r"fraction='a': fraction is in \(0, 1\]",
+        r"fraction='a': expected fraction in \(0, 1\]",
     ),
     "advice change": (
         lambda: ns.suggest_lrs(NET, never, BATCH, SGD, max_change=float("inf")),
-        "max_change=inf: fraction",
+        "max_change=inf: expected fraction",
     ),
     "advice option": (
         lambda: ns.suggest_lrs(NET, never, BATCH, SGD, microbatches=2),
@@ -74,33 +77,39 @@ WRONG = {
         lambda: ns.suggest_lrs(NET, never, BATCH, SGD, rehersal=False),
         "suggest_lrs has no argument 'rehersal'. Did you mean 'rehearsal'",
     ),
-    "rates word": (lambda: ns.step_trials(*TRIED, "x"), "of type str: pass what learning_rates"),
+    "rates word": (
+        lambda: ns.step_trials(*TRIED, "x"),
+        "rates has type str: expected what learning_rates",
+    ),
     "one fraction": (
         lambda: ns.step_trials(*TRIED, fractions=0.5),
-        "fractions=0.5: write a list of numbers",
+        "fractions=0.5: expected a list of numbers",
     ),
     "fractions of words": (
         lambda: ns.step_trials(*TRIED, fractions=["a"]),
-        r"fractions=\['a'\]: write a list of numbers",
+        r"fractions=\['a'\]: expected a list of numbers",
     ),
     "one strength": (
         lambda: ns.suggest_lambda_int(*TRIED, strengths=10),
-        "strengths=10: write a list of numbers",
+        "strengths=10: expected a list of numbers",
     ),
-    "eta list": (lambda: SUMMARY.predicted_change([1, 2]), r"type list: .*shape \(2,\).*\.eta"),
+    "eta list": (lambda: SUMMARY.predicted_change([1, 2]), r"has type list: .*shape \(2,\).*\.eta"),
     "eta rates": (lambda: SUMMARY.predicted_change(RATES), r"LearningRates: .*\(summary\)\.eta"),
-    "history rates": (lambda: History().add(0, SUMMARY, None), "NoneType: pass learning_rates"),
-    "report path": (lambda: ns.report(SUMMARY, None), r"NoneType: write report\(what, path\)"),
-    "report turned": (lambda: ns.report("page.html", SUMMARY), "path is of type Summary"),
+    "history rates": (
+        lambda: History().add(0, SUMMARY, None),
+        "has type NoneType: pass learning_rates",
+    ),
+    "report path": (lambda: ns.report(SUMMARY, None), r"NoneType: use report\(what, path\)"),
+    "report turned": (lambda: ns.report("page.html", SUMMARY), "path has type Summary"),
     "report nothing": (lambda: ns.report("no/where", "page.html"), "no.where does not exist: pass"),
-    "pairs count": (lambda: analysis.strongest_pairs(SUMMARY, "3"), "count='3': write a number"),
+    "pairs count": (lambda: analysis.strongest_pairs(SUMMARY, "3"), "count='3': expected a number"),
     "coarsen none": (lambda: analysis.coarsen(None, {}), "needs a Summary, not NoneType"),
     "coarsen list": (lambda: analysis.coarsen(SUMMARY, ["a"]), "{'both': .*'weight', 'bias'"),
     "smooth history": (lambda: analysis.smooth(History(), [1]), r"history\.rates, history\.epochs"),
     "heat map": (lambda: figures.heatmap(None), "heatmap needs a Summary.*NoneType"),
-    "rates": (lambda: figures.rates(SUMMARY), r"rates draws a History.*Summary.*History\.of"),
-    "curves": (lambda: figures.curves(SUMMARY), "curves draws a History.*of type Summary"),
-    "changes": (lambda: figures.predicted_change(RATES), "draws a History.*of type LearningRates"),
+    "rates": (lambda: figures.rates(SUMMARY), r"rates needs a History, not Summary.*History\.of"),
+    "curves": (lambda: figures.curves(SUMMARY), "curves needs a History, not Summary"),
+    "changes": (lambda: figures.predicted_change(RATES), "needs a History, not LearningRates"),
 }
 
 
@@ -146,15 +155,15 @@ OURS = interrupts.loss_fn
 MEASURED = {
     "no samples": (lambda p: ns.summarize(p.model, OURS, empty(p.batch)), "Batch 0 has no samples"),
     "no batch": (lambda p: ns.summarize(p.model, OURS, []), "The data is empty"),
-    "no data": (lambda p: ns.summarize(p.model, OURS, None), "The data is None"),
+    "no data": (lambda p: ns.summarize(p.model, OURS, None), "data=None, and loss_fn failed"),
     "arrays": (lambda p: ns.summarize(p.model, OURS, as_numpy(p.batch)), "holds numpy arrays"),
-    "order": (lambda p: p.measure(order=4), "order=4: write 1, 2 or 3"),
+    "order": (lambda p: p.measure(order=4), "order=4: expected 1, 2 or 3"),
     "backend": (lambda p: p.measure(backend="swep"), "Did you mean 'sweep'"),
-    "microbatch": (lambda p: p.measure(microbatch=0), "microbatch=0: write a number of samples"),
-    "microbatch true": (lambda p: p.measure(microbatch=True), "microbatch=True: write a number"),
+    "microbatch": (lambda p: p.measure(microbatch=0), "microbatch=0: expected a number of samples"),
+    "microbatch true": (lambda p: p.measure(microbatch=True), "microbatch=True: expected a number"),
     "microbatch of steps": (
         lambda p: ns.NewtonSummary(p.groups, OURS, microbatch=0),
-        "microbatch=0: write a number of samples",
+        "microbatch=0: expected a number of samples",
     ),
     "direction": (lambda p: p.measure(direction="grad"), "Unknown direction 'grad'"),
     "NewtonSummary as direction": (
@@ -163,13 +172,13 @@ MEASURED = {
     ),
     "NewtonSummary advised": (
         lambda p: ns.suggest_lrs(p.model, OURS, p.batch, ns.NewtonSummary(p.groups, OURS)),
-        "NewtonSummary finds its rates itself: pass an optimizer whose lr",
+        "NewtonSummary finds its own rates: pass an optimizer whose lr",
     ),
     "samples": (
         lambda p: ns.summarize(p.model, OURS, p.batch, num_samples=-1),
-        "num_samples=-1: write a whole number",
+        "num_samples=-1: expected a whole number",
     ),
-    "ranks": (lambda p: p.measure(distributed="yes"), "distributed='yes': write 'auto'"),
+    "ranks": (lambda p: p.measure(distributed="yes"), "distributed='yes': expected 'auto'"),
     "stack": (lambda p: p.measure(stack_limit="much"), "stack_limit='much'"),
     "meta": (
         lambda p: ns.summarize(nn.Linear(3, 2, device="meta"), OURS, p.batch),
@@ -177,9 +186,9 @@ MEASURED = {
     ),
     "not a model": (
         lambda p: ns.summarize(OURS, p.model, p.batch),
-        "The model is of type function",
+        "model has type function",
     ),
-    "not a loss": (lambda p: ns.summarize(p.model, None, p.batch), "loss_fn is of type NoneType"),
+    "not a loss": (lambda p: ns.summarize(p.model, None, p.batch), "loss_fn has type NoneType"),
     **{
         f"loss {kind}": (
             lambda p, kind=kind: ns.summarize(p.model, wrong_losses(kind), p.batch),
@@ -189,14 +198,14 @@ MEASURED = {
             "raises": "of the user's own",
             "moves": "changed parameter 'a.weight' in place",
             "nan": "The loss is nan",
-            "float": "returned float: return a tensor",
+            "float": "returned float: expected the loss as a tensor",
             "two": r"a tensor of shape \(2,\)",
             "detached": "does not depend on the parameters",
         }.items()
     },
     "tensor order": (
         lambda p: ns.derivative_tensor(p.model, OURS, p.batch, order=0),
-        "order=0: write a whole number",
+        "order=0: expected a whole number",
     ),
     "tensor too large": (
         lambda p: ns.derivative_tensor(p.model, OURS, p.batch, partition="discrete", order=12),

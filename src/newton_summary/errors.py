@@ -52,7 +52,7 @@ class NotFiniteError(NewtonSummaryError, ValueError):
 
 
 class CoupledSamplesError(NewtonSummaryError, ValueError):
-    """A batch was to be split although the loss depends on it as a whole.
+    """``microbatch`` was given, but the loss depends on the batch as a whole.
 
     >>> import torch
     >>> from newton_summary import summarize
@@ -69,7 +69,7 @@ class CoupledSamplesError(NewtonSummaryError, ValueError):
     def __init__(self) -> None:
         super().__init__(
             "The model has a batch norm in training mode, so its loss is a function of the whole "
-            "batch, and splitting the batch would change it. Leave microbatch=None, or call "
+            "batch and would change if the batch were split. Use microbatch=None, or call "
             "model.eval() to use the running statistics."
         )
 
@@ -94,14 +94,14 @@ class UserError(NewtonSummaryError):
     'CannotWriteError'
 
     Attributes:
-        rank: The process that it happened on, where several train together.
+        rank: The process it happened on, where several train together.
     """
 
     rank: int | None = None
 
 
 class SharedError(UserError):
-    """A mistake on one of several processes, which all of them know; the first reports it."""
+    """A mistake on one of several processes, known to all of them; the first reports it."""
 
 
 class CannotWriteError(UserError, OSError):
@@ -118,7 +118,7 @@ class CannotWriteError(UserError, OSError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether there is no memory left, on a device or in the machine: no other way has more."""
+    """Whether memory ran out, on a device or in the machine: other backends would have no more."""
     import torch
 
     by_type = isinstance(error, MemoryError | torch.OutOfMemoryError)

@@ -1,6 +1,6 @@
-"""Measurements of a model over its training: summaries, curves, and how they were made.
+"""Measurements of a model during training: summaries, curves, and how they were made.
 
-Everything that shows a training (figures, the report, callbacks) takes a :class:`History`. A single
+What shows a training run (figures, the report, callbacks) takes a :class:`History`. A single
 measurement is a history with one entry.
 """
 
@@ -41,7 +41,7 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A summary after some epochs (0: before the training), and its learning rates.
+    """A summary after some epochs (0: before training), and its learning rates.
 
     >>> summary = Summary(gbar=torch.tensor([2.0]), Hbar=torch.tensor([[4.0]]))
     >>> (measured,) = History.of(summary, lambda_int=0).measured
@@ -82,9 +82,9 @@ class Measured:
         given = {name: value for name, value in state.items() if name in known}
         made = cls(**{**given, "summary": summary, "trials": trials})
         if not (type(made.epoch) in (int, float) and 0 <= made.epoch < math.inf):
-            raise ValueError(f"A measurement is of epoch {made.epoch!r}.")
+            raise ValueError(f"A measurement has epoch {made.epoch!r}.")
         if made.kind not in get_args(Kind) or not isinstance(made.status, str):
-            raise ValueError(f"A measurement is of kind {made.kind!r}, status {made.status!r}.")
+            raise ValueError(f"A measurement has kind {made.kind!r} and status {made.status!r}.")
         for rates in (made.eta, *(() if made.eta_stderr is None else (made.eta_stderr,))):
             fits = isinstance(rates, Tensor) and rates.shape == summary.gbar.shape
             if not fits or not rates.is_floating_point():
@@ -94,7 +94,7 @@ class Measured:
 
 @dataclass
 class History(ShownAsTable):
-    """Measurements over a training, in order, with its curves.
+    """The measurements of a training run, in order, with its curves.
 
     >>> history = History("MLP, SGD")
     >>> for epoch, curvature in enumerate((4.0, 2.0, 1.0)):
@@ -134,20 +134,17 @@ class History(ShownAsTable):
         kind: Kind = "full",
         trials: Sequence[Trial] = (),
     ) -> None:
-        """Append a measurement; all in a history have the same groups."""
+        """Append a measurement; all measurements of a history have the same groups."""
         if self.measured and self.names != summary.names:
             raise ValueError(
-                f"The history {self.name!r} has the groups of another partition: "
+                f"The history {self.name!r} has groups of another partition: "
                 f"{_differing(self.names, summary.names)}. Start a new history."
             )
         if not isinstance(rates, LearningRates):
-            raise TypeError(
-                f"The rates are of type {type(rates).__name__}: pass learning_rates(summary)."
-            )
+            raise TypeError(f"rates has type {type(rates).__name__}: pass learning_rates(summary).")
         if len(rates.eta) != len(summary):
             raise ValueError(
-                f"There are {len(rates.eta)} learning rates, but the summary has {len(summary)} "
-                f"groups."
+                f"Got {len(rates.eta)} learning rates, but the summary has {len(summary)} groups."
             )
         if not trials and not math.isnan(rates.real_change):
             trials = [Trial(1.0, rates.model_change, rates.real_change)]

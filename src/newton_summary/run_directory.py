@@ -1,4 +1,4 @@
-"""Read a run directory: what ``newton-summary run`` writes, and all that a report needs.
+"""Read a run directory: what ``newton-summary run`` writes, and everything a report needs.
 
 config.json       the whole configuration
 metrics.jsonl     one line per epoch, from epoch 0, the start
@@ -7,8 +7,8 @@ checkpoint.pt     everything the run needs to resume
 environment.json  versions, machine and times of each session
 manifest.json     checksums of the files above; written last, so that they become visible together
 
-Files that were replaced keep ``.previous`` at the end of their names. They are read where a file is
-damaged, or where a write was interrupted: what belongs together has the checksums of one manifest.
+Replaced files are kept with ``.previous`` appended to their names. They are read if a file is
+damaged or a write was interrupted: files that belong together have the checksums of one manifest.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RunFiles:
 
     Args:
         path: The directory.
-        needed: Files that must be whole; without them an older state is taken.
+        needed: Files that must be intact; otherwise an older state is used.
 
     Attributes:
         places: Where each file is, the manifest last; one that was being replaced is at its
@@ -69,7 +69,7 @@ class RunFiles:
         manifest: Their checksums; None for a directory that has no manifest.
 
     Raises:
-        UserError: If no state is whole; the message names the file.
+        UserError: If no state is intact; the message names the file.
     """
 
     def __init__(self, path: Path, needed: Sequence[str] = (METRICS, SUMMARIES)):
@@ -110,9 +110,7 @@ class RunFiles:
             self.manifest = manifest
             self.places[MANIFEST] = self.path / name
             if problems:
-                warnings.warn(
-                    f"{problems[0]} The state before the last write is used.", stacklevel=4
-                )
+                warnings.warn(f"{problems[0]} Using the state before the last write.", stacklevel=4)
             return
         if problems:
             raise UserError(problems[0])
@@ -145,7 +143,7 @@ class RunFiles:
 
     @contextmanager
     def opened(self, name: str) -> Iterator[bytes | None]:
-        """Give the content of a file, None if the run has not written it yet.
+        """Yield the content of a file, None if the run has not written it yet.
 
         Errors become a UserError that names the file.
         """
@@ -169,7 +167,7 @@ class RunFiles:
 
 
 def make_manifest(files: Manifest) -> dict[str, Any]:
-    """Return a manifest, with a checksum of its own."""
+    """Return a manifest, with its own checksum."""
     return {"files": files, "sha256": _own_digest(files)}
 
 
@@ -239,7 +237,7 @@ def read_rows(files: RunFiles) -> list[Row]:
 def _check_row(row: Any, number: int, is_last: bool) -> None:
     where = f"in line {number + 1}"
     if not isinstance(row, dict) or row.get("epoch") != number or type(row["epoch"]) is not int:
-        raise Damaged(f"{where}, epoch {number} was expected")
+        raise Damaged(f"{where}, expected epoch {number}")
     if row.get("status") != "ok" and not (row.get("status") == "diverged" and is_last):
         raise Damaged(f"{where}, status is {row.get('status')!r}")
     for name in (*CURVES, *TIMES, "memory_gib"):
@@ -271,7 +269,7 @@ def read_summaries(files: RunFiles) -> list[Measured]:
 
 
 def read_environment(files: RunFiles) -> dict[str, Any]:
-    """Return the sessions of a run, and what is known of all of it."""
+    """Return the sessions of a run, and what is known about the whole run."""
     with files.opened(ENVIRONMENT) as content:
         found: dict[str, Any] = {"sessions": []} if content is None else load_json(content)
         sessions = found.get("sessions") if isinstance(found, dict) else None

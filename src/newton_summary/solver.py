@@ -36,26 +36,26 @@ STATUS = {
     "minimum": "The minimum of the cubic model.",
     "newton": "The minimum of the quadratic model, Newton's step: there is no cubic term.",
     "flat": "A minimum, but not the only one: groups without a cubic term can move against each "
-    "other without changing the model. Of these minima the nearest is given. A coarser partition "
-    "would merge such groups.",
-    "hard-case": "One of two equally low minima: gbar does not tell which way to go along the "
-    "direction of most negative curvature. The one with more positive rates is given.",
-    "saddle": "Hbar^-1 gbar, a saddle point and not a minimum: Hbar is not positive definite, and "
-    "there is no cubic term.",
-    "no-minimum": "The model has no minimum: it falls without end along groups without a cubic "
+    "other without changing the model. This is the nearest one. A coarser partition would merge "
+    "such groups.",
+    "hard-case": "One of two equally low minima: gbar does not say which way to go along the "
+    "direction of most negative curvature. This is the one with more positive rates.",
+    "saddle": "Hbar^-1 gbar, a saddle point rather than a minimum: Hbar is not positive definite, "
+    "and there is no cubic term.",
+    "no-minimum": "The model has no minimum: it is unbounded below along groups without a cubic "
     "term. The rates are nan.",
     "overflow": "The minimum is too far away for the floating-point type: the cubic term is close "
     "to zero where Hbar is not positive definite. The rates are nan. Use a larger lambda_int.",
-    "not-finite": "The summary has entries that are not finite, so the rates are nan. Look at the "
-    "loss, and at the direction along which it was measured.",
+    "not-finite": "The summary has non-finite entries, so the rates are nan. Check the loss, and "
+    "the direction it was measured along.",
     # Only trials give these two:
-    "cut": "The step of the model raised the loss when it was tried, so all rates were shortened "
-    "by one factor to where the loss is lowest.",
+    "cut": "The model's step raised the loss when it was tried, so all rates were scaled by one "
+    "factor, to where the loss is lowest.",
     "absolute": "The model has no minimum, so these are the rates with the absolute values of "
-    "Hbar's eigenvalues, shortened by one factor to where the loss is lowest.",
+    "Hbar's eigenvalues, scaled by one factor to where the loss is lowest.",
     # The optimizer alone gives this one, since it does not use negative rates:
-    "no-positive-rate": "Every rate is negative or zero: by this measurement the loss rises along "
-    "the direction. Measure on larger batches, or average over more of them.",
+    "no-positive-rate": "Every rate is negative or zero: according to this measurement, the loss "
+    "rises along the direction. Measure on larger batches, or average over more of them.",
 }
 """What each ``LearningRates.status`` means; :func:`explain` adds what to do about it."""
 
@@ -65,10 +65,7 @@ _EPS = float(np.finfo(np.float64).eps)
 _SMALLEST = 2.0**-899  # of the shifts
 
 
-TRIED = (
-    "rates that are tried on the data: learning_rates(summary, model=model, loss_fn=loss_fn, "
-    "data=data)"
-)
+TRIED = "rates tried on the data: learning_rates(summary, model=model, loss_fn=loss_fn, data=data)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +108,7 @@ class LearningRates(ShownAsTable):
         return self.detailed()
 
     def detailed(self, instead: str = TRIED) -> str:
-        """Return the same, with something else to use in the place of such rates."""
+        """Return the same, recommending something else in place of such rates."""
         given = (self.status, self.lambda_int, self.no_cubic, self._named(self.no_effect))
         text = explain(*given, instead)
         return f"{text} It falls along {self._named(self.escaping)}." if self.escaping else text
@@ -128,7 +125,7 @@ class LearningRates(ShownAsTable):
 
     @property
     def doubt(self) -> str:
-        """What speaks against this step: that it was refuted, or promises too much; else empty."""
+        """Why not to trust this step: it was refuted, or promises too much; empty if neither."""
         if self.refuted:
             return refutation(self.model_change, self.real_change)
         return "" if self.real_change < 0 else doubt_of(self.model_change, self.loss)
@@ -210,13 +207,13 @@ def explain(
     """Return what a status means and what to do about it.
 
     ``no_cubic`` says that D3 is 0 in all groups, ``no_effect`` names groups on which the loss does
-    not depend, ``instead`` what to use in the place of such rates.
+    not depend, ``instead`` what to use in place of such rates.
     """
     text = STATUS[status]
     if status == "flat" and no_effect:
         text = "A minimum."
     if no_effect:
-        text += f" The loss does not depend on {no_effect}: a bias before a batch norm, perhaps."
+        text += f" The loss does not depend on {no_effect} (perhaps a bias before a batch norm)."
     if status not in ("saddle", "no-minimum"):
         return text
     if no_cubic:
@@ -227,16 +224,16 @@ def explain(
     if lambda_int == 0:
         return f"{text} Use lambda_int > 0, with a summary of order 3."
     return (
-        f"{text} Merge the groups with D3 = 0 with others, freeze those on which the loss does not "
-        f"depend, or use {instead}."
+        f"{text} Merge the groups with D3 = 0 into others, freeze those the loss does not depend "
+        f"on, or use {instead}."
     )
 
 
 def refutation(predicted: float, real: float) -> str:
     """Return what to say about a step that was tried and raised the loss."""
     return (
-        f"Refuted: a step with these rates should change the loss by {predicted:+.3g}, and changed "
-        f"it by {real:+.3g}."
+        f"Refuted: a step with these rates should change the loss by {predicted:+.3g}, but "
+        f"changed it by {real:+.3g}."
     )
 
 
@@ -246,8 +243,9 @@ def doubt_of(change: float, loss: float) -> str:
         return ""
     return (
         f"The step promises more than the whole loss of {loss:.4g}: the model does not hold that "
-        f"far. Rates that are tried: learning_rates(summary, model=model, loss_fn=loss_fn, "
-        f"data=data), with direction=... if the summary has one of its own."
+        "far. For rates tried on the data, use learning_rates(summary, model=model, "
+        "loss_fn=loss_fn, data=data), with direction=... if the summary was measured along "
+        "another one."
     )
 
 
@@ -258,7 +256,7 @@ def check_strength(lambda_int: float) -> float:
     except (TypeError, ValueError, RuntimeError):
         number = math.nan
     if not 0 <= number < math.inf:
-        raise ValueError(f"lambda_int={lambda_int!r}: write a finite number, 0 or more.")
+        raise ValueError(f"lambda_int={lambda_int!r}: expected a finite number, 0 or more.")
     return number
 
 
@@ -291,14 +289,14 @@ def _array(tensor: Tensor) -> Array:
 def _checked(summary: Summary, lambda_int: float) -> tuple[Array, Array, Array | None]:
     """Return gbar, the symmetric part of Hbar, and D3 as arrays; raise on wrong use."""
     if summary.Hbar is None:
-        raise ValueError("Learning rates need Hbar: measure the summary with order=2 or order=3.")
+        raise ValueError("learning_rates needs Hbar: measure the summary with order=2 or order=3.")
     if summary.D3 is None and lambda_int > 0:
         raise ValueError(
             f"The summary has no D3, which lambda_int={lambda_int:g} needs: measure it with "
             f"order=3, or use lambda_int=0."
         )
     if not len(summary):
-        raise ValueError("gbar has shape (0,): it is a vector with one entry per group.")
+        raise ValueError("gbar has shape (0,): expected a vector with one entry per group.")
     return arrays_of(summary)
 
 
@@ -421,7 +419,7 @@ def _cubic(g: Array, H: Array, D: Array, lambda_int: float) -> tuple[Array, str]
             sigma0 *= 2
             continue
         if not np.isfinite(L.numpy()).all():
-            raise np.linalg.LinAlgError("The factor has entries that are not finite.")
+            raise np.linalg.LinAlgError("The factor has non-finite entries.")
         x = _solve(L, Dg)
         Q, w = _singular(x[:, :-1], free)
         V = _solve(L, Q, transposed=True)  # V^T M(sigma0) V = I and V^T D^2 V = Diag(w^2)
@@ -577,7 +575,7 @@ def _log(x: float) -> float:
 
 # --- linear algebra ------------------------------------------------------------------------------
 # In torch, whose threads can be limited: for matrices of a few dozen rows several threads are up to
-# a hundred times slower, because they wait for each other and for those of the training. Smaller
+# a hundred times slower, because they wait for each other and for those of training. Smaller
 # matrices meet no threads, and with numpy eight groups take 0.87 of the time.
 
 SMALL = 25  # rows; with more, LAPACK divides an eigenproblem, and OpenBLAS among threads
@@ -596,7 +594,7 @@ def _one_thread() -> Iterator[None]:
 def _linalg(name: str, *arrays: Array) -> tuple[Array, ...]:
     """Call a function of linear algebra on arrays; raise numpy's error for what it cannot do."""
     if not all(np.isfinite(array).all() for array in arrays):
-        raise np.linalg.LinAlgError("The matrix has entries that are not finite.")
+        raise np.linalg.LinAlgError("The matrix has non-finite entries.")
     if len(arrays[0]) <= SMALL:
         found = getattr(np.linalg, name)(*arrays)
         return found if isinstance(found, tuple) else (found,)

@@ -83,13 +83,13 @@ class Summary(ShownAsTable):
                 continue
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 what = value.dtype if isinstance(value, Tensor) else type(value).__name__
-                raise TypeError(f"{name} is {what}: it must be a tensor of real numbers.")
+                raise TypeError(f"{name} is {what}: expected a tensor of real numbers.")
             if self.gbar.ndim != 1:
-                raise ValueError(f"gbar has shape {tuple(value.shape)}: it must be a vector, (S,).")
+                raise ValueError(f"gbar has shape {tuple(value.shape)}: expected a vector, (S,).")
             if value.shape != self.gbar.shape * ndim:
                 raise ValueError(
                     f"{name} has shape {tuple(value.shape)}, but gbar has {len(self)} entries: "
-                    f"it must have shape {(len(self),) * ndim}."
+                    f"expected shape {(len(self),) * ndim}."
                 )
         if self.partition is not None and len(self.partition) != len(self):
             raise ValueError(
@@ -138,13 +138,13 @@ class Summary(ShownAsTable):
             last one, approximate if any of them is.
         """
         if not summaries:
-            raise ValueError("There are no summaries to average. Pass at least one.")
+            raise ValueError("There are no summaries to average: pass at least one.")
         weights = [1.0] * len(summaries) if weights is None else list(weights)
         if len(weights) != len(summaries):
-            raise ValueError(f"There are {len(summaries)} summaries and {len(weights)} weights.")
+            raise ValueError(f"Got {len(summaries)} summaries but {len(weights)} weights.")
         total = float(sum(weights))
         if min(weights) < 0 or not total > 0:
-            raise ValueError(f"The weights must be positive, not {weights}.")
+            raise ValueError(f"weights={weights}: expected positive numbers.")
         for summary in summaries:
             if summary.names != summaries[0].names:
                 raise ValueError(
@@ -210,19 +210,19 @@ class Summary(ShownAsTable):
     def inverse(self, without_dead: bool = False) -> Tensor:
         """Return the inverse of ``Hbar``, computed in float64.
 
-        The groups are first brought to one scale, so that groups whose rates differ by many orders
-        of magnitude lose no digits to each other.
+        The groups are first brought to one scale, so that no digits are lost between groups whose
+        rates differ by many orders of magnitude.
 
         Args:
-            without_dead: Leave out groups without effect on the loss, whose rows are zero, such as
+            without_dead: Leave out groups that do not affect the loss, whose rows are zero, such as
                 a bias before a batch norm; their entries are nan. By default they are an error.
 
         Raises:
-            ValueError: If ``Hbar`` has entries that are not finite, or is singular.
+            ValueError: If ``Hbar`` has non-finite entries, or is singular.
         """
         H = self.hessian().detach().double().cpu()
         if not bool(torch.isfinite(H).all()):
-            raise ValueError("Hbar has entries that are not finite, so it has no inverse.")
+            raise ValueError("Hbar has non-finite entries, so it has no inverse.")
         live = ~self.dead
         if not bool(live.all()) and not (without_dead and bool(live.any())):
             raise ValueError(
@@ -265,7 +265,7 @@ class Summary(ShownAsTable):
         roles = self.partition.roles
         for given in (row_role, column_role):
             if given not in ("weight", "bias", "mixed"):
-                raise ValueError(f"Unknown role {given!r}: write 'weight', 'bias' or 'mixed'.")
+                raise ValueError(f"Unknown role {given!r}: use 'weight', 'bias' or 'mixed'.")
         rows = [s for s, role in enumerate(roles) if role == row_role]
         columns = [s for s, role in enumerate(roles) if role == column_role]
         matrix = self.hessian() if matrix is None else matrix
@@ -292,15 +292,16 @@ class Summary(ShownAsTable):
         """
         if order not in (1, 2):
             raise ValueError(
-                f"order={order}: write 1 or 2. Only the diagonal of the third order is measured."
+                f"order={order}: expected 1 or 2, since only the diagonal of the third order is "
+                "measured."
             )
         if not isinstance(eta, Tensor):
             raise TypeError(
-                f"eta is of type {type(eta).__name__}: pass a tensor of shape ({len(self)},), such "
-                f"as learning_rates(summary).eta."
+                f"eta has type {type(eta).__name__}: expected a tensor of shape ({len(self)},), "
+                "such as learning_rates(summary).eta."
             )
         if tuple(eta.shape) != (len(self),):
-            raise ValueError(f"eta has shape {tuple(eta.shape)}: it must be ({len(self)},).")
+            raise ValueError(f"eta has shape {tuple(eta.shape)}: expected ({len(self)},).")
         eta = eta.to(self.gbar)
         change = -eta @ self.gbar
         return change if order == 1 else change + 0.5 * eta @ self.hessian() @ eta
@@ -362,7 +363,7 @@ class Summary(ShownAsTable):
             if not isinstance(getattr(made, name), kind):
                 raise ValueError(f"{name} is {getattr(made, name)!r}.")
         if not len(made) or made.num_samples < 0:
-            raise ValueError("There are no groups or no samples.")
+            raise ValueError("There are no groups, or a negative number of samples.")
         return made
 
     def save(self, path: str | Path) -> None:
@@ -379,13 +380,14 @@ def need_summary(summary: object, what: str) -> None:
     """Raise unless this is a summary."""
     if not isinstance(summary, Summary):
         raise TypeError(
-            f"{what} needs a Summary, not {type(summary).__name__}: measure one first with "
-            f"summarize(model, loss_fn, data), or write Summary(gbar=..., Hbar=..., D3=...)."
+            f"{what} needs a Summary, not {type(summary).__name__}: measure one with "
+            "summarize(model, loss_fn, data), or make one with Summary(gbar=..., Hbar=..., "
+            "D3=...)."
         )
 
 
 def not_finite(summary: Summary) -> str:
-    """Return which results are not finite, and for which group first; nothing if all are finite."""
+    """Return which results are not finite, and for which group first; empty if all are finite."""
     results = {"gbar": summary.gbar, "Hbar": summary.Hbar, "D3": summary.D3}
     parts = {name: x for name, x in results.items() if x is not None}
     numbers = torch.cat([x.reshape(-1) for x in parts.values()])
@@ -412,14 +414,14 @@ def read_state(
     except UserError as error:
         reason = str(error).rpartition(" cannot be read: ")[2].rstrip(".")
         raise ValueError(
-            f"{path} holds no {kind.lower()}: use a file written by {kind}.save ({reason})."
+            f"{path} is not a {kind.lower()} file ({reason}): use one written by {kind}.save."
         ) from None
 
 
 def _equilibrate(H: Tensor) -> Tensor:
     """Return scales d such that the rows of the symmetric H_st / (d_s d_t) have a largest entry 1.
 
-    Ruiz' iteration: every pass halves the logarithm of what is missing.
+    Ruiz' iteration: every pass halves the logarithm of the remaining factor.
     """
     scale = torch.ones(len(H), dtype=H.dtype)
     for _ in range(100):
@@ -438,7 +440,7 @@ def _narrowed(mean: Tensor, terms: Sequence[Tensor]) -> Tensor:
 
 def _differing(names: Sequence[str], others: Sequence[str]) -> str:
     if len(names) != len(others):
-        return f"there are {len(names)} and {len(others)} of them"
+        return f"{len(names)} groups and {len(others)}"
     return next(f"{a!r} and {b!r}" for a, b in zip(names, others, strict=True) if a != b)
 
 
@@ -455,7 +457,7 @@ class SummaryWindow:
     def __init__(self, size: int):
         """Keep the last ``size`` summaries."""
         if size < 1:
-            raise ValueError(f"A window holds at least one summary, not {size}.")
+            raise ValueError(f"size={size}: expected 1 or more.")
         self._summaries: deque[Summary] = deque(maxlen=size)
 
     def __len__(self) -> int:

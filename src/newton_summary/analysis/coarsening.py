@@ -71,13 +71,13 @@ def _assignment(
     need_summary(summary, "coarsen")
     if not isinstance(groups, Mapping):
         raise TypeError(
-            f"The groups are of type {type(groups).__name__}: pass a mapping from names of new "
+            f"groups has type {type(groups).__name__}: expected a mapping from names of new "
             f"groups to lists of old ones, such as {{'both': {list(summary.names[:2])}}}."
         )
     taken: dict[str, str] = {}
     for name, members in groups.items():
         if isinstance(members, str):
-            raise TypeError(f"Group {name!r} is {members!r}: write a list of group names.")
+            raise TypeError(f"Group {name!r} is {members!r}: expected a list of group names.")
         for old in members:
             if old not in summary.names:
                 raise ValueError(
@@ -93,7 +93,9 @@ def _assignment(
     for old in summary.names:
         name = taken.get(old, old)
         if old not in taken and name in groups:
-            raise ValueError(f"There is a group {name!r} already. Give the new group another name.")
+            raise ValueError(
+                f"There already is a group {name!r}. Choose another name for the new one."
+            )
         merged.setdefault(name, []).append(old)
     empty = [name for name in groups if name not in merged]
     if empty:
@@ -195,7 +197,7 @@ class Merges(ShownAsTable):
 def suggest_merges(summary: Summary, spread: float = 3.0) -> Merges:
     """Suggest which groups could share one learning rate.
 
-    The paper's remark after Theorem 1 advises to put eigenvalues of the Hessian of the same order
+    The paper's remark after Theorem 1 advises putting eigenvalues of the Hessian of the same order
     of magnitude into one group: the loss shrinks by (gamma - 1)^2 / (gamma + 1)^2 per step at
     worst, with gamma the largest ratio of eigenvalues in a group. A summary shows them only through
     the curvature along the direction: with the gradient as direction, Hbar_ss / gbar_s is a mean of
@@ -216,7 +218,7 @@ def suggest_merges(summary: Summary, spread: float = 3.0) -> Merges:
     """
     need_summary(summary, "suggest_merges")
     if not 1 <= spread < math.inf:
-        raise ValueError(f"spread={spread}: write a ratio of rates, 1 or more.")
+        raise ValueError(f"spread={spread}: expected a ratio of rates, 1 or more.")
     g = summary.gbar.detach().double().cpu()
     h = summary.hessian().detach().double().cpu().diagonal()
     alone = torch.where((g > 0) & (h > 0), g / h, math.nan)

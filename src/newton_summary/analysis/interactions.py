@@ -113,7 +113,8 @@ def inverse_kept(summary: Summary | Tensor) -> InverseKept:
     inverse become tridiagonal during training. With P the inverse scaled to a unit diagonal, the
     answer is sum_kept P_st^2 / sum P_st^2. A block-diagonal ``Hbar`` keeps 1 in the last two. Of
     two groups that act almost as one, the diagonal keeps 1/2. The shares are nan where the inverse
-    has a zero on its diagonal. Groups without effect, whose row of ``Hbar`` is zero, do not count.
+    has a zero on its diagonal. Groups that do not affect the loss, whose row of ``Hbar`` is zero,
+    do not count.
 
     Raises:
         ValueError: If ``Hbar`` has no inverse.
@@ -167,7 +168,7 @@ class JointGain(ShownAsTable):
 
     @property
     def ratio(self) -> float:
-        """Decrease by the joint step over that by the diagonal one; nan if that is none."""
+        """Decrease by the joint step over that by the diagonal one; nan if the latter is none."""
         return self.joint / self.diagonal if self.diagonal < 0 else math.nan
 
     def _rows(self) -> list[tuple[str, ...]]:
@@ -191,7 +192,7 @@ class JointGain(ShownAsTable):
         if -self.joint > self.loss > 0:
             said += (
                 f"\nThat is more than the whole loss of {self.loss:.4g}: the model does not hold "
-                f"that far. Take part of the step."
+                "that far. Take only part of the step."
             )
         return said
 
@@ -301,7 +302,7 @@ def strongest_pairs(summary: Summary | Tensor, count: int = 10) -> StrongestPair
     1      2           +0.100  +1.000e-01             1
     """
     if not isinstance(count, int) or count < 0:
-        raise ValueError(f"count={count!r}: write a number of pairs, 0 or more.")
+        raise ValueError(f"count={count!r}: expected a number of pairs, 0 or more.")
     summary = _double(summary)
     values, scaled = summary.hessian(), normalized(summary)
     layers, names = layer_numbers(summary), summary.names
@@ -339,8 +340,8 @@ def smooth(
 
     There, for k = 10, 30, 50, ... the value is the mean over the epochs k - 10 to k + 9, "to remove
     the noise" (App. H has twice that). Windows are counted from the first epoch. The last one is
-    left out if the training did not reach its middle. Values that are not finite are left out of
-    the means; where nothing is left, the mean is nan.
+    left out if training did not reach its middle. Values that are not finite are left out of the
+    means; where nothing is left, the mean is nan.
 
     Args:
         values: One row for each epoch, (M, ...), such as ``history.rates``.
@@ -352,14 +353,14 @@ def smooth(
     """
     if isinstance(values, History):
         raise TypeError(
-            "smooth takes values and their epochs: smooth(history.rates, history.epochs)."
+            "smooth needs values and their epochs: smooth(history.rates, history.epochs)."
         )
     values = torch.as_tensor(values).detach().double().cpu()
     times = torch.as_tensor(list(epochs), dtype=torch.float64)
     if len(times) == 0 or len(values) != len(times):
-        raise ValueError(f"There are {len(values)} rows of values but {len(times)} epochs.")
+        raise ValueError(f"Got {len(values)} rows of values but {len(times)} epochs.")
     if not window > 0:
-        raise ValueError(f"window={window}: write a number of epochs above 0.")
+        raise ValueError(f"window={window}: expected a number of epochs above 0.")
     values = torch.where(torch.isfinite(values), values, math.nan)
     number = ((times - times[0]) / window).floor()
     windows = number.unique()  # type: ignore[no-untyped-call]
@@ -382,10 +383,10 @@ def _as_summary(summary: Summary | Tensor) -> Summary:
         return summary
     if not isinstance(summary, Tensor):
         raise TypeError(
-            f"The summary is of type {type(summary).__name__}: pass a Summary, or Hbar as a tensor."
+            f"summary has type {type(summary).__name__}: expected a Summary, or Hbar as a tensor."
         )
     if summary.ndim != 2 or summary.shape[0] != summary.shape[1]:
-        raise ValueError(f"The tensor has shape {tuple(summary.shape)}: Hbar must be (S, S).")
+        raise ValueError(f"Hbar has shape {tuple(summary.shape)}: expected (S, S).")
     return Summary(gbar=summary.new_full(summary.shape[:1], math.nan), Hbar=summary)
 
 

@@ -1,6 +1,6 @@
 """Arguments of the command line: recipes, their fields, and a command's own options.
 
-tyro reads the values, prints the help and says what is wrong with them. Nothing here needs torch.
+tyro parses the values, prints the help and reports mistakes. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PATHS = ("--runs-dir", "--scheduler", "--data-root", "--data.root")  # whose com
 
 
 def parse(default: T, args: list[str], command: str) -> T:
-    """Read options into a dataclass. Help and mistakes are printed, and end in a SystemExit."""
+    """Read options into a dataclass. After printing help or a mistake, raise SystemExit."""
     import tyro
 
     return tyro.cli(type(default), default=default, args=args, prog=f"newton-summary {command}")
@@ -58,7 +58,7 @@ def named_recipe(
         parse(options, ["--help"], f"{command} RECIPE")
     if not args or args[0].startswith("-"):
         raise UserError(
-            f"Which recipe? Write newton-summary {command} RECIPE; `newton-summary list` shows all."
+            f"Missing recipe: use newton-summary {command} RECIPE; `newton-summary list` shows all."
         )
     return get_recipe(args[0])(), args[1:]
 

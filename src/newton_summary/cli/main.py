@@ -1,7 +1,7 @@
 """The command ``newton-summary``: list, run, sweep, report, inspect and demo.
 
-torch is imported when it is needed, so that help and wrong arguments answer at once. Exit codes:
-0, success; 1, a run of a grid failed; 2, an error that the user can fix; 130, interrupted.
+torch is imported only when needed, so that help and wrong arguments are answered at once. Exit
+codes: 0, success; 1, a run of a grid failed; 2, an error that the user can fix; 130, interrupted.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class RunOptions(Output):
     """Train a recipe and write a run directory."""
 
     run_dir: Path | None = None
-    """Run directory; runs/RECIPE/CHANGES if not given. An interrupted run in it is resumed."""
+    """Run directory; by default runs/RECIPE/CHANGES. An interrupted run in it is resumed."""
     compare_speed: bool = True
     """At the end, time some steps of Adam in the same loop."""
 
@@ -87,9 +87,9 @@ class GridOptions(Output):
     """Train a grid of options and seeds. Finished runs are skipped, failures reported."""
 
     runs_dir: Path | None = None
-    """Folder for the run directories; runs/RECIPE if not given."""
+    """Folder for the run directories; by default runs/RECIPE."""
     jobs: int = 1
-    """Runs at a time, each in a process of its own."""
+    """Number of runs at a time, each in its own process."""
     scheduler: str | None = None
     """Address of a dask scheduler, such as tcp://10.0.0.1:8786, whose workers train instead."""
 
@@ -101,16 +101,16 @@ class ReportOptions(Output):
     out: Path = Path("report")
     """Folder to write to."""
     epoch: int | None = None
-    """Draw Hbar at this epoch; at the best validation loss if not given."""
+    """Epoch at which to draw Hbar; by default that of the best validation loss."""
     window: int | None = None
-    """Average learning rates over this many epochs; over 20 in long runs if not given."""
+    """Epochs to average learning rates over; by default 20 in long runs."""
 
 
 @dataclass(frozen=True)
 class InspectOptions(Output, Settings):
     """Measure your own model and write a report, one page of HTML.
 
-    FILE.py:build names a file and a function in it that returns three things: the model, a function
+    FILE.py:build names a file and a function in it that returns three values: the model, a function
     loss_fn(model, batch) that returns the mean loss of a batch, and the data, one batch or an
     iterable of batches such as a DataLoader.
     """
@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _one_line() -> Iterator[None]:
-    """Turn errors of the file system into those of the user, such as a name that is too long."""
+    """Turn file-system errors, such as a name that is too long, into errors of one line."""
     try:
         yield
     except (UserError, BrokenPipeError):
@@ -178,9 +178,7 @@ def _one_line() -> Iterator[None]:
             raise
         raise UserError(f"Invalid file name: {error}.") from None
     except MemoryError:
-        raise UserError(
-            "There is not enough memory. Try smaller batches or fewer groups."
-        ) from None
+        raise UserError("Out of memory. Try smaller batches or fewer groups.") from None
 
 
 def _dispatch(args: list[str]) -> int:
@@ -195,10 +193,10 @@ def _dispatch(args: list[str]) -> int:
     name, rest = args[0], args[1:]
     if name not in COMMANDS:
         raise UserError(
-            f"Unknown command {name!r}.{nearest(name, COMMANDS)} There are {', '.join(COMMANDS)}."
+            f"Unknown command {name!r}.{nearest(name, COMMANDS)} Use one of {', '.join(COMMANDS)}."
         )
     if torchrun.launched() and name != "run":
-        raise UserError(f"torchrun can start `newton-summary run` only, not {name}.")
+        raise UserError(f"torchrun can only start `newton-summary run`, not {name}.")
     if any(importlib.util.find_spec(package) is None for package in ("tyro", "rich")):
         extra = "report" if name == "inspect" else "experiments"
         raise UserError(
@@ -255,13 +253,15 @@ def train_grid(args: list[str]) -> int:
     parsed = [parse_fields(recipe, GridOptions(), p, command, flags=False) for p in grid(args)]
     configs, options = [config for config, _ in parsed], parsed[0][1]
     if options.jobs < 1:
-        raise UserError(f"--jobs {options.jobs}: write 1 or more.")
+        raise UserError(f"--jobs {options.jobs}: expected 1 or more.")
     if options.scheduler is not None and options.jobs > 1:
         raise UserError("--jobs is for this machine; each worker of --scheduler trains one run.")
     values = [flatten(config) for config in configs]
     varied = [name for name in values[0] if len({repr(value[name]) for value in values}) > 1]
     if "epochs" in varied:
-        raise UserError("--epochs takes one value in a grid: the metrics have the earlier epochs.")
+        raise UserError(
+            "--epochs takes one value in a grid: the metrics include the earlier epochs."
+        )
     root = options.runs_dir or Path("runs") / recipe.recipe
     console = _console(options)
     count = iter(range(1, len(configs) + 1))
@@ -283,7 +283,7 @@ def report(args: list[str]) -> None:
     folders = leading(args)
     options = parse(ReportOptions(), args[len(folders) :], "report DIR...")
     if not folders:
-        raise UserError("Which runs? Write newton-summary report DIR..., for example runs.")
+        raise UserError("Missing runs: use newton-summary report DIR..., for example runs.")
     from newton_summary.experiments.paper_report import make_report
     from newton_summary.experiments.rundir import find_runs
 
@@ -296,7 +296,7 @@ def inspect(args: list[str]) -> None:
     targets = leading(args)
     options = parse(InspectOptions(), args[len(targets) :], "inspect FILE.py:build")
     if len(targets) != 1:
-        raise UserError("Which model? Write newton-summary inspect FILE.py:build, one at a time.")
+        raise UserError("Expected one model: use newton-summary inspect FILE.py:build.")
     if importlib.util.find_spec("plotly") is None:
         raise UserError("The report needs plotly: run pip install -e '.[report]' in your clone.")
     from newton_summary.experiments.progress import watching
@@ -344,7 +344,7 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
 
 
 def _console(options: Output) -> Console:
-    """Return where to print: nowhere if asked to be quiet, or if JSON is wanted."""
+    """Return where to print: nowhere with --quiet or --json."""
     from rich.console import Console
 
     silent = options.quiet or options.json or torchrun.rank() > 0

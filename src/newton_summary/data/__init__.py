@@ -1,4 +1,4 @@
-"""Real data inside the package, so that the demo, the tests and the examples run offline.
+"""Real data in the package, so that the demo, the tests and the examples run offline.
 
 The images are a subset of MNIST (Y. LeCun, C. Cortes, C. J. C. Burges), available under the
 Creative Commons Attribution-Share Alike 3.0 licence; ``scripts/make_mnist_subset.py`` chose them.
@@ -38,7 +38,7 @@ def load_mnist_subset(
         split: "train" (5,000 images of the MNIST training set) or "test" (1,000 of its test set).
         normalize: Subtract the mean 0.1307 and divide by the standard deviation 0.3081.
             Otherwise pixels lie in [0, 1].
-        pad: Surround the 28 x 28 images with two pixels of background on each side.
+        pad: Pad the 28 x 28 images with two pixels of background on each side.
         dtype: Floating-point type of the images.
         device: Where to put both tensors.
 
@@ -54,7 +54,7 @@ def load_mnist_subset(
     if split not in get_args(Split):
         raise ValueError(f'Unknown split {split!r}. Use "train" or "test".')
     if not dtype.is_floating_point:
-        raise ValueError(f"Images are floating-point, got dtype={dtype}. Use torch.float32.")
+        raise ValueError(f"dtype={dtype}: images are floating-point, use torch.float32.")
 
     file = resources.files(__name__).joinpath("mnist_subset.npz")
     with file.open("rb") as stream, np.load(stream) as arrays:

@@ -39,7 +39,7 @@ def full_derivatives(closure: Closure, params: Params, order: int) -> tuple[Tens
 
 
 def jacobian(entries: Tensor, leaves: list[Tensor], last: bool) -> Tensor:
-    """Return the derivatives of every entry by all of the leaves, shape (entries, P)."""
+    """Return the derivatives of every entry with respect to all leaves, shape (entries, P)."""
     if not entries.requires_grad:  # constant in theta, e.g. the Hessian of a quadratic loss
         return entries.new_zeros(len(entries), sum(leaf.numel() for leaf in leaves))
     if not last:
@@ -70,8 +70,8 @@ def summarize_dense(
     P = sum(p.numel() for p in params.values())
     if P**order > MAX_NUMBERS:
         raise ValueError(
-            f"The dense backend would hold {P}^{order} = {float(P**order):.0e} numbers. "
-            f"It is meant for tiny models; use backend='nested' or 'sweep'."
+            f"The dense backend would need {P}^{order} = {float(P**order):.0e} numbers. It is "
+            "meant for tiny models; use backend='nested' or 'sweep'."
         )
     dtype = result_dtype(params)
     loss, full = full_derivatives(closure, params, order)

@@ -5,8 +5,8 @@ Every group is moved by +h and by -h along its part of the direction, 2S + 1 gra
     Hbar_st ~ (gbar_s(+h_t) - gbar_s(-h_t)) / 2 h_t
     D3_s    ~ (gbar_s(+h_s) - 2 gbar_s(0) + gbar_s(-h_s)) / h_s^2
 
-The row of an embedding that ``padding_idx`` names is a constant to autograd, and so to the exact
-backends. Here it moves if the direction does not leave it out, as gradients do.
+The row of an embedding given by ``padding_idx`` is a constant to autograd, and so to the exact
+backends. Here it moves unless the direction leaves it out, as gradients do.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ def summarize_differences(
 ) -> Summary:
     """Approximate a summary by 2S + 1 gradients, each at slightly moved parameters.
 
-    The parameters are moved in place and put back, bit for bit. Where the loss is smooth, the
-    result is good to about 1e-6 of the largest entry in float64, and to a few percent in float32
-    (Hbar to about one). Kinks within the step (max-pooling, ReLU) add to this, and most to D3.
+    The parameters are moved in place and restored, bit for bit. Where the loss is smooth, the
+    result is accurate to about 1e-6 of the largest entry in float64, and to a few percent in
+    float32 (Hbar to about one). Kinks within the step (max-pooling, ReLU) add to the error, most of
+    all in D3.
     """
     leaves = list(params.values())
 

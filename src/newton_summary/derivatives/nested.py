@@ -1,10 +1,10 @@
-"""Derivatives by differentiating again and again (paper, App. A).
+"""Derivatives by repeated differentiation (paper, App. A).
 
 The d-th tensor is the derivative of the one before:
 
     D^(d)_{s1..sd} = <dD^(d-1)_{s1..s(d-1)} / dT^sd, U^sd>
 
-Exact at every order, at the price of one backward pass for every entry of the tensor before.
+Exact at every order, at the cost of one backward pass for every entry of the previous tensor.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Contraction:
     def __call__(self, entry: Tensor, groups: slice = slice(None), last: bool = False) -> Tensor:
         """Contract the gradient of a scalar with U, shape (S,).
 
-        Other groups than those that are named are left zero; the ``last`` derivative is not
+        Groups other than the given ones are left zero; the ``last`` derivative is not
         differentiated again.
         """
         if not entry.requires_grad:  # constant in theta, e.g. Hbar of a quadratic loss
@@ -75,20 +75,20 @@ class Contraction:
 
 
 def refuse_wrong_norms(entry: Tensor) -> None:
-    """Raise if there is a norm in a graph whose next but one derivative torch has wrong."""
+    """Raise if a graph contains a norm whose second derivative torch gets wrong."""
     for node in graph_nodes(entry.grad_fn) if entry.grad_fn is not None else ():
         if is_wrong(node):
             raise CannotDifferentiate(
                 f"nested: torch's own derivatives of {node.name().partition('Backward')[0]} are "
-                f"wrong, and it was called so that it cannot be replaced. Call the norm of "
-                f"torch.nn.functional, outside of TorchScript."
+                "wrong, and it was called in a way that cannot be replaced. Use the norm of "
+                "torch.nn.functional, outside TorchScript."
             )
 
 
 class Differentiable(TorchFunctionMode):
     """While active, norms and attention run in a form that can be differentiated again.
 
-    Choosing a kernel with ``torch.nn.attention.sdpa_kernel`` would choose it for all threads.
+    Selecting a kernel with ``torch.nn.attention.sdpa_kernel`` would affect all threads.
     """
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ def attention(
 
 
 def evaluate(closure: Closure, params: Params) -> Tensor:
-    """Evaluate the loss with operations that can be differentiated again and again."""
+    """Evaluate the loss with operations that can be differentiated repeatedly."""
     mode = Differentiable()
     try:
         with mode:
@@ -234,7 +234,7 @@ def count_backward_passes(S: int, order: int) -> int:
 def nested_taylor_terms(closure: Closure, contract: Contraction, order: int) -> Tensor:
     """Return the derivatives 1..order of t -> L(theta + t u) with one backward pass for each.
 
-    The contraction has a partition into one group.
+    The contraction must have a partition into one group.
     """
     term = evaluate(closure, contract.params)
     _check_opaque_functions(term, closure, contract, order)

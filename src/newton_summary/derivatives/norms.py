@@ -1,8 +1,8 @@
 """Normalisation from elementary operations.
 
-Differentiating torch's fused LayerNorm, BatchNorm and InstanceNorm three times gives silently wrong
+Differentiating torch's fused LayerNorm, BatchNorm and InstanceNorm three times silently gives wrong
 numbers (3 % to 30 % off on small networks, torch 2.13), and so does differentiating the fused
-weight norm twice. Built from means and products they are right at every order. Their first
+weight norm twice. Built from means and products they are correct at every order. Their first
 derivatives are the same either way.
 """
 
@@ -28,7 +28,7 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 def standardize(x: Tensor, dims: list[int], eps: float, centred: bool = True) -> Tensor:
     """Subtract the mean over ``dims``, unless not centred, and divide by the root mean square.
 
-    One operation for those who record torch functions: the sweep has a rule for it.
+    A single operation to a recorder of torch functions: the sweep has a rule for it.
     """
     if has_torch_function_unary(x):
         return handle_torch_function(standardize, (x,), x, dims, eps, centred)
@@ -159,7 +159,7 @@ ELEMENTARY: dict[Callable[..., Any], Callable[..., Tensor]] = {
 
 
 def elementary_form(func: Callable[..., Any]) -> Callable[..., Tensor] | None:
-    """Return how to compute a function of torch from elementary operations, if it is a norm.
+    """Return how to compute a torch function from elementary operations, if it is a norm.
 
     Also for operators, such as ``torch.ops.aten.layer_norm``.
     """
@@ -185,6 +185,6 @@ _WRONG = frozenset(
 
 
 def is_wrong(node: Any) -> bool:
-    """Return whether a node of the graph of a scalar leads to wrong second derivatives of it."""
+    """Return whether a node of a scalar's graph leads to wrong second derivatives."""
     in_training = getattr(node, "_saved_train", True)  # else a batch norm is linear
     return node.name() in _WRONG and in_training

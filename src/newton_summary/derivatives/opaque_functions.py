@@ -1,10 +1,10 @@
-"""Functions that autograd differentiates once for sure, and perhaps not again.
+"""Functions that autograd can differentiate once, but perhaps not twice.
 
-The backward pass of a custom function may be marked as not differentiable, or be a kernel that
-torch knows nothing of; that is noticed while differentiating. Or it may use a number that its
-forward pass has computed and kept: then the next derivative lacks what goes through this number,
-without a sign of it. So does torch's own derivative of sparse tensors made from parameters. Such
-results are compared with differences of gradients.
+The backward pass of a custom function may be marked as not differentiable, or be a kernel unknown
+to torch; that is noticed while differentiating. Or it may use a number that its forward pass
+computed and kept: then the next derivative silently lacks what depends on this number. So does
+torch's own derivative of sparse tensors made from parameters. Such results are compared with
+differences of gradients.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from newton_summary.summary import Summary
 
 
 def watch_opaque_functions(entry: Tensor) -> set[str]:
-    """Let every custom function in a graph raise if it cannot be differentiated again.
+    """Make every custom function in a graph raise if it cannot be differentiated again.
 
-    The backward pass of a ``torch.autograd.Function`` may be a kernel that torch knows nothing of,
-    or marked ``once_differentiable``. ``torch.autograd.grad`` then leaves out what is behind it
-    without a word, and the next derivative would be wrong.
+    The backward pass of a ``torch.autograd.Function`` may be a kernel unknown to torch, or marked
+    ``once_differentiable``. ``torch.autograd.grad`` then silently leaves out what is behind it, and
+    the next derivative would be wrong.
 
     Returns:
-        The names of all functions in the graph whose derivatives are to be doubted.
+        The names of all functions in the graph whose derivatives are in doubt.
     """
     opaque = opaque_functions(entry)
     for node in filter(_is_custom, opaque):
@@ -44,7 +44,7 @@ def watch_opaque_functions(entry: Tensor) -> set[str]:
 
 
 def opaque_functions(entry: Tensor) -> list[Any]:
-    """Return the nodes of a graph whose second derivatives may be wrong without a sign of it."""
+    """Return the nodes of a graph whose second derivatives may be silently wrong."""
     if entry.grad_fn is None:
         return []
     nodes = graph_nodes(entry.grad_fn)
@@ -83,7 +83,7 @@ def _must_be_differentiable(node: Any) -> Callable[..., None]:
 def compare_with_differences(
     summary: Summary, closure: Closure, params: Params, u: Params, opaque: Iterable[str]
 ) -> None:
-    """Raise if a summary differs from central differences, and these are sure of themselves.
+    """Raise if a summary differs from central differences, where these are reliable.
 
     Takes 2S + 1 gradients.
     """
@@ -108,7 +108,7 @@ def compare_with_differences(
         if is_wrong and error > max(tolerance, 4 * doubt):
             raise CannotDifferentiate(
                 f"nested: {name} is {error:.0%} off differences of gradients, as the derivatives "
-                f"of {', '.join(sorted(opaque))} are not known to autograd in full"
+                f"of {', '.join(sorted(opaque))} are not fully known to autograd"
             )
 
 

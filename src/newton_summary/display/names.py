@@ -1,4 +1,4 @@
-"""Names as users read them: the nearest to a wrong one, the first of many, dotted ones, texts."""
+"""Names as users read them: the nearest to a wrong one, the first of many, dotted, escaped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def check_arguments(function: Callable[..., Any], given: Iterable[str], options: type) -> None:
-    """Raise unless all names that a function was given, in ``**options``, are of a TypedDict."""
+    """Raise unless all names passed to a function in ``**options`` belong to a TypedDict."""
     taken = options.__annotations__
     for name in given:
         if name not in taken:
@@ -55,7 +55,7 @@ def dotted_names(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 
 
 def printable(text: str) -> str:
-    r"""Return text that a terminal shows and does not obey: what is not a letter is escaped.
+    r"""Return text that a terminal shows but does not interpret: control characters are escaped.
 
     >>> printable("conv\x1b[31m\n")
     'conv\\x1b[31m\\n'
@@ -78,7 +78,7 @@ def markdown_text(text: str) -> str:
 
 
 def file_name(text: str, most: int = 100) -> str:
-    """Return a name that every file system takes.
+    """Return a name that every file system accepts.
 
     >>> file_name("lr=0.1, <img src=x>/..")
     'lr=0.1,_img_src=x_..'

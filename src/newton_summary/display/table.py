@@ -1,4 +1,4 @@
-"""Results that print themselves as a table and a few words, in a terminal and in a notebook."""
+"""Results that print themselves as a table with a few words, in a terminal and in a notebook."""
 
 from __future__ import annotations
 

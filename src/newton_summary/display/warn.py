@@ -1,4 +1,4 @@
-"""Warnings that name the user's line, however deep inside the package they come up."""
+"""Warnings that name the user's line, however deep inside the package they arise."""
 
 from __future__ import annotations
 

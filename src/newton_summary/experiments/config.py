@@ -27,9 +27,9 @@ class ModelConfig:
     name: str = "mlp"
     """mlp, lenet, vgg11, big_mlp, vbig_mlp, resnet18, autoencoder, gpt or rosenbrock."""
     width: int | None = None
-    """Width of the layers, where it can be chosen."""
+    """Width of the layers, for models where it can be chosen."""
     depth: int | None = None
-    """Number of layers, where it can be chosen."""
+    """Number of layers, for models where it can be chosen."""
     ntk: bool = False
     """Use the NTK parameterisation: weights of unit size, times sigma / sqrt(fan_in)."""
 
@@ -39,15 +39,15 @@ class DataConfig:
     """The samples."""
 
     name: str = "embedded"
-    """mnist, cifar10, embedded (6000 digits inside the package), addition or nothing."""
+    """mnist, cifar10, embedded (6000 digits in the package), addition or nothing."""
     root: Path | None = None
     """Folder with the official files (or --data-root, or the variable NEWTON_SUMMARY_DATA)."""
     download: bool = True
-    """Download official files that are missing."""
+    """Download missing official files."""
     pad: bool = False
-    """Surround digits with two pixels of background: 32 x 32, for LeNet."""
+    """Pad digits with two pixels of background: 32 x 32, for LeNet."""
     validation: int | None = None
-    """Training samples to hold out; 6000 of MNIST and 5000 of CIFAR-10 if not given."""
+    """Training samples to hold out; by default 6000 of MNIST and 5000 of CIFAR-10."""
     samples: int | None = None
     """Use at most this many samples of each split, for quick trials."""
 
@@ -66,7 +66,7 @@ class AdamConfig(OptimizerConfig):
     name: ClassVar[str] = "adam"
 
     lr: float = 1e-3
-    """Learning rate at the start."""
+    """Initial learning rate."""
     beta1: float = 0.9
     """Decay of the mean gradient."""
     beta2: float = 0.999
@@ -80,7 +80,7 @@ class SGDConfig(OptimizerConfig):
     name: ClassVar[str] = "sgd"
 
     lr: float = 1e-2
-    """Learning rate at the start."""
+    """Initial learning rate."""
     momentum: float = 0.9
     """Heavy-ball momentum."""
 
@@ -92,11 +92,11 @@ class KFACConfig(OptimizerConfig):
     name: ClassVar[str] = "kfac"
 
     lr: float = 1e-4
-    """Learning rate at the start."""
+    """Initial learning rate."""
     damping: float = 1e-2
     """lambda, added to the Fisher matrix."""
     factored: bool = False
-    """Share the root of lambda between the factors: cheaper to invert, and damps more."""
+    """Split the root of lambda between the factors: cheaper to invert, and damps more."""
     kl_clip: float = 0.01
     """Bound on lr^2 times the squared Fisher norm of a step."""
     weight_decay: float = 0.003
@@ -113,14 +113,14 @@ class KFACConfig(OptimizerConfig):
 
 @dataclass(frozen=True)
 class NewtonSummaryConfig(OptimizerConfig):
-    """NewtonSummary. Where no value is given, the variant's own default holds."""
+    """NewtonSummary. Fields without a value have the variant's own default."""
 
     name: ClassVar[str] = "newton_summary"
 
     variant: Literal["default", "as-run", "as-published"] = "default"
     """The package's own, or the paper's: as its author ran it (B = 100), as printed (B = 1000)."""
     lr: float | None = None
-    """lambda_1, the factor on all rates at the start."""
+    """lambda_1, the initial factor on all rates."""
     lambda_int: float | None = None
     """Strength of the cubic term."""
     partition: str = "canonical"
@@ -134,7 +134,7 @@ class NewtonSummaryConfig(OptimizerConfig):
     summary_window: int | None = None
     """upsilon, number of summaries to average in the paper's variants."""
     curvature_batch_size: int | None = None
-    """B, samples per summary; if not given, 100 as run, 1000 as published, else a batch."""
+    """B, samples per summary; by default 100 as run, 1000 as published, else a batch."""
     backend: Backend = "auto"
     """How to compute summaries."""
     cuda_graph: bool = False
@@ -142,7 +142,7 @@ class NewtonSummaryConfig(OptimizerConfig):
 
     @property
     def curvature(self) -> tuple[int, bool] | None:
-        """B, and whether the batches are reshuffled; None if those of the training are measured."""
+        """B, and whether the batches are reshuffled; None to measure the training batches."""
         usual = {"as-run": 100, "as-published": 1000}.get(self.variant)
         size = self.curvature_batch_size or usual
         return None if size is None else (size, self.variant != "as-run")
@@ -162,7 +162,7 @@ class ScheduleConfig:
     patience: int = 2
     """Epochs without improvement to tolerate."""
     threshold: float = 1e-4
-    """Relative improvement that counts."""
+    """Smallest relative improvement that counts."""
 
 
 @dataclass(frozen=True)
@@ -170,15 +170,15 @@ class MeasureConfig:
     """Summaries along the full-batch gradient, measured before epochs (Section 6.1)."""
 
     every: int = 0
-    """Measure every N epochs, and at the end; 0 for never."""
+    """Measure every N epochs, and at the end; 0 never measures."""
     partition: str = "canonical"
-    """Groups of the measurement."""
+    """Partition of the measurement."""
     lambda_int: float = 1.0
     """Strength of the cubic term in the rates that are stored."""
     batch_size: int = 1000
     """Samples at a time."""
     samples: int | None = None
-    """Samples in all; the whole training set if not given."""
+    """Total number of samples; by default the whole training set."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class ExperimentConfig:
     seed: int = 0
     """Seed of the initial weights and of the order of the samples."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, ...; auto takes a GPU if there is one."""
+    """cpu, cuda, cuda:1, ...; auto uses a GPU if there is one."""
     dtype: Literal["float32", "float64"] = "float32"
     """Floating-point type of parameters and data."""
     tf32: bool = False
@@ -252,7 +252,7 @@ def flatten(config: ExperimentConfig) -> dict[str, Any]:
 
 # --- checks --------------------------------------------------------------------------------------
 
-# The least value of numbers for which a wrong one would only show later.
+# The smallest valid value of numbers whose mistakes would only show later.
 _ZERO = """
     epochs seed optimizer.lr optimizer.damping optimizer.lambda_int optimizer.kl_clip
     optimizer.weight_decay schedule.patience measure.every measure.lambda_int
@@ -276,9 +276,11 @@ def check(config: ExperimentConfig) -> None:
                 raise UserError(f"{name} = {value!r} is not of type {f.type}.")
             least = LEAST.get(name)
             if least is not None and value is not None and not least <= value < float("inf"):
-                raise UserError(f"{name} = {value}: write a finite number, {least} or more.")
+                raise UserError(f"{name} = {value}: expected a finite number, {least} or more.")
     if not 0 < config.schedule.factor <= 1:
-        raise UserError(f"schedule.factor = {config.schedule.factor}: write 1 or less, above 0.")
+        raise UserError(
+            f"schedule.factor = {config.schedule.factor}: expected a number above 0, 1 or less."
+        )
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -1,7 +1,7 @@
 """Train one run on several processes, started by ``torchrun``.
 
 Every process has the whole data set and the same model, and takes its part of each batch; gradients
-are averaged, so that a step is that of one process. The first process writes the run directory.
+are averaged, so a step is the same as with one process. The first process writes the run directory.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-# Its functions have the group as a default, if there is one by then: imported later, as by torch's
-# optimizers, it keeps the group's threads after destroy_process_group, and a thread that still
-# drops a tensor when the interpreter ends aborts the process.
+# Its functions have the group as a default, if there is one by then: if imported later, as by
+# torch's optimizers, it keeps the group's threads after destroy_process_group, and a thread that
+# still releases a tensor when the interpreter exits aborts the process.
 import torch.distributed.nn
 from torch import Tensor
 
@@ -111,9 +111,9 @@ class RankGroup:
         return box[0]  # type: ignore[return-value]
 
     def first_on_each_machine(self, compute: Callable[[], T]) -> T:
-        """Return what every process computes, first the first of each machine, then the others.
+        """Return what every process computes: first the first of each machine, then the others.
 
-        For what leaves files behind that the others then find.
+        For computations that leave files behind for the others.
         """
         early = self.agreed(lambda: compute() if self.local_rank == 0 else None)
         late = self.agreed(lambda: compute() if self.local_rank != 0 else early)

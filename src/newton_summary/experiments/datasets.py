@@ -67,8 +67,8 @@ class Batches:
         split: The samples.
         size: Samples in a batch; the last one has what is left.
         generator: Random numbers for the order.
-        drop_last: Leave a smaller last batch out, unless it is the only one.
-        part: Which samples to take of a batch of some length; all if not given.
+        drop_last: Drop a smaller last batch, unless it is the only one.
+        part: Which samples to take of a batch of a given length; all by default.
         shuffle: Whether to draw an order; otherwise the samples come as they are stored.
     """
 
@@ -123,7 +123,7 @@ def load_dataset(
     name = config.name
     if name not in DATASETS:
         raise UserError(
-            f"Unknown data set {name!r}.{nearest(name, DATASETS)} Known: {', '.join(DATASETS)}."
+            f"Unknown data set {name!r}.{nearest(name, DATASETS)} Use one of {', '.join(DATASETS)}."
         )
     source = DATASETS[name]
     known, test = source.load(config, dtype, torch.device(device))
@@ -163,7 +163,7 @@ def _images(config: DataConfig, dtype: torch.dtype, device: torch.device) -> tup
 
 
 def _embedded(config: DataConfig, dtype: torch.dtype, device: torch.device) -> tuple[Split, Split]:
-    """5,000 and 1,000 digits of MNIST inside the package."""
+    """5,000 and 1,000 digits of MNIST in the package."""
     load = partial(load_mnist_subset, pad=config.pad, dtype=dtype, device=device)
     return Split(*load("train")), Split(*load("test"))
 

@@ -1,4 +1,4 @@
-"""The demo: LeNet on the images inside the package, trained, measured and drawn."""
+"""The demo: LeNet on the images in the package, trained, measured and drawn."""
 
 from __future__ import annotations
 

@@ -97,8 +97,8 @@ def checked(path: Path) -> bytes:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from None
     if hashlib.md5(content, usedforsecurity=False).hexdigest() != MD5[path.name]:
         raise DataError(
-            f"{path} is corrupt: its md5 is not the published {MD5[path.name]}. Delete it, and "
-            f"download it again."
+            f"{path} is corrupt: its md5 is not the published {MD5[path.name]}. Delete it and "
+            "download it again."
         )
     return content
 
@@ -127,7 +127,7 @@ def _find(
         missing = next(name for name in names if not (places[0] / name).is_file())
         raise DataError(
             f"{missing} is not in {places[0]}. Set --data-root or {ENVIRONMENT} to the folder of "
-            f"the official files, or neither (and no --data.no-download) to download them."
+            "the official files, or set neither (nor --data.no-download) to download them."
         )
     fetch(places[0])
     return [places[0] / name for name in names]
@@ -170,8 +170,8 @@ def _download(name: str, urls: Sequence[str], folder: Path) -> None:
             return write_file(folder / name, content)
         problem = "the download does not have the published md5"
     raise DataError(
-        f"{name} could not be downloaded ({problem}). Set --data-root or {ENVIRONMENT} to a folder "
-        f"that has it, or use --data.name embedded."
+        f"{name} could not be downloaded ({problem}). Set --data-root or {ENVIRONMENT} to a "
+        "folder that contains it, or use --data.name embedded."
     )
 
 

@@ -52,7 +52,7 @@ def run_name(config: ExperimentConfig) -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """How a run of a grid ended."""
+    """The outcome of a run of a grid."""
 
     config: ExperimentConfig
     path: Path
@@ -94,7 +94,7 @@ def run_all(
     Args:
         configs: The points.
         root: Directory of the run directories; on a cluster, one that all machines see.
-        jobs: How many at a time, in processes with one thread each.
+        jobs: How many to train at a time, in processes with one thread each.
         done: Called after each run.
         scheduler: Address of a dask scheduler whose workers train instead of this machine.
 
@@ -124,7 +124,7 @@ def run_all(
 
 
 def in_processes(tasks: Sequence[Task], jobs: int) -> Iterator[Result]:
-    """Train in processes of this machine; one that dies costs the run that it was at."""
+    """Train in processes of this machine; one that dies loses only its current run."""
     context = multiprocessing.get_context("spawn")  # a fork would share torch's threads
     waiting = deque(tasks)
     idle: list[tuple[Any, Any]] = []  # pipes and processes
@@ -151,7 +151,7 @@ def in_processes(tasks: Sequence[Task], jobs: int) -> Iterator[Result]:
                     process.join()
                     code = process.exitcode
                     why = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
-                    why += ", perhaps for lack of memory; run the same command to resume"
+                    why += ", perhaps out of memory; run the same command to resume"
                     result = Result(*task, None, f"its process {why}")
                 yield result
     finally:
@@ -161,7 +161,7 @@ def in_processes(tasks: Sequence[Task], jobs: int) -> Iterator[Result]:
 
 
 def _work(pipe: Any, jobs: int) -> None:
-    """Train what comes through a pipe, for as long as the other process lives."""
+    """Train what arrives through a pipe, as long as the other process lives."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with suppress(EOFError):
@@ -200,8 +200,8 @@ def on_cluster(tasks: Sequence[Task], scheduler: str) -> Iterator[Result]:
             raise UserError(f"The scheduler at {scheduler} has no workers: start dask worker.")
         if max(threads.values()) > 1:
             raise UserError(
-                f"Workers of {scheduler} have several threads, so that runs would share torch's "
-                f"random numbers. Start them with dask worker --nthreads 1."
+                f"Workers of {scheduler} have several threads, so runs would share torch's random "
+                "numbers. Start them with dask worker --nthreads 1."
             )
         futures = {client.submit(run_one, *task, 0, pure=False): task for task in tasks}
         for future in distributed.as_completed(list(futures)):

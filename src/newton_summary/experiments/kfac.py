@@ -4,10 +4,10 @@ For a layer with inputs ``a`` and output gradients ``g`` the Fisher matrix is ta
 with A = E[a a^T] and G = E[g g^T]. This is exact for a deep linear network with squared error,
 which is how the tests check it.
 
-Written here, with the conventions of the package that the paper used: the averages of A and G
-start from the identity, lambda is added to the eigenvalues of A (x) G, steps are bounded by
-``kl_clip``, and weight decay is an L2 term on top of the preconditioned gradient, from the
-twentieth update of the covariances on.
+Follows the conventions of the package that the paper used: the averages of A and G start from the
+identity, lambda is added to the eigenvalues of A (x) G, steps are bounded by ``kl_clip``, and
+weight decay is an L2 term on top of the preconditioned gradient, from the twentieth update of the
+covariances on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class KFAC(Optimizer):
     from the data), averaged with exponential weights. Parameters outside linear and convolutional
     layers move along their gradient.
 
-    The arguments are those of :class:`newton_summary.experiments.config.KFACConfig`, and others.
+    Arguments as for :class:`newton_summary.experiments.config.KFACConfig`, and some more.
 
     Args:
         damping: lambda. A layer's step is (A (x) G + lambda I)^-1 times its gradient.
@@ -74,7 +74,7 @@ class KFAC(Optimizer):
         return bool(self.param_groups[0]["steps"] % self.covariance_period == 0)
 
     def observe(self, inputs: Tensor) -> None:
-        """Update A and G from a batch, with a forward and a backward pass of its own."""
+        """Update A and G from a batch, with its own forward and backward pass."""
         seen: dict[Layer, tuple[Tensor, Tensor]] = {}
 
         def remember(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

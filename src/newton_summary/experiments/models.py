@@ -1,4 +1,4 @@
-"""The models of the paper's experiments (Section 6.2, App. H), and some that people use today.
+"""The models of the paper's experiments (Section 6.2, App. H), and some in use today.
 
 Weights are drawn from N(0, gain^2 / fan_in), biases are zero. The gain is 1 with tanh (MLP, LeNet)
 and sqrt(2) with ELU (VGG-11', BigMLP).
@@ -116,7 +116,7 @@ def vbig_mlp(depth: int = 100, width: int = 1024, features: int = 3072) -> nn.Mo
 
 
 def autoencoder(features: int = 784, width: int = 256, code: int = 32) -> nn.Module:
-    """A perceptron with tanh that gives back its input through ``code`` numbers."""
+    """A perceptron with tanh that reconstructs its input from ``code`` numbers."""
     return perceptron([features, width, code, width, features], nn.Tanh, TANH_GAIN)
 
 

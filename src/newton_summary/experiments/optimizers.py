@@ -42,7 +42,7 @@ class Stepper:
         self.gradient: Callable[[Batch], Tensor] = self._gradient
 
     def step(self, batch: Batch) -> Tensor:
-        """Make one step; return the loss of the batch before it, on the device.
+        """Take one step; return the loss of the batch before it, on the device.
 
         Where several processes share a batch, their shares of the loss add up to it.
         """
@@ -111,7 +111,7 @@ def make_stepper(
 ) -> Stepper:
     """Make the optimizer of a configuration, for a model that is on its device.
 
-    NewtonSummary may draw batches of its own from ``train``. Several ``ranks`` share each batch.
+    NewtonSummary may draw its own batches from ``train``. Several ``ranks`` share each batch.
 
     Raises:
         UserError: For settings that the optimizer rejects.
@@ -142,7 +142,7 @@ def _kfac(config: KFACConfig, task: Task) -> KFAC:
     likelihood: Literal["gaussian", "categorical"] = "gaussian" if gaussian else "categorical"
     optimizer = KFAC(task.model, **asdict(config), likelihood=likelihood)
     if not optimizer.layers:
-        raise UserError("K-FAC finds no layer: it does not support the NTK parameterisation.")
+        raise UserError("K-FAC found no layers: it does not support the NTK parameterisation.")
     return optimizer
 
 

@@ -50,7 +50,7 @@ def _is_study(run: Run) -> bool:
 
 
 def _without_studies(runs: Sequence[Run]) -> list[Run]:
-    """Leave out studies of partitions, in setups that have something else to show."""
+    """Leave out partition studies in setups that have other runs to show."""
     setups = {setup_label(run.config) for run in runs if not _is_study(run)}
     return [run for run in runs if not _is_study(run) or setup_label(run.config) not in setups]
 
@@ -123,7 +123,7 @@ def _curve(
 ) -> None:
     """Draw the seeds, and their median over the epochs that all of them have.
 
-    With ``positive`` other values are left out: a logarithmic axis has no place for them.
+    With ``positive``, other values are left out: a logarithmic axis cannot show them.
     """
     colour, style = look
     series = [np.array(run.column(metric)) for run in runs]

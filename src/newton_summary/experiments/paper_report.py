@@ -27,7 +27,7 @@ FILES = "files.json"  # of the last report in a folder
 def make_report(
     runs: Sequence[Run], out: Path, epoch: int | None = None, window: int | None = None
 ) -> list[Path]:
-    """Write every table (Markdown, CSV) and figure (PNG, PDF) that the runs have something for.
+    """Write every table (Markdown, CSV) and figure (PNG, PDF) that the runs have data for.
 
     In the folder, ``report.md`` shows everything; ``report.html``, the interactive page, needs
     plotly. Hbar is drawn at an epoch, by default that of the best validation loss; learning rates
@@ -38,7 +38,7 @@ def make_report(
     """
     runs = [run for run in runs if run.rows]
     if not runs:
-        raise UserError("None of the runs has completed an epoch: there is nothing to report.")
+        raise UserError("No run has completed an epoch: there is nothing to report.")
     make_folder(out)
     files: list[Path] = []
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
@@ -69,7 +69,7 @@ def _interactive(runs: Sequence[Run], out: Path) -> list[Path]:
 
 
 def _remove_stale(out: Path, written: Sequence[Path]) -> None:
-    """Remove what an earlier report has left, and remember what belongs to this one."""
+    """Remove what an earlier report left behind, and remember what belongs to this one."""
     names = sorted(file.name for file in written)
     try:
         earlier = json.loads((out / FILES).read_text())

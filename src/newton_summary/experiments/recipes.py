@@ -86,7 +86,7 @@ def get_recipe(name: str) -> Recipe:
 
 
 def experiment(model: str, data: str, epochs: int, optimizer: OptimizerConfig) -> ExperimentConfig:
-    """A model on a data set, in their usual forms."""
+    """A model on a data set, both in their usual form."""
     config = ExperimentConfig(model=ModelConfig(model), data=DataConfig(data), epochs=epochs)
     return replace(config, optimizer=optimizer)
 
@@ -163,7 +163,7 @@ for name, setup in SETUPS.items():
 
 
 def variant(name: str, **changes: Any) -> ExperimentConfig:
-    """A setup with the paper's optimizer, some of whose options are others."""
+    """A setup with the paper's optimizer, with some options changed."""
     config = RECIPES[f"{name}_newton_summary"]()
     return replace(config, optimizer=replace(config.optimizer, **changes))
 
@@ -197,7 +197,7 @@ def vbigmlp_cifar10_adam() -> ExperimentConfig:
 
 
 def embedded(model: str, optimizer: OptimizerConfig, measure_every: int = 0) -> ExperimentConfig:
-    """A small run on the images inside the package: seconds an epoch on a laptop."""
+    """A small run on the images in the package: seconds per epoch on a laptop."""
     data, measure = DataConfig("embedded", pad=model == "lenet"), MeasureConfig(measure_every)
     return replace(experiment(model, "embedded", 10, optimizer), data=data, measure=measure)
 

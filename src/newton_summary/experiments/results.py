@@ -175,7 +175,7 @@ def is_paper_mode(config: ExperimentConfig) -> bool:
 
 
 def troubles(statuses: Iterable[str]) -> str:
-    """Return how many runs did not end as they should."""
+    """Return how many runs did not end as expected."""
     counts = Counter(statuses)
     bad = [name for name in ("diverged", "failed", "unfinished") if counts[name]]
     return ", ".join(f"{counts[name]} {name}" for name in bad)
@@ -189,7 +189,7 @@ def group_by(items: Iterable[T], key: Callable[[T], Any]) -> dict[Any, list[T]]:
     return groups
 
 
-# Fields that do not tell one method from another.
+# Fields that do not distinguish methods.
 NOT_OF_A_METHOD = {
     *("seed", "epochs", "recipe", "data.root", "data.download", "device", "graph_steps"),
 }
@@ -198,9 +198,9 @@ NOT_OF_A_METHOD = {
 def method_labels(runs: Sequence[Run]) -> dict[Path, str]:
     """Return the optimizer of each run, with the fields in which runs of one label differ.
 
-    Runs of one setup that have the same label differ in their seed alone, or in a field that makes
-    no method. Where that would count a seed twice, such as after 4 and after 5 epochs, they are
-    kept apart.
+    Runs of one setup with the same label differ only in their seed, or in a field that does not
+    distinguish methods. Where that would count a seed twice, such as after 4 and after 5 epochs,
+    they are kept apart.
     """
     labels: dict[Path, str] = {}
     groups = group_by(runs, lambda run: (setup_label(run.config), optimizer_label(run.config)))

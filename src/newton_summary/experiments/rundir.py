@@ -1,7 +1,7 @@
 """Write a run directory, and compare one with its configuration.
 
-Every write replaces some files and then the manifest, with which they become visible together. What
-lies beyond the checkpoint belongs to epochs that are trained again when the run resumes.
+Every write replaces some files and then the manifest, which makes them visible together. Anything
+beyond the checkpoint belongs to epochs that are trained again when the run resumes.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Run:
         unknown = sorted(name for name, _ in fields if name not in known)
         if unknown:
             warnings.warn(
-                f"{path / CONFIG} has fields of another version, which are ignored: "
+                f"{path / CONFIG} has fields of another version; ignoring them: "
                 f"{first_names(unknown)}",
                 stacklevel=2,
             )
@@ -109,8 +109,8 @@ class Run:
         for name in sorted({*old, *new} - FREE):
             if old.get(name) != new.get(name):
                 raise UserError(
-                    f"{self.path} holds another run: there {name} = {old.get(name)}, here "
-                    f"{new.get(name)}. Choose another --run-dir."
+                    f"{self.path} contains another run: {name} is {old.get(name)} there and "
+                    f"{new.get(name)} here. Choose another --run-dir."
                 )
 
     def until(self, config: ExperimentConfig) -> Run:
@@ -162,7 +162,7 @@ def find_runs(paths: list[Path]) -> list[Run]:
             raise UserError(f"{path} is not a directory.")
         found = sorted(file.parent for file in path.rglob(CONFIG))
         if not found:
-            raise UserError(f"There is no run in {path}: no {CONFIG} in it or below it.")
+            raise UserError(f"There is no run in {path}: no {CONFIG} in it or below.")
         for folder in found:
             if folder.resolve() in runs:
                 continue
@@ -174,7 +174,9 @@ def find_runs(paths: list[Path]) -> list[Run]:
             else:
                 runs[folder.resolve()] = run
     if not runs:
-        raise UserError(problems[0] + (f" So it is in {len(problems)}." if problems[1:] else ""))
+        raise UserError(
+            problems[0] + (f" The same goes for {len(problems)} in all." if problems[1:] else "")
+        )
     for problem in problems:
         warnings.warn(f"skipped: {problem}", stacklevel=2)
     return list(runs.values())
@@ -206,8 +208,8 @@ class RunWriter:
 
     Args:
         path: The directory; made when the first file is written.
-        config: What is to be run. If the directory holds another configuration, this is an error.
-        writes: Whether to: of several processes the first one does, for all of them.
+        config: What to run. It is an error if the directory has another configuration.
+        writes: Whether to write: of several processes only the first does.
     """
 
     def __init__(self, path: Path, config: ExperimentConfig, writes: bool = True):
@@ -239,7 +241,7 @@ class RunWriter:
         return replace(run, config=self.config)
 
     def start(self, session: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Start or resume: drop what lies beyond the checkpoint, and return the checkpoint."""
+        """Start or resume: drop everything beyond the checkpoint, and return the checkpoint."""
         make_folder(self.path)
         self._acquire()
         self.known = self._check()  # again, now that no other process can write
@@ -251,8 +253,8 @@ class RunWriter:
         self.environment = read_environment(files)
         if files.manifest is None and (rows or checkpoint):
             raise UserError(
-                f"{self.path} has no {MANIFEST}: it is of an older version, or an incomplete copy. "
-                f"Choose another --run-dir."
+                f"{self.path} has no {MANIFEST}: it was written by an older version, or is an "
+                "incomplete copy. Choose another --run-dir."
             )
         last = -1 if checkpoint is None else int(checkpoint["epoch"])
         if last >= len(rows):
@@ -305,15 +307,15 @@ class RunWriter:
         self._replace(contents)
 
     def add_environment(self, **values: Any) -> None:
-        """Add facts on the whole run."""
+        """Add facts about the whole run."""
         self.environment |= values
         self._replace({ENVIRONMENT: self.environment})
 
     def _replace(self, contents: Mapping[str, Any]) -> None:
-        """Replace files, and then the manifest, with which they count.
+        """Replace files, and then the manifest, which makes them valid.
 
-        The manifest before it is kept if it was that of other epochs: what is lost with a damaged
-        file is found there.
+        The previous manifest is kept if it was that of other epochs: it helps to recover from a
+        damaged file.
         """
         if not self.writes:
             return

@@ -77,7 +77,7 @@ class Table:
 
 
 def table(name: str, title: str, note: str = "") -> Callable[[Rows], Callable[..., Table | None]]:
-    """Make a function that gives rows one that returns their table; None without rows."""
+    """Turn a function that yields rows into one that returns their table; None without rows."""
 
     def decorate(rows_of: Rows) -> Callable[..., Table | None]:
         @wraps(rows_of)
@@ -222,13 +222,13 @@ def runs_table(runs: Sequence[Run]) -> Iterator[Row]:
 
 
 def all_tables(runs: Sequence[Run]) -> list[Table]:
-    """Return every table that these runs have something for."""
+    """Return every table that these runs have data for."""
     every = (results_table, partition_table, diagonal_table, times_table, runs_table)
     return [made for make in every if (made := make(runs)) is not None]
 
 
 def _csv_cell(text: str) -> str:
-    """Return a cell that no spreadsheet computes: one that begins like a formula is quoted."""
+    """Return a cell that no spreadsheet evaluates: one that begins like a formula is quoted."""
     text = printable(text)
     is_number = re.fullmatch(r"[-+\d.e ±%]*", text) is not None
     return f"'{text}" if text[:1] in ("=", "+", "-", "@") and not is_number else text

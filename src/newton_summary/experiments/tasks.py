@@ -98,8 +98,8 @@ def make_task(config: ModelConfig, data: Dataset) -> Task:
     """Build a model for the samples of a data set, on the CPU, from torch's random numbers."""
     if config.name not in MODELS:
         raise UserError(
-            f"Unknown model {config.name!r}.{nearest(config.name, MODELS)} "
-            f"Known: {', '.join(MODELS)}."
+            f"Unknown model {config.name!r}.{nearest(config.name, MODELS)} Use one of "
+            f"{', '.join(MODELS)}."
         )
     architecture = MODELS[config.name]
     sample = data.train.inputs[0]

@@ -84,15 +84,16 @@ def train(
         path: The run directory.
         reporter: Receives the progress.
         compare_speed: At the end, time some steps of Adam on the same model and data.
-        side_by_side: How many runs share the machine (0: unknown); stored, because times of an
-            epoch mean nothing then.
-        checkpoint_seconds: Least time from one checkpoint to the next; every epoch has one if 0.
+        side_by_side: How many runs share the machine (0: unknown); stored, because epoch times are
+            meaningless then.
+        checkpoint_seconds: Shortest time between checkpoints; 0 writes one every epoch.
 
     Returns:
         The run, with its metrics. One that diverged is an ordinary result: ``run.diverged``.
 
     Raises:
-        UserError: For what the user can fix. Nothing was written then, or the run can be resumed.
+        UserError: For mistakes the user can fix. Nothing has been written then, or the run can be
+            resumed.
     """
     check(config)
     try:
@@ -227,7 +228,7 @@ class Session:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Give the model the mean of its last parameters, where the optimizer keeps one."""
+        """Give the model the mean of its last parameters, if the optimizer keeps one."""
         optimizer = self.stepper.optimizer
         if not isinstance(optimizer, NewtonSummary):
             yield
@@ -339,7 +340,7 @@ class Session:
                 for p in group["params"]:
                     _check_moments(optimizer.state.get(p, {}), p)
             if state["scheduler"].keys() != self.scheduler.state_dict().keys():
-                raise ValueError("the schedule is of another version")
+                raise ValueError("the schedule was saved by another version")
             self.scheduler.load_state_dict(state["scheduler"])
             torch.set_rng_state(state["random"]["cpu"])
             if self.device.type == "cuda" and state["random"]["cuda"] is not None:
@@ -353,13 +354,13 @@ class Session:
 
 
 def _check_moments(moments: Any, p: Tensor) -> None:
-    """Check what torch's optimizers keep for a parameter; they do not when they load it."""
+    """Check what torch's optimizers keep for a parameter, since they do not check it on loading."""
     for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
         value = moments.get(name)
         if name not in moments or (value is None and name == "momentum_buffer"):
             continue
         if value.shape != p.shape or not value.is_floating_point():
-            raise ValueError(f"{name} has the shape {tuple(value.shape)}, not {tuple(p.shape)}")
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, not {tuple(p.shape)}")
     if "step" in moments and not 0 <= float(moments["step"]) < math.inf:
         raise ValueError(f"step is {float(moments['step'])}")
 
@@ -376,7 +377,7 @@ def initial_task(config: ExperimentConfig, data: Dataset, device: torch.device) 
 
 
 def order_seed(config: ExperimentConfig, epoch: int) -> int:
-    """Return the seed of the order of the samples after so many epochs."""
+    """Return the seed of the order of the samples after a number of epochs."""
     return config.seed * 1_000_003 + epoch
 
 
@@ -384,7 +385,7 @@ def order_seed(config: ExperimentConfig, epoch: int) -> int:
 
 
 def find_device(name: str) -> torch.device:
-    """Return a device that works; ``"auto"`` takes a GPU if there is one."""
+    """Return a working device; ``"auto"`` uses a GPU if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and torchrun.launched() and torch.cuda.is_available():
@@ -396,7 +397,7 @@ def find_device(name: str) -> torch.device:
     except Exception as error:  # torch raises many types, with long messages
         reason = str(error).splitlines()[0].rstrip(".")
         if "device type at start" in reason:  # and all that torch was ever built for
-            reason = "write cpu, cuda, cuda:1, ... or another device of torch"
+            reason = "use cpu, cuda, cuda:1, ... or another device of torch"
         raise UserError(f"The device {name!r} is not available: {reason}.") from None
     return device
 
@@ -483,7 +484,7 @@ def _check_fit(task: Task, data: Dataset, config: ExperimentConfig) -> None:
     except (RuntimeError, IndexError, ValueError, TypeError):
         raise UserError(
             f"The model {config.model.name!r} does not fit the data {config.data.name!r}, whose "
-            f"samples have the shape {tuple(batch[0].shape[1:])}."
+            f"samples have shape {tuple(batch[0].shape[1:])}."
         ) from None
     finally:
         task.model.train(training)

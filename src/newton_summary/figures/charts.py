@@ -1,4 +1,4 @@
-"""One function for each figure of a summary or a training, for papers and notebooks.
+"""One function for each figure of a summary or a training run, for papers and notebooks.
 
 Each returns a matplotlib figure, which a notebook shows and ``savefig`` writes. They are drawn
 without pyplot, so without global state. The colours suit colour-blind readers, and values that are
@@ -72,7 +72,7 @@ def heatmap(
     'Hbar, scaled to a unit diagonal'
     """
     if what not in MATRICES:
-        raise ValueError(f"what={what!r}: write {', '.join(map(repr, MATRICES))}.")
+        raise ValueError(f"what={what!r}: expected one of {', '.join(map(repr, MATRICES))}.")
     need_summary(summary, "heatmap")
     title, matrix_of = MATRICES[what]
     title += "" if block is None else f", {block}"
@@ -83,7 +83,7 @@ def heatmap(
         return message_figure(title, str(error))
     shown = _titled(summary, block_of(summary, matrix, block))
     if 0 in shown.values.shape:
-        return message_figure(title, f"No group is in the block {block}.")
+        return message_figure(title, f"There are no groups in the block {block}.")
     rows, columns = shown.values.shape
     cell = max(0.08, min(0.5, 7 / max(rows, columns)))  # inches: room for a name, and on a page
     margin = 0.07 * max(len(short_name(n)) for n in (*shown.rows, *shown.columns)) + 0.3
@@ -99,7 +99,7 @@ def block_of(summary: Summary, matrix: torch.Tensor, name: str | None) -> Block:
         return Block(summary.names, summary.names, matrix)
     blocks = summary.blocks(matrix)
     if name not in blocks:
-        raise ValueError(f"block={name!r}: write {', '.join(map(repr, blocks))}.")
+        raise ValueError(f"block={name!r}: expected one of {', '.join(map(repr, blocks))}.")
     return blocks[name]
 
 
@@ -152,12 +152,12 @@ def pairs(summary: Summary | torch.Tensor, count: int = 15) -> Figure:
 
 
 def rates(history: History, window: int | None = None) -> Figure:
-    """Draw the learning rates over a training: weights solid, biases dotted (Section 6.1).
+    """Draw the learning rates during training: weights solid, biases dotted (Section 6.1).
 
     Args:
         history: With at least one measurement. Those along the full gradient are drawn, if any.
         window: Average over windows of this many epochs, as the paper does (20); 0 for no average.
-            By default 20, if the training has four windows or more, else 0.
+            By default 20 if training has four windows or more, else 0.
 
     >>> summary = Summary(gbar=torch.ones(2), Hbar=torch.eye(2))
     >>> rates(History.of(summary, "MLP", lambda_int=0)).axes[0].get_title(loc="left")
@@ -230,7 +230,7 @@ def rate_bars(summary: Summary | LearningRates, lambda_int: float = 1.0) -> Figu
 
 
 def curves(histories: History | Sequence[History], metrics: Sequence[str] | None = None) -> Figure:
-    """Draw the curves of one or more trainings, one panel for each metric.
+    """Draw the curves of one or more training runs, one panel for each metric.
 
     Args:
         histories: One or more.
@@ -247,9 +247,9 @@ def curves(histories: History | Sequence[History], metrics: Sequence[str] | None
     metrics = known if metrics is None else list(metrics)
     for metric in metrics:
         if metric not in known:
-            raise ValueError(f"No history has a curve {metric!r}, only {known}.")
+            raise ValueError(f"No history has a curve {metric!r}. Use one of {known}.")
     if not metrics:
-        raise ValueError("The histories have no curves. Add points with History.add_value.")
+        raise ValueError("The histories have no curves: add points with History.add_value.")
     size = (PANEL[0] * len(metrics), PANEL[1] + 0.18 * len(histories))
     figure = Picture(figsize=size, layout="constrained")
     axes = figure.subplots(1, len(metrics), squeeze=False)[0]
@@ -278,7 +278,7 @@ def curves(histories: History | Sequence[History], metrics: Sequence[str] | None
 
 
 def predicted_change(history: History) -> Figure:
-    """Draw the real change of the loss by steps that were tried, against the predicted one.
+    """Draw the real change of the loss by the steps that were tried against the predicted one.
 
     On the line both agree; above it the loss fell less than predicted, or rose.
 
@@ -324,6 +324,6 @@ def _need_histories(histories: Sequence[object], what: str) -> None:
     for history in histories:
         if not isinstance(history, History):
             raise TypeError(
-                f"{what} draws a History, and this is of type {type(history).__name__}. Use "
-                f"History.of(summary) for a single measurement."
+                f"{what} needs a History, not {type(history).__name__}. For a single measurement "
+                "use History.of(summary)."
             )

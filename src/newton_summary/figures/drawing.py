@@ -1,4 +1,4 @@
-"""Parts of figures: a matrix, and learning rates over a training, drawn into given axes."""
+"""Parts of figures: a matrix, and learning rates during training, drawn into given axes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Picture(Figure):
 def titled_figure(
     title: str, width: float, height: float, layout: Any = "constrained"
 ) -> tuple[Figure, Axes]:
-    """Return a figure of so many inches, with axes under a title."""
+    """Return a figure of a given size in inches, with axes under a title."""
     figure = Picture(figsize=(width, height), layout=layout)
     axis = figure.subplots()
     axis.set_title(title, loc="left", fontsize=10)
@@ -72,7 +72,7 @@ def draw_matrix(
     a small matrix into its cells.
     """
     if scale not in ("raw", "symlog"):
-        raise ValueError(f"scale={scale!r}: write 'raw' or 'symlog'.")
+        raise ValueError(f"scale={scale!r}: use 'raw' or 'symlog'.")
     values: Array = block.values.detach().double().cpu().numpy()
     unknown = ~np.isfinite(values)
     largest = float(np.abs(values[~unknown]).max(initial=0.0)) or 1.0
@@ -121,7 +121,7 @@ def _linear_below(values: Array, largest: float) -> float:
 
 
 def _hatch(axis: Axes, where: npt.NDArray[np.bool_]) -> None:
-    """Cover cells with grey and a hatch, and say what they are."""
+    """Cover cells with a grey hatch, and say what they are."""
     corners = np.array([(-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5)])
     cells = np.argwhere(where)[:, ::-1]
     look: Any = {"facecolor": "#d9d9d9", "edgecolor": UNKNOWN, "hatch": "////"}
@@ -142,7 +142,7 @@ def message_figure(title: str, text: str) -> Figure:
 
 
 def over_epochs(axis: Axes, what: str) -> None:
-    """Make axes those of a training: epochs, whole ones, against something."""
+    """Set axes up for training: something against whole epochs."""
     axis.set_xlabel("epoch")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_ylabel(what)
@@ -150,7 +150,7 @@ def over_epochs(axis: Axes, what: str) -> None:
 
 
 def draw_rates(axis: Axes, history: History, window: int | None = None) -> None:
-    """Draw the learning rates over a training into axes, with the arguments of ``rates``."""
+    """Draw the learning rates during training into axes, with the arguments of ``rates``."""
     full = [m for m in history.measured if m.kind == "full"] or history.measured
     epochs: Array = np.array([m.epoch for m in full], dtype=np.float64)
     values: Array = np.stack([m.eta.double().numpy() for m in full])

@@ -138,8 +138,8 @@ def inspect_model(
 ) -> Inspection:
     """Measure a model and try steps along its learning rates.
 
-    ``name`` is that of the report, ``file`` has the user's code, for messages, and ``progress`` is
-    as for :func:`summarize`.
+    ``name`` is the title of the report, ``file`` the user's file, for messages; ``progress`` is as
+    for :func:`summarize`.
     """
     model, loss_fn, data = built
     lambda_int = _strength(settings)
@@ -174,15 +174,17 @@ def inspect_model(
 
 
 def _strength(settings: Settings) -> float | None:
-    """Return lambda_int, None if it has to be found; raise a UserError for a wrong one."""
+    """Return lambda_int, None if it is to be found; raise a UserError for a wrong one."""
     if settings.lambda_int is None:
         return None
     if not 0 <= settings.lambda_int < math.inf:
-        raise UserError(f"--lambda-int {settings.lambda_int:g}: write a finite number, 0 or more.")
+        raise UserError(
+            f"--lambda-int {settings.lambda_int:g}: expected a finite number, 0 or more."
+        )
     if settings.lambda_int > 0 and settings.order != 3:
         raise UserError(
             f"--lambda-int {settings.lambda_int:g} needs the third derivative D3, which --order "
-            f"{settings.order} leaves out: write --order 3, or --lambda-int 0."
+            f"{settings.order} leaves out: use --order 3, or --lambda-int 0."
         )
     return settings.lambda_int
 
@@ -200,7 +202,7 @@ def _hint(data: Any) -> str:
 def take_batches(data: Any, most: int) -> UserList[Any]:
     """Return the first batches of the data; not as a list: one of tensors would be one batch."""
     if most < 1:
-        raise UserError(f"--max-batches {most}: write 1 or more.")
+        raise UserError(f"--max-batches {most}: expected 1 or more.")
     batches = UserList(islice(iter(as_batches(data)), most))
     if not batches:
         raise UserError("The data is empty: there is no batch to measure.")

@@ -17,12 +17,12 @@ class Settings:
     max_batches: int = 16
     """Measure on the first N batches of the data."""
     order: Literal[2, 3] = 3
-    """2 leaves out the third derivative, about half of the time."""
+    """2 leaves out the third derivative, and takes about half the time."""
     lambda_int: float | None = None
-    """Strength of the cubic term; if not given, the best of 1, 10, ... 1e8, or 0 with --order 2."""
+    """Strength of the cubic term; by default the best of 1, 10, ... 1e8, or 0 with --order 2."""
     backend: Backend = "auto"
-    """How to compute derivatives; auto takes the first way that works."""
+    """How to compute derivatives; auto uses the first backend that works."""
     device: str | None = None
-    """Move model and data there, for example to cuda; they stay where they are if not given."""
+    """Device to move model and data to, such as cuda; by default they stay where they are."""
     stderr: bool = True
     """Show standard errors over the batches, if there are several."""

@@ -58,8 +58,8 @@ def load_build(target: str, seed: int = 0) -> Built:
     file, function = split_target(target)
     if not file.is_file():
         raise UserError(
-            f"There is no file {file}. Write newton-summary inspect FILE.py:build, where build() "
-            f"returns a model, a loss function and data."
+            f"There is no file {file}. Use newton-summary inspect FILE.py:build, where build() "
+            "returns a model, a loss function and data."
         )
     torch.manual_seed(seed)
     with telling(file, f"{file} cannot be loaded"):
@@ -92,13 +92,13 @@ def _load(file: Path) -> Any:
 
 
 def _checked(returned: Any, function: str) -> Built:
-    """Return the three things, or raise a UserError for the wrong one."""
+    """Return the three values, or raise a UserError for the wrong one."""
     names = list(EXPECTED)
     if not isinstance(returned, tuple | list) or len(returned) != len(names):
         what = type(returned).__name__
         if isinstance(returned, tuple | list):
             what = f"a {what} of {len(returned)}"
-        raise UserError(f"{function} returned {what}: return three things, model, loss_fn, data.")
+        raise UserError(f"{function} returned {what}: expected three values, model, loss_fn, data.")
     model, loss_fn, data = returned
     right = {
         "model": isinstance(model, nn.Module),
@@ -109,8 +109,8 @@ def _checked(returned: Any, function: str) -> Built:
         if not right[name]:
             what = f"the class {value.__name__}" if isinstance(value, type) else kind_of(value)
             raise UserError(
-                f"{function} returned {what} as the {place} of model, loss_fn, data: {name} is "
-                f"{EXPECTED[name]}."
+                f"{function} returned {what} as the {place} of model, loss_fn, data: expected "
+                f"{name}, {EXPECTED[name]}."
             )
     try:
         check_loss_fn(loss_fn)
@@ -120,7 +120,7 @@ def _checked(returned: Any, function: str) -> Built:
 
 
 def kind_of(value: Any) -> str:
-    """Return the type of a value, in a word."""
+    """Return the type of a value, in a word or two."""
     return "None" if value is None else type(value).__name__
 
 
@@ -159,7 +159,7 @@ def _place(error: BaseException, file: Path) -> str:
 def _raised_here(error: BaseException) -> bool:
     """Whether this package raised the error, and not the user's code or torch.
 
-    Functions of torch leave no frame of their own: they fail in the line that calls them.
+    Functions of torch leave no frame: they fail in the line that calls them.
     """
     *_, last = traceback.extract_tb(error.__traceback__) or [None]
     package = Path(__file__).resolve().parents[1]

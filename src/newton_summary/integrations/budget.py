@@ -1,4 +1,4 @@
-"""What measuring may cost: a share of the time that training takes."""
+"""A limit on the time for measurements: a share of the time for training."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Budget:
     """Keeps the time for measurements below a share of the time for training.
 
     A measurement is allowed once those before it, and one more (on the fewest batches, where there
-    is a choice), fit into the share of the training so far. The first, of which nothing is known,
-    is always allowed, on credit.
+    is a choice), fit into the share of training so far. The first, whose time is unknown, is always
+    allowed, on credit.
 
     >>> ticks = iter([0, 0, 3, 40, 80])  # start; begin and end of a measurement; two questions
     >>> budget = Budget(0.1, clock=lambda: float(next(ticks)))
@@ -36,7 +36,9 @@ class Budget:
 
     def __init__(self, share: float | None, clock: Callable[[], float] = time.monotonic):
         if share is not None and not (isinstance(share, int | float) and share > 0):
-            raise ValueError(f"budget={share!r}: write a share of the training time, such as 0.05.")
+            raise ValueError(
+                f"budget={share!r}: expected a share of the training time, such as 0.05."
+            )
         self.share, self.clock = share, clock
         self.begin = clock()
         self.spent = 0.0  # seconds in measurements
@@ -69,10 +71,10 @@ class Budget:
         return self.spent + smallest <= self.share * self.training
 
     def batches(self, used: int, most: int, seconds: float) -> int:
-        """Return how many batches to measure on, ``most`` at the most.
+        """Return how many batches to measure on, at most ``most``.
 
-        The last measurement was on ``used`` batches, 0 before the first, and training takes so many
-        seconds from one to the next.
+        The last measurement was on ``used`` batches, 0 before the first; the other argument is the
+        training time between measurements, in seconds.
         """
         if self.share is None or not used or not self.last:
             return most
@@ -82,7 +84,7 @@ class Budget:
         """Return the given partition, or a coarser one with room for ten measurements, or None.
 
         A measurement of the optimizer's groups and of S others takes about 60 + S gradients of each
-        of its batches (docs/integrations.md), and the training one for each batch.
+        of its batches (docs/integrations.md), and training one for each batch.
 
         >>> model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(30)))
         >>> for batches in (1e6, 1e5, 7e4, 1e2):
@@ -95,7 +97,7 @@ class Budget:
         Args:
             model: The model.
             partition: The groups to measure; None for those of the optimizer alone.
-            batches: How many the training has; infinity if unknown.
+            batches: How many batches training has; infinity if unknown.
         """
         if self.share is None:
             return partition

@@ -1,4 +1,4 @@
-"""What a training shows on its console: some words for each measurement."""
+"""What training prints to the console: a few words for each measurement."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Console:
 
     @contextmanager
     def patience(self, when: str) -> Iterator[None]:
-        """Write a line if what is inside takes more than two seconds, while it does."""
+        """Write a line while the body runs, if it takes more than two seconds."""
         timer = threading.Timer(PATIENCE, self.say, [f"measuring {when} ..."])
         timer.daemon = True
         timer.start()
@@ -39,7 +39,7 @@ class Console:
 
 
 def sentence(advice: Advice, steered: bool = False) -> str:
-    """Return what advice says: the loss, and a clause for each group, on a line of its own."""
+    """Return what advice says: the loss, and a clause for each group, each on its own line."""
     several, together = len(advice.groups) > 1, advice.together
     noisy = [g for g in advice.groups if g.verdict == "noise"] if together is not None else []
     said = [clause(g, several, advice.kept_undecided(g)) for g in advice.groups if g not in noisy]
@@ -59,7 +59,7 @@ def sentence(advice: Advice, steered: bool = False) -> str:
 
 
 def clause(group: GroupAdvice, named: bool = False, undecided: bool = False) -> str:
-    """Return what to do about the learning rate of a group.
+    """Return what to do with the learning rate of a group.
 
     >>> clause(GroupAdvice("group0", (3e-4,), 6.1, 0.8, change=6.1, verdict="raise"))
     'lr 0.0003 could be x6.1 ± 0.8'

@@ -68,8 +68,8 @@ def step_loss(module: Any, batch: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         raise TypeError(
-            f"training_step of {type(module).__name__} returned {type(output).__name__} and not a "
-            f"loss. Pass data=... whose batches all have a loss."
+            f"training_step of {type(module).__name__} returned {type(output).__name__}, not a "
+            "loss. Pass data=... whose batches all have a loss."
         )
     return loss
 
@@ -83,10 +83,10 @@ def to_device(module: Any, batch: Any) -> Any:
 
 @contextmanager
 def quiet(module: Any) -> Iterator[None]:
-    """Hide from the training what a module logs and what it keeps in attributes.
+    """Hide from training what a module logs and stores in attributes.
 
-    Those of the module and its submodules are restored, such as counters and lists of outputs, with
-    the contents of containers, and tensors, such as those of metrics (torchmetrics).
+    Attributes of the module and its submodules are restored, such as counters and lists of outputs,
+    with the contents of containers, and tensors, such as those of metrics (torchmetrics).
     """
     trainer, loggers = module.trainer, module.trainer.loggers
     with torch._C.DisableTorchFunction():  # not part of what a measurement records
@@ -113,9 +113,9 @@ class SummaryCallback(Monitor, Callback):
 
     It takes the arguments of :class:`~newton_summary.integrations.monitor.Monitor`. By default the
     loss is that of ``training_step``, the data are samples of the training data, and the report is
-    in the directory of the trainer's logger. What ``training_step`` logs, or keeps in attributes of
-    the module, is hidden from the training, which is bit for bit the same as without the callback,
-    unless it has ``adjust=True``: then a :class:`newton_summary.RateController` steers the rate.
+    in the directory of the trainer's logger. What ``training_step`` logs or stores in attributes of
+    the module is hidden from training, which is bit for bit the same as without the callback,
+    unless ``adjust=True``: then a :class:`newton_summary.RateController` steers the rate.
 
     The trainer's loggers get ``newton_summary/loss``, ``newton_summary/predicted_change``,
     ``newton_summary/real_change`` and ``newton_summary/factor/<group>``, as do
@@ -135,14 +135,14 @@ class SummaryCallback(Monitor, Callback):
         return self._own_loss(model, to_device(model, batch))
 
     def _own_loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the mean loss of a batch that is on its device."""
+        """Return the mean loss of a batch that is already on its device."""
         if self.loss_fn is None:
             return step_loss(model, batch)
         with quiet(model):
             return self.loss_fn(model, batch)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check that the report can be written; begin to steer."""
+        """Check that the report can be written; start to steer."""
         self.check_report()
         self.console.enabled &= trainer.is_global_zero
         self.plan(pl_module, trainer.estimated_stepping_batches * trainer.accumulate_grad_batches)
@@ -150,7 +150,7 @@ class SummaryCallback(Monitor, Callback):
         if self.adjust:
             if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:
                 raise ValueError(
-                    f"adjust=True steers one optimizer with automatic optimization, and "
+                    "adjust=True needs one optimizer and automatic optimization, but "
                     f"{type(pl_module).__name__} has {len(trainer.optimizers)}, automatic: "
                     f"{pl_module.automatic_optimization}. Use RateController in training_step."
                 )
@@ -244,7 +244,7 @@ class SummaryCallback(Monitor, Callback):
 
 
 def _adapted(logger: Any) -> Logger:
-    """Return a Lightning logger as one of ours."""
+    """Wrap a Lightning logger as one of ours."""
     kind = type(logger).__name__
     if kind == "TensorBoardLogger":
         return TensorBoard(logger.experiment)

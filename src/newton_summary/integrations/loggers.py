@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PREFIX = "newton_summary"
-GROUPS = f"{PREFIX}_groups"  # a section of its own in TensorBoard: there may be many
+GROUPS = f"{PREFIX}_groups"  # its own section in TensorBoard: there may be many
 
 
 class Logger(Protocol):
-    """A place that keeps numbers and pictures over the steps of a training.
+    """Stores numbers and pictures over the steps of training.
 
     >>> class Printed:
     ...     def scalars(self, values, step):
@@ -58,7 +58,7 @@ def advice_scalars(advice: Advice) -> dict[str, float]:
 
 
 def scalars_of(measured: Measured) -> dict[str, float]:
-    """Return the loss, and how a step changes it: predicted to second order, and really.
+    """Return the loss, and how a step changes it: predicted to second order, and real.
 
     The step is the last one that was tried, or ``theta - eta_s u`` in every group s.
     """

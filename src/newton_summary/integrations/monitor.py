@@ -1,4 +1,4 @@
-"""Measure a model repeatedly during its training: what all callbacks share."""
+"""Measure a model repeatedly during training: what all callbacks share."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ UNNAMED = "run"
 
 
 class Monitor:
-    """Measures a model during its training, keeps a history, logs, and writes the report.
+    """Measures a model during training, keeps a history, logs, and writes the report.
 
     Given the optimizer, it measures along its next step, and says by which factor each of its
     learning rates should change (:func:`newton_summary.suggest_lrs`); without one, it measures
-    along the gradient. In a training loop of your own:
+    along the gradient. In your own training loop:
 
     >>> from newton_summary.integrations.monitor import Monitor
     >>> _ = torch.manual_seed(0)
@@ -71,31 +71,31 @@ class Monitor:
     >>> monitor.advice["group0"].verdict
     'raise'
 
-    and at the end ``monitor.write_report("report.html")``. The callbacks are monitors that know
-    where to find model, optimizer, loss, data and logs.
+    and at the end ``monitor.write_report("report.html")``. The callbacks are monitors that find
+    model, optimizer, loss, data and logs themselves.
 
     The first measurement raises an error if its arguments are wrong. Later ones only warn, once, so
-    that a training continues although it has diverged or memory is short.
+    that training continues even if it has diverged or memory is short.
 
     Args:
-        every_n_epochs: How often a callback measures: before the training, after every N epochs,
-            and at the end.
+        every_n_epochs: How often a callback measures: before training, after every N epochs, and at
+            the end.
         data: The data to measure on, as for :func:`newton_summary.summarize`. By default callbacks
             draw samples from the training data, once, and measure on these.
         num_batches: The number of batches of samples to draw; a measurement's time grows with it.
-        loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a batch. Callbacks have a
+        loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a batch; callbacks have a
             default.
         partition: Groups to measure besides those of the optimizer, such as ``"layers"``. Without
             an optimizer, by default one for each tensor.
         lambda_int: Strength of the cubic term; by default found by trials, and found again when a
             trial fails.
-        adjust: Whether callbacks steer the learning rate while they train, with a
+        adjust: Whether callbacks steer the learning rate during training, with a
             :class:`newton_summary.RateController`.
-        budget: The most time that measuring may take, as a share of the time of training: callbacks
-            then measure in fewer epochs and on fewer batches, with fewer groups.
-        report: Where callbacks write the report at the end; None for no report. A relative path
-            starts in the directory that the framework writes to.
-        loggers: Logs to write to, besides those that a callback finds.
+        budget: The most time that measuring may take, as a share of training time: callbacks then
+            measure in fewer epochs, on fewer batches, with fewer groups.
+        report: Where callbacks write the report at the end; None for no report. A relative path is
+            relative to the directory that the framework writes to.
+        loggers: Loggers to write to, besides those that a callback finds.
         figures: Whether to log heat maps and a chart of the rates too.
         console: Whether to write a line about each measurement to standard error.
         name: Name of the history, the title of the report; by default the type of the model.
@@ -103,9 +103,9 @@ class Monitor:
             ``backend``.
 
     Attributes:
-        history: The measurements, with the curves of the training.
-        advice: What was last said about the learning rates of the optimizer.
-        controller: What steers them, with ``adjust=True``.
+        history: The measurements, with the training curves.
+        advice: The last advice on the optimizer's learning rates.
+        controller: The controller that steers them, with ``adjust=True``.
     """
 
     advice: Advice | None = None
@@ -131,7 +131,7 @@ class Monitor:
     ):
         for what, number in (("every_n_epochs", every_n_epochs), ("num_batches", num_batches)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ValueError(f"{what}={number!r}: write a whole number, 1 or more.")
+                raise ValueError(f"{what}={number!r}: expected a whole number, 1 or more.")
         super().__init__()  # of the framework's callback
         self.every_n_epochs, self.num_batches = every_n_epochs, num_batches
         self.data, self.loss_fn = data, loss_fn
@@ -164,7 +164,7 @@ class Monitor:
         return epoch not in self.history.epochs and self.budget.allows(self._batches)
 
     def plan(self, model: nn.Module, batches: float) -> None:
-        """Begin a training of so many batches: choose groups that the budget allows."""
+        """Prepare for training on a number of batches: choose groups that the budget allows."""
         self.budget.start()
         if self.partition is not None:
             given = self.partition
@@ -192,7 +192,7 @@ class Monitor:
             epoch: Epochs done, not necessarily a whole number.
             step: Steps done, for the logs.
             data: Data to use instead of the monitor's.
-            loggers: Logs besides the monitor's own.
+            loggers: Loggers besides the monitor's own.
             optimizer: The optimizer of the model, along whose next step to measure. Along the
                 gradient with :class:`newton_summary.NewtonSummary`, whose last summary is added as
                 well, once, if it has the same groups.
@@ -209,9 +209,7 @@ class Monitor:
         except (ValueError, RuntimeError, CannotDifferentiate) as error:
             if not self.history.measured:
                 raise
-            self._warn(
-                f"The measurement after epoch {epoch:g} failed, and the training continues: {error}"
-            )
+            self._warn(f"The measurement after epoch {epoch:g} failed; training continues: {error}")
             return None
         if not rates.ok:
             self._warn(f"The rates after epoch {epoch:g} are unusable. {rates.detail}")
@@ -280,7 +278,7 @@ class Monitor:
         return rates
 
     def _shared(self, *more: str) -> dict[str, Any]:
-        """Return the options that trials take too, and more of them by name."""
+        """Return the options that trials also take, and more of them by name."""
         same = ("direction", "microbatch", "num_samples", "distributed", *more)
         return {name: self.options[name] for name in same if name in self.options}
 
@@ -295,7 +293,7 @@ class Monitor:
     def _note_facts(
         self, model: nn.Module, measured: Measured, optimizer: Optimizer | None
     ) -> None:
-        """Note in the history how it was measured."""
+        """Record in the history how it was measured."""
         model = unwrap(model)
         if self.history.name == UNNAMED:
             self.history.name = type(model).__name__
@@ -323,7 +321,7 @@ class Monitor:
     # --- steering ---------------------------------------------------------------------------------
 
     def steer(self, optimizer: Optimizer, model: nn.Module, loss_fn: LossFn) -> None:
-        """Steer the learning rates of an optimizer from now on, if ``adjust`` says so."""
+        """Steer the learning rates of an optimizer from now on, if ``adjust`` is set."""
         if not self.adjust:
             return
         # Two gradients a measurement.
@@ -352,8 +350,8 @@ class Monitor:
     def _present_rates(self, optimizer: Optimizer) -> Iterator[bool]:
         """Show the learning rates as the controller multiplies them.
 
-        At the end of a schedule, where they are zero and nothing can be seen, those of its peak.
-        Yields whether it is so.
+        At the end of a schedule, where they are zero and nothing could be measured, show those of
+        its peak, and yield True.
         """
         groups, names = optimizer.param_groups, ("lr", "initial_lr", "max_lr")
         own = [{name: group[name] for name in names if name in group} for group in groups]
@@ -385,17 +383,17 @@ class Monitor:
         return report(self.history, path)
 
     def finish(self, directory: str | Path) -> None:
-        """Write the report at the end of a training, and print its path to standard error."""
+        """Write the report at the end of training, and print its path to standard error."""
         path = None if self.report is None else self.write_report(Path(directory) / self.report)
         if path is not None:
             self.console.say(f"wrote {path}")
 
     def check_report(self) -> None:
-        """Raise at the start of a training if the report at its end cannot be written."""
+        """Raise at the start of training if the report at its end cannot be written."""
         if self.report is not None and importlib.util.find_spec("plotly") is None:
             raise ImportError(
-                "The report at the end of the training needs plotly: "
-                "run pip install -e '.[report]' in your clone, or pass report=None."
+                "The report at the end of training needs plotly: run pip install -e '.[report]' "
+                "in your clone, or pass report=None."
             )
 
     # --- checkpoints ------------------------------------------------------------------------------
@@ -406,6 +404,6 @@ class Monitor:
         return {"history": self.history.state_dict(), "controller": steered}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the history by a saved one; a controller goes on from its state."""
+        """Replace the history by a saved one; a controller resumes from its state."""
         self.history = History.from_state_dict(state["history"])
         self._steered = state.get("controller")

@@ -1,4 +1,4 @@
-"""Samples of the training data to measure on, drawn without disturbing the training."""
+"""Samples of the training data to measure on, drawn without disturbing training."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def log_summary(
         writer: ``torch.utils.tensorboard.SummaryWriter``.
         summary: From :func:`newton_summary.summarize`.
         rates: From :func:`newton_summary.learning_rates`.
-        step: Step of the training.
+        step: The training step.
         figures: Whether to write the pictures too.
 
     >>> import torch

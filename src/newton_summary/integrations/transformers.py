@@ -1,4 +1,4 @@
-"""Measurements during a training with Transformers' Trainer.
+"""Measurements while training with Transformers' Trainer.
 
 Needs ``pip install -e '.[transformers]'``.
 """
@@ -97,22 +97,22 @@ class SummaryCallback(Monitor, TrainerCallback):
         except (ValueError, TypeError, LookupError) as error:
             if lacking := self._lacking(batch):
                 raise ValueError(
-                    f"adjust=True measures on the batches that the Trainer passes to the model, "
+                    "adjust=True measures on the batches that the Trainer passes to the model, "
                     f"and these lack {lacking}: label smoothing, compute_loss_func or a "
-                    f"compute_loss of your own takes them out. Let the model compute its loss, or "
-                    f"steer in a training loop of your own, with RateController."
+                    "compute_loss of your own takes them out. Let the model compute its loss, or "
+                    "use RateController in a training loop of your own."
                 ) from error
             raise
 
     def _lacking(self, batch: Any) -> str:
-        """Return what samples of the training data have, and a batch has not."""
+        """Return the keys that samples of the training data have but a batch lacks."""
         first = self.data[0] if isinstance(self.data, UserList) else None
         if not (isinstance(first, Mapping) and isinstance(batch, Mapping)):
             return ""
         return ", ".join(name for name in first if name not in batch)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Find the logs, and the history of a resumed run; measure before the start."""
+        """Find the loggers, and the history of a resumed run; measure before the start."""
         self.check_report()
         self.console.enabled &= state.is_world_process_zero
         self._found = _loggers(args) if state.is_world_process_zero else []
@@ -122,8 +122,8 @@ class SummaryCallback(Monitor, TrainerCallback):
         if args.label_smoothing_factor and self.loss_fn is None:
             warn_user(
                 f"The Trainer trains with label_smoothing_factor={args.label_smoothing_factor}, "
-                f"and the callback measures the loss of the model, without it. Pass the loss that "
-                f"you train with as loss_fn=..., with loss_fn(model, batch) -> mean loss."
+                "but the callback measures the loss of the model, without it. Pass the loss you "
+                "train with as loss_fn=..., with loss_fn(model, batch) -> mean loss."
             )
         self.plan(unwrap(kwargs["model"]), state.max_steps * args.gradient_accumulation_steps)
         if self.is_due(state.epoch or 0):
@@ -135,14 +135,14 @@ class SummaryCallback(Monitor, TrainerCallback):
             self.steer(_plain(kwargs["optimizer"]), model, self.batch_loss)
 
     def _note_batch(self, model: nn.Module, args: Any, batch: dict[str, Any]) -> None:
-        """Keep a batch of the training: the Trainer does not pass it to callbacks."""
+        """Keep a training batch: the Trainer does not pass it to callbacks."""
         if model.training and not is_measuring():
             # Without it the loss is the mean over this batch.
             kept = {name: x for name, x in batch.items() if name != "num_items_in_batch"}
             self._waiting.append(kept)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Measure the last step, on the batches of the next."""
+        """Measure the last step, on the batches of the next one."""
         if self.controller is not None and self._waiting:
             epoch = state.epoch or 0
             self.before_step(self._waiting, epoch, state.global_step, self._logs(state))
@@ -201,7 +201,7 @@ class SummaryCallback(Monitor, TrainerCallback):
 
 
 def _plain(optimizer: Any) -> Any:
-    """Return the torch optimizer that accelerate has wrapped."""
+    """Return the torch optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
@@ -210,7 +210,7 @@ def _checkpoint(args: Any, state: Any) -> Path:
 
 
 def _loggers(args: Any) -> list[Logger]:
-    """Return the logs that the Trainer's arguments name."""
+    """Return the loggers named in the Trainer's arguments."""
     found: list[Logger] = []
     if "tensorboard" in args.report_to:
         from torch.utils.tensorboard import SummaryWriter

@@ -16,7 +16,7 @@ class WeightsAndBiases:
     """A :class:`~newton_summary.integrations.loggers.Logger` that writes to a run of W&B.
 
     W&B counts calls of ``log`` and drops values with an earlier number. Measurements therefore log
-    the step of the training as a metric, ``newton_summary/step``, which is their axis, and mix with
+    the training step as a metric, ``newton_summary/step``, which is their axis, and mix with
     whatever else the run logs.
 
     Args:

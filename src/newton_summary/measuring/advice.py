@@ -248,7 +248,7 @@ class Advice(ShownAsTable):
         """Set the optimizer's learning rates to the suggested ones.
 
         A parameter group that lies in several groups of the partition is split; the parts keep its
-        options and the state of the parameters. Make schedulers after this: they remember the
+        options and the state of the parameters. Create schedulers after this: they remember the
         number of groups, and many of them the learning rates. A warning names those that do.
 
         Raises:
@@ -302,32 +302,32 @@ def suggest_lrs(
     ``max_change``, and the step is tried on the data: nothing is suggested that is predicted, or
     turns out, to be worse than the present rates, unless these fail in the rehearsal.
 
-    The best next step is not the best rate for a training, so the factors say which rates to raise
-    and which to lower, and a rehearsal says how far: a short training on a copy, with the present
-    rates and with two others, judged on batches that it was not trained on. A rate c times as large
-    has to reach the same loss in at most 1/sqrt(c) of the steps. Where the present rates would
-    stay, smaller ones are rehearsed too, in case that these do not train: with momentum the next
-    step says little about the later ones. Batches of the size that you train with, sixteen or more
-    (the first 32 are used), make it realistic. Model and optimizer do not change until ``apply()``.
-    Takes one summary for each batch, up to twenty forward passes, and seven gradients of each batch
-    for the rehearsal, or less; as much again if the rates stay.
+    The best next step is not the best rate for training, so the factors say which rates to raise
+    and which to lower, and a rehearsal says how far: a short training run on a copy, with the
+    present rates and with two others, judged on batches that it was not trained on. A rate c times
+    as large has to reach the same loss in at most 1/sqrt(c) of the steps. Where the present rates
+    would stay, smaller ones are rehearsed too, in case these do not train: with momentum the next
+    step says little about later ones. Batches of the size you train with, sixteen or more (the
+    first 32 are used), make it realistic. Model and optimizer do not change until ``apply()``.
+    Takes one summary of each batch, up to twenty forward passes, and up to seven gradients of each
+    batch for the rehearsal; as much again if the rates stay.
 
     Args:
         model: Any module.
         loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a batch.
-        data: Batches to measure on; with two or more there are error bars.
+        data: Batches to measure on; two or more give error bars.
         optimizer: Any torch optimizer of this model, in its present state. Parameters that it does
             not hold are left out.
         partition: The groups; by default those of the optimizer. With ``"canonical"`` or
             ``"layers"``, ``apply()`` gives each tensor or layer its own learning rate.
-        lambda_int: Strength of the cubic term; "auto" takes the one of 0, 1, 10, ... 1e8 whose
-            step lowers the loss most.
-        direction_data: The data whose gradient the optimizer follows; by default ``data``. A
-            separate batch makes the factors those of real training steps: along the gradient of
-            the data itself the loss seems to fall faster than it will.
-        fraction: The part of the best change to suggest; the rehearsal then goes no further.
+        lambda_int: Strength of the cubic term; "auto" picks the one of 0, 1, 10, ... 1e8 whose step
+            lowers the loss most.
+        direction_data: The data whose gradient the optimizer follows; by default ``data``. With a
+            separate batch the factors are those of real training steps: along the gradient of the
+            data itself the loss seems to fall faster than it will.
+        fraction: How much of the best change to suggest; the rehearsal then goes no further.
         max_change: The limit of the factors, up or down.
-        rehearsal: Whether to rehearse. Without, the factors are suggested as they are.
+        rehearsal: Whether to rehearse. Otherwise the factors are suggested as they are.
         diagonal: Leave out the interactions between groups.
         **measuring: ``backend``, ``microbatch``, ``num_samples``, ``progress`` and ``distributed``,
             as for :func:`summarize`.
@@ -355,18 +355,20 @@ def suggest_lrs(
         ("max_change", max_change, 1, sys.float_info.max),
     ):
         if not isinstance(value, int | float) or not low < value <= high:
-            raise ValueError(f"{name}={value!r}: fraction is in (0, 1], max_change above 1.")
+            raise ValueError(
+                f"{name}={value!r}: expected fraction in (0, 1] and max_change above 1."
+            )
     if lambda_int != "auto":
         lambda_int = check_strength(lambda_int)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"The optimizer is of type {type(optimizer).__name__}: pass the torch optimizer that "
-            f"trains the model, suggest_lrs(model, loss_fn, data, optimizer)."
+            f"optimizer has type {type(optimizer).__name__}: expected the torch optimizer that "
+            "trains the model, suggest_lrs(model, loss_fn, data, optimizer)."
         )
     if hasattr(optimizer, "last_summary"):
         raise ValueError(
-            f"{type(optimizer).__name__} finds its rates itself: pass an optimizer whose lr you "
-            f"choose, such as Adam."
+            f"{type(optimizer).__name__} finds its own rates: pass an optimizer whose lr you "
+            "choose, such as Adam."
         )
     if isinstance(data, Iterator):  # is read several times; a list of tensors would be one batch
         data = dict(enumerate(data)).values()
@@ -467,7 +469,7 @@ def suggest_lrs(
 
 
 def _next_step(optimizer: Optimizer, probe: Probe) -> tuple[Params, set[str]]:
-    """Return the optimizer's next step, and the parameters whose gradient is zero only until then.
+    """Return the optimizer's next step, and the parameters whose gradient is zero only before it.
 
     The step says nothing about the right rate of the latter.
     """
@@ -501,7 +503,7 @@ def _best_strength(
 
 @dataclass(frozen=True)
 class _Checked:
-    """What is left of a suggestion after trials."""
+    """What remains of a suggestion after trials."""
 
     changes: Array
     now: Change
@@ -562,8 +564,7 @@ class _Trials:
     def lower(self, checked: _Checked, changes: Array) -> _Checked:
         """Rehearse smaller rates where the present ones stay, whatever the next step says.
 
-        That step is not like the later ones: at the start of a training momentum has yet to build
-        up.
+        That step is unlike later ones: early in training, momentum has yet to build up.
         """
         was_rehearsed = checked.rehearsal is not None and (changes < 1).any()
         if self.by_training is None or (checked.changes != 1).any() or was_rehearsed:

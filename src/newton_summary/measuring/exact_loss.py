@@ -1,9 +1,9 @@
 """A loss as the function that derivatives are taken of: in float64, with its constants held fixed.
 
 Central differences of float32 are mostly rounding, and many models compute in float32 somewhere,
-whatever the dtype of their parameters: norms, softmax, routers. And what a loss takes out of the
-graph, by ``detach``, ``no_grad`` or ``item``, is a constant to autograd, but not to somebody who
-moves the parameters and evaluates the loss again.
+whatever the dtype of their parameters: norms, softmax, routers. And whatever a loss takes out of
+the graph, by ``detach``, ``no_grad`` or ``item``, is a constant to autograd, but not to somebody
+who moves the parameters and evaluates the loss again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LEAVES_THE_GRAPH = frozenset(("detach", "data.get", "item", "tolist", "__float__
 
 
 def widened(tree: Any) -> Any:
-    """Return tensors in float64, and float64 in the place of narrower dtypes."""
+    """Return tensors in float64, and float64 in place of narrower dtypes."""
 
     def widen(leaf: Any) -> Any:
         if isinstance(leaf, torch.dtype):
@@ -122,6 +122,6 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, **kwargs: Any) 
         return a @ b
     ends: Sequence[int] = [0, *offs.tolist()]
     if a.dim() != 2 or b.dim() != 3 or any(value is not None for value in kwargs.values()):
-        raise NotImplementedError("grouped_mm in float64 takes rows times matrices only")
+        raise NotImplementedError("grouped_mm in float64 supports rows times matrices only")
     parts = [a[start:end] @ w for (start, end), w in zip(pairwise(ends), b, strict=True)]
     return torch.cat([*parts, a.new_zeros(len(a) - ends[-1], b.shape[-1])])

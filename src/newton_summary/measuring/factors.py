@@ -127,7 +127,7 @@ class FactorModel:
     def _solve(self, groups: Array, limits: tuple[float, float]) -> tuple[list[Estimate], float]:
         """Return the best factors of groups that are tied, with their standard errors.
 
-        And the mean change that factors of one half of the batches predict for the other half.
+        Also the mean change that factors of one half of the batches predict for the other half.
         """
         x = box_minimum(self.mean.tied(groups), *limits)
         count, size = len(self.parts), len(self.parts) // 2

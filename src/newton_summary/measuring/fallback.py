@@ -1,4 +1,4 @@
-"""What to make of a backend that fails."""
+"""What to do when a backend fails."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ PASSED_ON = (CannotDifferentiate, CoupledSamplesError, RankError, Warning)
 def reason_to_fall_back(error: Exception, batch: Evaluation, backend: str) -> Exception:
     """Return why a backend cannot measure a batch, or raise the loss's own error.
 
-    Whose error it is shows when the loss is evaluated plainly: if it fails there too, it is the
-    loss's.
+    Evaluating the loss directly shows whose error it is: if it fails there too, it is the loss's.
     """
     interrupt = interrupt_behind(error)
     if interrupt is not None:
@@ -34,7 +33,7 @@ def reason_to_fall_back(error: Exception, batch: Evaluation, backend: str) -> Ex
     check_depends(loss, probe.params)
     if isinstance(error, NotFiniteError):
         there = str(error).partition(",")[0]
-        what = f"{there}, where evaluated plainly it is {float(loss.detach()):.6g}"
+        what = f"{there}, but evaluated directly it is {float(loss.detach()):.6g}"
     else:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         what = f"it fails with {type(error).__name__}" + (f": {lines[0]}" if lines else "")

@@ -1,4 +1,4 @@
-"""Choose ``lambda_int``: try the steps of several strengths, and see which lowers the loss most.
+"""Choose ``lambda_int``: try the steps of several strengths to see which lowers the loss most.
 
 With ``lambda_int = 1`` the cubic term is the third derivative of each group alone. Groups that move
 together also have mixed third derivatives, which are not measured. Where these are many, as in a
@@ -93,7 +93,7 @@ class Strengths(ShownAsTable):
         start = f"The loss is {self.loss:.4g}"
         if not any(one.rates.ok for one in self.tried):
             rates = self.best.rates
-            return f"{start}, and no strength gives learning rates. {rates.status}: {rates.detail}"
+            return f"{start}, and no strength yields learning rates. {rates.status}: {rates.detail}"
         if not self.best.real < 0:
             return f"{start}, and no step lowers it. Try larger strengths, with strengths=..."
         said = f"{start}; lambda_int = {self.lambda_int:g} lowers it most."
@@ -118,7 +118,7 @@ def suggest_lambda_int(
 ) -> Strengths:
     """Try the full step of several strengths of the cubic term, and find the best one.
 
-    For summaries whose rates promise more than they keep. Call it right after :func:`summarize`,
+    For summaries whose rates promise more than they deliver. Call it right after :func:`summarize`,
     with the same model, loss, data and direction; like :func:`step_trials` it restores the model.
     Takes one pass over the data for each strength, and two more.
 
@@ -157,7 +157,7 @@ def suggest_lambda_int(
     need_summary(summary, "suggest_lambda_int")
     strengths = as_floats(strengths, "strengths")
     if not strengths:
-        raise ValueError("There are no strengths to try: write for example (1, 10, 100).")
+        raise ValueError("There are no strengths to try: use for example strengths=(1, 10, 100).")
     if summary.D3 is None and any(strengths):
         raise ValueError("suggest_lambda_int needs D3: measure the summary with order=3.")
     groups = find_groups(model, summary, partition)

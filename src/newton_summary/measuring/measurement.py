@@ -61,7 +61,7 @@ def summarize(
     distributed: Distributed = "auto",
     cuda_graph: bool = False,
 ) -> Summary:
-    """Measure the derivatives of the loss in the step sizes of S groups.
+    """Measure the derivatives of the loss with respect to the step sizes of S groups.
 
     With phi(eta) = L(theta + U I_{P:S} eta), these are ``gbar`` = phi'(0), ``Hbar`` = phi''(0) and
     ``D3``, the diagonal of phi'''(0) (paper, Sections 3 and 4). The model, its buffers, gradients
@@ -79,11 +79,11 @@ def summarize(
         backend: ``"sweep"``, ``"nested"``, ``"dense"``, ``"differences"``, or ``"auto"``: the
             sweep, or the next one that can handle the model (``summary.reason`` says why).
         microbatch: Split batches into parts of this many samples, to save memory, or time on a CPU,
-            whose cache holds small parts. Refused where a batch norm in training mode couples the
+            whose cache holds small parts. An error where a batch norm in training mode couples the
             samples.
-        num_samples: How many samples a batch has: a number, or a function of the batch. If not
-            given, what an object says of itself (``num_graphs``, ``batch_size``), or the length of
-            the first tensor in the batch. Several batches for which these do not tell are refused.
+        num_samples: How many samples a batch has: a number, or a function of the batch. By default
+            what an object says of itself (``num_graphs``, ``batch_size``), or the length of the
+            first tensor in the batch. Several batches whose numbers remain unknown are an error.
         progress: True to count the batches on standard error, or a function that is called with
             the number of batches done and their total (None while unknown).
         stack_limit: Bytes that the sweep's derivatives of all groups may take at a time, also as
@@ -92,19 +92,18 @@ def summarize(
             quarter of the free memory, and groups are swept in chunks beyond half of it.
         stderr: Also compute standard errors over batches (or over the parts that these are split
             into), ``gbar_stderr`` and ``Hbar_stderr``, and keep the batches' summaries in
-            ``parts``, from which :func:`learning_rates` computes the errors of the rates. They
-            assume a given direction: that it may come from the same data is not counted.
+            ``parts``, from which :func:`learning_rates` computes the errors of the rates. They take
+            the direction as given, although it may come from the same data.
         distributed: Whether to average over the ranks of torch.distributed, each with its own data
             and all with the same direction: ``"auto"`` if a process group of several ranks is
-            initialised, True, False, or a process group. All ranks must call this, and get
+            initialised, True, False, or a process group. All ranks must call this, and all get
             identical results; an error on one of them is raised on all.
-        cuda_graph: Make measurements of a small model on a GPU faster, if there are many: the
-            fourth one with the same model, loss, partition, order and shapes of batch is captured,
-            and replayed from then on. The loss has to do the same each time: of Python in it, and
-            of what it reads besides the parameters, the buffers and the batch, the state at the
-            capture counts. For one batch as a whole, along its gradient or a mapping. Where that
-            cannot be captured (dropout, a batch norm in training, several ranks, a CPU) it is
-            measured as usual, with a warning.
+        cuda_graph: Speed up many measurements of a small model on a GPU: the fourth one with the
+            same model, loss, partition, order and batch shapes is captured, and replayed from then
+            on. The loss must do the same each time: its Python code, and whatever it reads besides
+            the parameters, the buffers and the batch, are frozen at the capture. For one batch as a
+            whole, along its gradient or a mapping. Where it cannot be captured (dropout, a batch
+            norm in training, several ranks, a CPU) it is measured as usual, with a warning.
 
     Returns:
         The summary, with ``loss``, ``num_samples``, ``partition``, ``backend`` and ``reason``.
@@ -134,7 +133,9 @@ def summarize(
     processes = find_processes(distributed, dict(unwrap(model).named_parameters()))
     with processes.joint():
         if order not in (1, 2, 3):
-            raise ValueError(f"order={order!r}: write 1, 2 or 3, or see derivative_tensor.")
+            raise ValueError(
+                f"order={order!r}: expected 1, 2 or 3; for higher orders see derivative_tensor."
+            )
         limit = None if stack_limit is None else bytes_of(stack_limit)
         backends = backends_for(backend, microbatch, processes.sharded)
         partition = find_partition(model, partition)
@@ -164,7 +165,7 @@ def summarize(
     ]
     if len(parts) == 1:
         warn_user(
-            "Standard errors need at least two batches, so there are none. Give several batches, "
+            "Standard errors need at least two batches, so there are none. Pass several batches, "
             "such as a DataLoader, or split this one with microbatch=..."
         )
     return summary.with_stderr(parts)
@@ -172,16 +173,16 @@ def summarize(
 
 @torch.inference_mode(mode=False)
 def _replayed(probe: Probe, direction: Direction, order: int, **given: Any) -> Summary | None:
-    """Return the summary from a captured sweep; None where it has to be measured without one."""
+    """Return the summary from a captured sweep; None where it must be measured without one."""
     given |= {"order": order == 1, "direction": isinstance(direction, Optimizer)}
     others = [name for name, value in given.items() if value is not None and value is not False]
     graphs, u, batch, unfit = graphs_of(probe.model), None, None, None
     with Journal() as journal:
         start_measuring(journal, alone=probe.processes.count == 1)  # threads take turns
         if isinstance(probe.data, Iterator) or not probe.in_one_piece:
-            unfit = "it measures one batch, as a whole and in one process"
+            unfit = "it supports only one whole batch in one process"
         elif others:
-            unfit = f"it does not go together with the given {others[0]}"
+            unfit = f"it cannot be combined with {others[0]}"
         else:
             (batch,) = probe.batches
             if not (isinstance(direction, str) and direction == "gradient"):
@@ -270,7 +271,7 @@ def mean_over(processes: Processes, summary: Summary, u: Params) -> Summary:
     """Return the mean of the summaries of all processes, weighted by their numbers of samples.
 
     Exact for a loss that is a mean over samples. The message of each process has S^2 + 2S + 4
-    numbers at order 3, whatever the size of the model. The direction has to be the same on all.
+    numbers at order 3, whatever the size of the model. The direction must be the same on all.
     """
     names = (*("gbar", "Hbar", "D3")[: summary.order], "loss")
     parts = {name: getattr(summary, name) for name in names}
@@ -284,20 +285,20 @@ def backends_for(backend: str, microbatch: int | None, sharded: bool) -> Sequenc
     check_microbatch(microbatch)
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(
-            f"Unknown backend {backend!r}.{nearest(backend, BACKENDS)} "
-            f"Write 'auto' or one of {', '.join(map(repr, BACKENDS))}."
+            f"Unknown backend {backend!r}.{nearest(backend, BACKENDS)} Use 'auto' or one of "
+            f"{', '.join(map(repr, BACKENDS))}."
         )
     if not sharded:
         return AUTO if backend == "auto" else (backend,)
     if backend not in ("auto", "sweep"):
         raise ValueError(
-            f"backend={backend!r}, and the model is sharded: only the sweep gathers parameters as "
-            f"it needs them. Write backend='auto'."
+            f"backend={backend!r}, but the model is sharded, and only the sweep gathers "
+            "parameters as it needs them. Use backend='auto'."
         )
     if microbatch is not None:
         raise ValueError(
-            f"microbatch={microbatch}, and the model is sharded: all ranks need the same number of "
-            f"batches. Give smaller batches instead."
+            f"microbatch={microbatch}, but the model is sharded, and all ranks need the same "
+            "number of batches. Use smaller batches instead."
         )
     return ("sweep",)
 
@@ -400,20 +401,20 @@ def find_partition(model: nn.Module, partition: Partition | Spec) -> Partition:
         if live.get(name) is not p:
             what = "has no parameter" if name not in live else "has another parameter called"
             raise ValueError(
-                f"The partition is of another model: this one {what} {name!r}. "
-                f"Make one with make_partition(model, ...)."
+                f"The partition belongs to another model: this one {what} {name!r}. Make one with "
+                "make_partition(model, ...)."
             )
         if not p.requires_grad:
             raise ValueError(
-                f"Parameter {name!r} is in the partition and has been frozen since. Make the "
-                f"partition again, or call requires_grad_(True) on it."
+                f"Parameter {name!r} of the partition has been frozen since. Make a new "
+                "partition, or call requires_grad_(True) on it."
             )
     for name, p in live.items():
         if p.requires_grad and name not in partition.params:
             raise ValueError(
-                f"Parameter {name!r} requires a gradient and is in no group of the partition. "
-                f"Make the partition again, freeze the parameter, or give it to the NewtonSummary "
-                f"that trains the model, with add_param_group."
+                f"Parameter {name!r} requires a gradient but is in no group of the partition. "
+                "Make a new partition, freeze the parameter, or add it to the NewtonSummary that "
+                "trains the model, with add_param_group."
             )
     return partition.to()  # the model may have moved since
 
@@ -485,7 +486,7 @@ def _mean_summary(
 
 
 def _nothing(probe: Probe, order: int) -> Summary:
-    """Return the summary of no samples: zeros, which count nothing in the mean over processes."""
+    """Return the summary of no samples: zeros, which do not count in the mean over processes."""
     first, S = next(iter(probe.params.values())), len(probe.partition)
     zeros = partial(torch.zeros, dtype=result_dtype(probe.params), device=first.device)
     H, D3 = zeros(S, S) if order > 1 else None, zeros(S) if order > 2 else None
@@ -517,19 +518,19 @@ def _check_order(order: int, S: int = 1) -> None:
     2 s for order 10.
     """
     if isinstance(order, bool) or not isinstance(order, int) or order < 1:
-        raise ValueError(f"order={order!r}: write a whole number, 1 or more.")
+        raise ValueError(f"order={order!r}: expected a whole number, 1 or more.")
     passes = count_backward_passes(S, order)
     times = f"{2.5 ** min(order - 4, 300):.0e} times as long as order 4"
     if order > 20 or passes > 10**9:
         raise ValueError(
             f"order={order} of {S} groups takes {passes:,} backward passes, and about {times}: "
-            f"write a lower order, or fewer groups."
+            "use a lower order, or fewer groups."
         )
     check_memory(S, order)
     if order > 8 or passes > 10**5:
         warn_user(
-            f"order={order} of {S} groups takes {passes:,} backward passes, and about {times}, in "
-            f"time and in memory."
+            f"order={order} of {S} groups takes {passes:,} backward passes, and about {times}; "
+            "memory grows in the same way."
         )
 
 
@@ -544,8 +545,8 @@ def check_memory(S: int, order: int) -> None:
         if 3 * 8 * S**order > memory:
             raise ValueError(
                 f"Derivatives of order {order} of {S:,} groups take {24 * S**order / 2**30:.3g} "
-                f"GiB, and this machine has {memory / 2**30:.3g}: choose a coarser partition, such "
-                f"as 'canonical'."
+                f"GiB, but this machine has {memory / 2**30:.3g}: use a coarser partition, such "
+                "as 'canonical'."
             )
 
 

@@ -32,15 +32,15 @@ def held_by(optimizer: Optimizer, params: Mapping[str, Tensor]) -> dict[str, Ten
     """Return the parameters of a model that an optimizer moves, by name; raise if it has others."""
     if any(group.get("maximize") for group in optimizer.param_groups):
         raise ValueError(
-            "The optimizer has maximize=True: its steps raise the loss, and rates are chosen to "
-            "lower it. Let loss_fn return what is to be minimised, without maximize."
+            "The optimizer has maximize=True, so its steps raise the loss, but rates are chosen "
+            "to lower it. Drop maximize, and let loss_fn return what is to be minimised."
         )
     owned = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     held = {name: p for name, p in params.items() if id(p) in owned}
     known = set(map(id, held.values()))
     strange = [p for i, p in owned.items() if p.requires_grad and i not in known]
     if strange or not held:
-        what = "no parameter of the model that can move"
+        what = "no trainable parameter of the model"
         if strange:
             what = f"a parameter of shape {tuple(strange[0].shape)} that is in no group"
         raise ValueError(
@@ -88,7 +88,8 @@ def multiply_rates(optimizer: Optimizer, partition: Partition, factors: Sequence
     if partition.divided:
         raise ValueError(
             f"Parameter {partition.divided[0]!r} is divided among groups, but torch's optimizers "
-            f"have one learning rate per parameter. Use a partition into whole tensors."
+            "have one learning rate per parameter. Use a partition into whole tensors, such as "
+            "'canonical'."
         )
     labels = {id(partition.params[name]): int(label) for name, label in partition.labels.items()}
     groups: list[dict[str, Any]] = []
@@ -121,20 +122,20 @@ def _warn_of_schedulers(optimizer: Optimizer, split: bool) -> None:
     if kinds and split:
         warn_user(
             f"The optimizer now has {len(optimizer.param_groups)} parameter groups, but its "
-            f"scheduler ({names}) was made for fewer, and will fail or ignore some. Make the "
-            f"scheduler after apply()."
+            f"scheduler ({names}) was made for fewer and will fail or ignore some. Create the "
+            "scheduler after apply()."
         )
     elif undoing := [kind for kind in kinds if not issubclass(kind, _MULTIPLIES)]:
         names = ", ".join(sorted({kind.__name__ for kind in undoing}))
         own = issubclass(undoing[0], (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR))
         and_then = (  # at its start the rates are a fraction of it, and advice is about these
-            ": ask with the highest rate of its cycle as lr, and take what is suggested as max_lr"
+            ": ask with the highest rate of its cycle as lr, and use the suggested rate as max_lr"
             if own
             else ""
         )
         warn_user(
-            f"The scheduler of this optimizer ({names}) computes rates from those at its start, "
-            f"and will undo this change. Make the scheduler after apply(){and_then}."
+            f"The scheduler of this optimizer ({names}) computes rates from those at its start "
+            f"and will undo this change. Create the scheduler after apply(){and_then}."
         )
 
 

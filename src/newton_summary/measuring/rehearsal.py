@@ -1,19 +1,20 @@
-"""Rehearse other learning rates: a short training with them from the present state, undone after.
+"""Rehearse other learning rates: a short training run from the present state, undone afterwards.
 
-The best next step is not the best rate. A few steps on the curvature along them is another one,
-most of all at the start of a training, and the noise of batches counts. So derivatives say which
-rates to raise and which to lower, and a rehearsal says how far.
+The best next step is not the best rate. A few steps later the curvature along them is different,
+most of all early in training, and the noise of batches counts. So derivatives say which rates to
+raise and which to lower, and a rehearsal says how far.
 
 A short training favours large rates, whose noise shows only later. Where neither curvature nor
 noise matter, the loss depends on the product of rate and steps alone: a rate c times as large is c
 times as fast. At the edge of stability it is no faster. Halfway between the two, a larger rate has
-to be sqrt(c) times as fast. The present one has the benefit of the doubt: it is left for a smaller
-one if it is less than c^(1/4) times as fast; so is the larger one of two others. A rate that raises
-the loss is not fast at all: a smaller one has to raise it less in as many steps. Batches that
-nobody has trained on decide.
+to be sqrt(c) times as fast. The present one has the benefit of the doubt: it gives way to a smaller
+one only if it is less than c^(1/4) times as fast; so does the larger one of two others. A rate that
+raises the loss is not fast at all: a smaller one has to raise it less in as many steps. Batches
+that nobody has trained on decide.
 
-A smaller rate that derivatives do not ask for has to be twice as fast as the present one, on the
-batches that were trained on, which favours large rates. It is if the present rate does not train.
+A smaller rate that the derivatives do not ask for has to be twice as fast as the present one, on
+the batches that were trained on, which favours large rates. It is if the present rate does not
+train.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Rehearsal(NamedTuple):
 def rehearse(
     probe: Probe, optimizer: Optimizer, several: Sequence[Array], times: Sequence[float] | None
 ) -> tuple[Rehearsal | None, int | None]:
-    """Train with the present rates, and with each of several factors on the steps of the groups.
+    """Train with the present rates, and with each of several sets of factors on the groups' steps.
 
     Model and optimizer are put back bit for bit. Takes 2 gradients of each batch for the present
     rates and for each of the others.
@@ -126,7 +127,7 @@ def _train(
     lengths: set[int],
     seen: bool,
 ) -> dict[int, float]:
-    """Return the loss of the last quarter of the batches after so many steps on the others.
+    """Return the loss of the last quarter of the batches after some steps on the others.
 
     Or that of the others, which were ``seen``. It is the mean after each of the last eighth of the
     steps; after 0 steps, that of the start.

@@ -1,6 +1,6 @@
-"""The slope of the loss along a direction: a summary of order 1 and one group, by a short way.
+"""The slope of the loss along a direction: a summary of order 1 and one group, computed directly.
 
-A training measures it again and again, so it has to cost little more than the gradient itself.
+Training measures it again and again, so it must cost little more than the gradient itself.
 """
 
 from __future__ import annotations

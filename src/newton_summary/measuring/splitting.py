@@ -32,9 +32,9 @@ LOSS, TENSOR, GRADIENT = 20, 400, 30
 def measure_in_parts(
     whole: Evaluation, samples: int, u: Params, run: Callable[[Evaluation], Summary]
 ) -> list[Summary]:
-    """Measure a batch in parts, or as a whole where that is not the same.
+    """Measure a batch in parts, or as a whole where the two differ.
 
-    Costs two forward passes more than measuring the parts.
+    Takes two more forward passes than measuring the parts.
 
     Args:
         whole: The loss of the batch.

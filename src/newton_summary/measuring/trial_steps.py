@@ -39,8 +39,8 @@ def step_trials(
     """Evaluate the loss at ``theta - fraction * U I_{P:S} eta``, and restore the model.
 
     Call it right after :func:`summarize`, with the same model, loss, data and direction. The model
-    is restored bit for bit, and dropout draws what it drew in the measurement. Takes one pass over
-    the data for each fraction, and two more.
+    is restored bit for bit, and dropout draws the same random numbers as in the measurement. Takes
+    one pass over the data for each fraction, and two more.
 
     Args:
         model: The model that was measured.
@@ -75,7 +75,7 @@ def step_trials(
     fractions = as_floats(fractions, "fractions")
     wrong = [fraction for fraction in fractions if not math.isfinite(fraction)]
     if wrong:
-        raise ValueError(f"fractions contains {wrong[0]}: write finite numbers.")
+        raise ValueError(f"fractions contains {wrong[0]}: expected finite numbers.")
     groups = find_groups(model, summary, partition)
     if not bool(torch.isfinite(eta).all()):
         return ()
@@ -117,9 +117,9 @@ def try_steps(
         loss, measured = float(start), float(summary.loss)
         if math.isfinite(measured) and not math.isclose(loss, measured, rel_tol=1e-3, abs_tol=1e-9):
             warn_user(
-                f"The loss is {loss:.6g}, but it was {measured:.6g} when the summary was measured, "
-                f"so predicted and real changes belong to different functions. Use the same data, "
-                f"and try steps before the model or the random state changes."
+                f"The loss is {loss:.6g}, but it was {measured:.6g} when the summary was "
+                "measured, so predicted and real changes are those of different functions. Use "
+                "the same data, and try steps before the model or the random state changes."
             )
         elif direction == "gradient":
             _warn_of_another_direction(exact, float(groups.inner(u, u).sum()))
@@ -137,13 +137,13 @@ def _warn_of_another_direction(summary: Summary, slope: float) -> None:
     if math.isfinite(measured) and not math.isclose(slope, measured, rel_tol=0.05, abs_tol=1e-9):
         warn_user(
             f"The slope of the loss along the gradient is {slope:.4g}, but {measured:.4g} along "
-            f"the direction of the summary, so the steps that are tried are not those of its "
-            f"rates. Pass the direction that summarize was given, direction=..."
+            "the direction of the summary, so these steps are not those of its rates. Pass the "
+            "direction that summarize was given, direction=..."
         )
 
 
 def real_changes(*given: Any, **options: Any) -> list[float]:
-    """Return the real changes alone, given the same; infinity for those that are nan."""
+    """Return only the real changes, given the same arguments; infinity for those that are nan."""
     return [math.inf if math.isnan(real) else real for _, real in try_steps(*given, **options)]
 
 
@@ -156,12 +156,12 @@ def _rates(summary: Summary, rates: LearningRates | Tensor | None) -> Tensor:
         eta = rates.eta if isinstance(rates, LearningRates) else torch.as_tensor(rates)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(
-            f"The rates are of type {type(rates).__name__}: pass what learning_rates(summary) "
-            f"returns, or a tensor with a number for each group."
+            f"rates has type {type(rates).__name__}: expected what learning_rates(summary) "
+            "returns, or a tensor with one number per group."
         ) from None
     if tuple(eta.shape) != (len(summary),):
         raise ValueError(
-            f"The rates have shape {tuple(eta.shape)}, but the summary has {len(summary)} groups."
+            f"rates has shape {tuple(eta.shape)}, but the summary has {len(summary)} groups."
         )
     return eta.detach().to("cpu", torch.float64)
 
@@ -171,7 +171,7 @@ def as_floats(values: Any, name: str) -> tuple[float, ...]:
     try:
         return tuple(float(value) for value in values)
     except (TypeError, ValueError):
-        raise TypeError(f"{name}={values!r}: write a list of numbers.") from None
+        raise TypeError(f"{name}={values!r}: expected a list of numbers.") from None
 
 
 def find_groups(
@@ -181,7 +181,7 @@ def find_groups(
     if partition is None:
         partition = summary.partition
     if partition is None:
-        raise ValueError("The summary has no partition: pass its groups as partition=...")
+        raise ValueError("The summary has no partition: pass it as partition=...")
     if isinstance(partition, Partition) and all(p.is_meta for p in partition.params.values()):
         live = trainable(unwrap(model))  # the summary was read from a file
         if {n: p.shape for n, p in live.items()} == {
@@ -192,5 +192,7 @@ def find_groups(
     if summary.partition is not None and groups.names != summary.names:
         raise ValueError("The groups of the partition differ from those of the summary.")
     if len(groups) != len(summary):
-        raise ValueError(f"The partition has {len(groups)} groups, the summary {len(summary)}.")
+        raise ValueError(
+            f"The partition has {len(groups)} groups, but the summary has {len(summary)}."
+        )
     return groups

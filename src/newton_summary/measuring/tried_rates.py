@@ -1,4 +1,4 @@
-"""Learning rates with a trial behind them: the public ``learning_rates``."""
+"""Learning rates backed by a trial: the public ``learning_rates``."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def learning_rates(
     If ``u`` of a group is multiplied by a, its rate is divided by a (App. E).
 
     Given the model, loss and data that were measured, the step is tried on the data, and the model
-    restored: ``rates.real_change`` is what the loss did. By default ``lambda_int`` is then found by
-    trials as well, and a step that raises the loss is shortened until it lowers it.
+    restored: ``rates.real_change`` is the actual change of the loss. By default ``lambda_int`` is
+    then found by trials as well, and a step that raises the loss is shortened until it lowers it.
 
     Args:
         summary: gbar (S,), Hbar (S, S), of which the symmetric part counts, and D3 (S,).
         lambda_int: Strength of the cubic term. 0 gives Newton's step, and needs no D3. "auto", the
-            default with a model, takes the one of 1, 10, ... 1e8 whose step lowers the loss most
+            default with a model, picks the one of 1, 10, ... 1e8 whose step lowers the loss most
             (11 passes over the data); without a model the default is 1.
         diagonal: Set the off-diagonal of Hbar to zero first (App. K).
         model: The model that was measured, as it was then.

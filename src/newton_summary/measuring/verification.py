@@ -1,4 +1,4 @@
-"""Check the sweep on a model of one's own, against central differences of ordinary gradients."""
+"""Check the sweep on your own model, against central differences of ordinary gradients."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ class Verification(ShownAsTable):
 _SAID = {
     "agrees": "agree",
     "differs": "DIFFER",
-    "unclear": "unclear (the differences depend on their step: kinks such as ReLU and max-pooling, "
-    "rounding inside of the loss, or no third derivative to speak of)",
+    "unclear": "unclear (the differences depend on their step: kinks such as ReLU and "
+    "max-pooling, rounding inside the loss, or a negligible third derivative)",
 }
 
 
@@ -116,16 +116,16 @@ def verify(
     """Compare the sweep with central differences of gradients on a model of your own.
 
     Works on a copy of the model in float64, where differences are good to about 1e-6; what the
-    model computes in float32 inside is in float64 as well. Gradients come from torch's own backward
-    pass. What the loss takes out of the graph, such as by ``detach``, stays as it is while the
-    parameters move: it is a constant to autograd, and so to the sweep. Takes about 8S gradients, so
-    a small batch will do.
+    model computes internally in float32 is in float64 as well. Gradients come from torch's own
+    backward pass. Whatever the loss takes out of the graph, for example by ``detach``, is held
+    constant while the parameters move, as it is a constant to autograd and to the sweep. Takes
+    about 8S gradients, so a small batch will do.
 
     Args:
         model: Any module that can be copied.
-        loss_fn: ``loss_fn(model, batch)`` as for :func:`summarize`. It has to use the model it is
-            given, since that is the copy.
-        data: One batch, or an iterable of batches of which the first is taken.
+        loss_fn: ``loss_fn(model, batch)`` as for :func:`summarize`. It must use the model it is
+            given, which is the copy.
+        data: One batch, or an iterable of batches, of which the first is used.
         partition: A partition of the model, or what :func:`make_partition` takes.
         direction: ``"gradient"`` or a mapping, as for :func:`summarize`.
 
@@ -149,8 +149,8 @@ def verify(
     if not isinstance(direction, str):
         if not isinstance(direction, Mapping):
             raise TypeError(
-                f"The direction is of type {type(direction).__name__}: verify works on a copy of "
-                f"the model, so give it 'gradient' or a mapping from parameter name to tensor."
+                f"direction has type {type(direction).__name__}: verify works on a copy of the "
+                "model, so it takes only 'gradient' or a mapping from parameter name to tensor."
             )
         direction = {name: value.double() for name, value in direction.items()}
     # Not a list: a list of tensors would count as one batch.
@@ -168,7 +168,7 @@ def verify(
             sweep = summarize_sweep(*arguments)
         except CannotDifferentiate as error:
             raise CannotDifferentiate(
-                f"verify checks the sweep, which cannot follow this loss, so that summarize takes "
+                "verify checks the sweep, which cannot follow this loss, so summarize uses "
                 f"another backend and says so ({error})."
             ) from error
         by_step = [summarize_differences(*arguments, 3, factor) for factor in STEP_FACTORS]
@@ -185,8 +185,8 @@ def _not_called(model: nn.Module) -> Iterator[None]:
 
     def stop(module: nn.Module, args: Any) -> None:
         raise ValueError(
-            "loss_fn(model, batch) calls a model from elsewhere, not its argument, which here is a "
-            "copy in float64. Write loss_fn so that it uses its argument."
+            "loss_fn(model, batch) uses a model from elsewhere, not its argument, which here is a "
+            "copy in float64. Make loss_fn use its argument."
         )
 
     with Journal() as journal:
@@ -199,7 +199,7 @@ def _not_called(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _in_float64() -> Iterator[None]:
-    """Say so where a model cannot compute in float64."""
+    """Raise a clear error where a model cannot compute in float64."""
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:

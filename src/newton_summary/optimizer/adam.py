@@ -1,4 +1,4 @@
-"""Adam in as few launches as it takes: small models on an accelerator wait for each of them."""
+"""Adam in as few launches as possible: small models on an accelerator wait for each of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EPS, SECOND_BETA = 1e-8, 0.999
 
 
 class Lot(NamedTuple):
-    """Parameters of one dtype with the same settings, which one launch moves."""
+    """Parameters of one dtype with the same settings, moved by one launch."""
 
     group: int  # whose settings they have
     params: list[Tensor]
@@ -27,7 +27,7 @@ class Lot(NamedTuple):
 class FusedAdam:
     """AdamW by torch's fused kernel, on parameters of one device, with the state that AdamW keeps.
 
-    A step whose gradient is not finite is not made. The kernel finds that out: nothing waits.
+    A step whose gradient is not finite is skipped. The kernel detects it, so nothing waits.
 
     Args:
         params: By name.
@@ -56,7 +56,7 @@ class FusedAdam:
 
     @property
     def skipped(self) -> int:
-        """How many steps were not made (waits)."""
+        """How many steps were skipped (waits for the device)."""
         return self._asked - int(self._made)
 
     def step(self, groups: Sequence[Mapping[str, Any]], rates: Sequence[float]) -> None:
@@ -96,7 +96,7 @@ class FusedAdam:
             )
 
     def _make_lots(self, groups: Sequence[Mapping[str, Any]], alike: Sequence[int]) -> None:
-        """Gather what moves, and begin its state where there is none."""
+        """Gather what moves, and initialise its state where there is none."""
         lots: dict[Any, Lot] = {}
         for number, group in zip(alike, groups):
             for p in group["params"]:

@@ -1,4 +1,4 @@
-"""What NewtonSummary is given: checks with clear errors, groups added later."""
+"""The arguments of NewtonSummary: checks with clear errors, and groups added later."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ Variant = Literal["steered", "as-run", "as-published"]
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raise an error that says what a setting may be, unless all of them are."""
+    """Raise unless all settings are valid, with an error that says what is expected."""
     if settings["variant"] not in get_args(Variant):
         known = ", ".join(map(repr, get_args(Variant)))
-        raise ValueError(f"variant={settings['variant']!r}: write one of {known}.")
+        raise ValueError(f"variant={settings['variant']!r}: expected one of {known}.")
     for name, least in (("summary_period", 1), ("summary_window", 1), ("warmup", 0)):
         value = settings[name]
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value!r}: write a whole number, {least} or more.")
+            raise ValueError(f"{name}={value!r}: expected a whole number, {least} or more.")
     limits = dict.fromkeys(("lr", "lambda_int", "weight_decay"), math.inf)
     for name, limit in {**limits, "momentum": 1.0, "eta_momentum": 1.0}.items():
         if not (_is_number(settings[name]) and 0 <= float(settings[name]) < limit):
             words = "finite" if limit == math.inf else "below 1"
-            raise ValueError(f"{name}={settings[name]!r}: write a number, 0 or more, {words}.")
+            raise ValueError(f"{name}={settings[name]!r}: expected a number, 0 or more, {words}.")
     if not (_is_number(settings["budget"]) and 0 < settings["budget"] < 1):
-        raise ValueError(f"budget={settings['budget']!r}: write a share of the time, 0 to 1.")
+        raise ValueError(f"budget={settings['budget']!r}: expected a share of the time, 0 to 1.")
     name, whose = "weight_decay", "variant='steered'"
     if settings["variant"] == "steered":
         name, whose = "eta_momentum", "the paper's algorithm"
     if settings[name] != 0:
-        raise ValueError(f"{name}={settings[name]!r} is for {whose} only: leave it out.")
+        raise ValueError(f"{name}={settings[name]!r} is only for {whose}: leave it out.")
 
 
 def _is_number(value: Any) -> bool:
@@ -44,20 +44,20 @@ def _is_number(value: Any) -> bool:
 
 
 def as_partition(given: Any) -> Partition:
-    """Return a partition with its model; of a model, all parameters as one group."""
+    """Return a partition with its model; for a model, all parameters as one group."""
     if isinstance(given, nn.Module):
         return make_partition(given, "trivial")
     if not isinstance(given, Partition):
-        words = f"is of type {type(given).__name__}"
+        words = f"has type {type(given).__name__}"
         if isinstance(given, Iterable):
             words += ", perhaps model.parameters() as for other optimizers"
         raise TypeError(
-            f"The first argument {words}, where NewtonSummary takes the model, "
-            f"NewtonSummary(model, loss_fn), or groups of its parameters, make_partition(model)."
+            f"The first argument {words}: expected the model, NewtonSummary(model, loss_fn), or "
+            "groups of its parameters, make_partition(model)."
         )
     if given.model is None:
         raise ValueError(
-            "The partition was read from a file and has no model: make one with "
+            "The partition was read from a file, so it has no model: make one with "
             "make_partition(model, ...)."
         )
     return given
@@ -66,12 +66,12 @@ def as_partition(given: Any) -> Partition:
 def check_direction(direction: Optimizer, partition: Partition) -> None:
     """Raise unless an optimizer moves the parameters of the partition, and no others."""
     if not isinstance(direction, Optimizer):
-        raise TypeError(f"direction={direction!r}: give a torch optimizer, or None.")
+        raise TypeError(f"direction={direction!r}: expected a torch optimizer, or None.")
     held_by(direction, partition.params)  # raises if it has others
     if not holds_all(direction, partition):
         raise ValueError(
-            "The optimizer given as direction does not hold all parameters of the partition. Give "
-            "it the others too, or leave them out of the partition."
+            "The optimizer given as direction does not hold all parameters of the partition. Add "
+            "the others to it, or leave them out of the partition."
         )
 
 
@@ -87,11 +87,11 @@ def extended(partition: Partition, model: nn.Module, params: list[Tensor], name:
     for p in params:
         if id(p) not in names:
             raise ValueError(
-                f"The new group {name!r} holds a tensor of shape {tuple(p.shape)} that is not "
-                f"a parameter of the model. Register it in the model first."
+                f"The new group {name!r} holds a tensor of shape {tuple(p.shape)} that is not a "
+                "parameter of the model. Register it with the model first."
             )
         if names[id(p)] in partition.params:
-            raise ValueError(f"Parameter {names[id(p)]!r} is in the partition already.")
+            raise ValueError(f"Parameter {names[id(p)]!r} is already in the partition.")
     added = {names[id(p)]: p for p in params}
     labels = {**partition.labels, **dict.fromkeys(added, len(partition))}
     return Partition([*partition.names, name], {**partition.params, **added}, labels, model)

@@ -7,15 +7,15 @@ A step moves the parameters from ``before`` by ``-d``. On the next batch, which 
 
 so ``slope / curvature`` is the best multiple of the step, the *factor*: 1 for a step to the bottom
 of the valley, 1/2 for one that ends on the other side at the same height. Multiplying the rate by
-the factor again and again would let it shrink for ever, as noise makes the best next step shorter
-than the best step for the training; the controller keeps the factor at a set point instead.
+the factor again and again would shrink it forever, since noise makes the best next step shorter
+than the best step for training; the controller keeps the factor at a set point instead.
 
 Slopes are noisy, and one in ten steps tells little. ``slope - curvature`` is the slope at the end
-of a step, along the gradient of the next batch, which the training computes anyway: so that of
-every other step is taken in too, for the price of a scalar product.
+of a step, along the gradient of the next batch, which training computes anyway: so the slopes of
+all other steps are used too, at the cost of a scalar product.
 
-The curvature is that of the whole step, from two gradients, and not the one at its start: it holds
-for a step as long as it is, also with kinks (ReLU), and any operation that has a gradient will do.
+The curvature is that of the whole step, from two gradients, not the one at its start: it is valid
+for a step of this length, also with kinks (ReLU), and any operation that has a gradient will do.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ LOWEST = 0.3  # of the highest rate so far times 1 / sqrt(steps since then): no 
 REACH = 0.5  # of the peak of a schedule: below, the rate is not raised against it
 FALLING = 0.83  # of the set point, while a schedule is below its peak
 TRIALS = 12  # gradients that the start may take
-STRIDE = 2  # one step in so many has its slope taken from the next gradient of the training
+STRIDE = 2  # every n-th step has its slope taken from the next training gradient
 PERIOD = 10  # steps from one measurement to the next, which gain and memory are meant for
 BURST = 3.0  # times the usual loss: where SGD's is higher, and above the first, the rate is halved
 LONG, STILL_LONG = 2.0, 4.0  # standard errors by which a step is too long; of thousands of steps
@@ -78,7 +78,7 @@ SETTLED = 2000  # steps after which measurements count for less: both limits of 
 
 @dataclass(frozen=True)
 class RateRecord:
-    """One measurement of a :class:`RateController`, and what followed from it.
+    """One measurement of a :class:`RateController`, and its consequence.
 
     >>> record = RateRecord(10, 1e-3, 0.9, 0.02, 0.025, 0.8, 1.1, "raise")
     >>> f"{record.rate * record.change:.2g}"  # the rate after it
@@ -96,36 +96,35 @@ class RateRecord:
 
 
 class RateController(ShownAsTable):
-    """Steer the learning rate of an optimizer; where it starts does not matter.
+    """Steer the learning rate of an optimizer, whatever the initial rate.
 
     Every ``period`` steps, slope and curvature of the loss along the optimizer's own last step are
     measured on the next batch, and the rate is changed so that their ratio stays at a set point.
     The first step is lengthened or shortened to the best one on its line, of at most 0.3 times the
     norm of the parameters. A measurement takes two gradients; in the first fifty steps they are
     closer together. From 2,000 steps on the rate stays below its highest value so far divided by
-    the root of the steps since then, and comes closer and closer to that, unless a schedule makes
-    it fall.
+    the root of the steps since then, and gets ever closer to that, unless a schedule lowers it.
 
-    The optimizer's learning rates are multiplied while it takes a step, and put back: schedulers
-    and loggers see their own, and the shape of a schedule multiplies what is found here
+    The optimizer's learning rates are multiplied while it takes a step, and restored: schedulers
+    and loggers see their own, and the shape of a schedule multiplies the rates found here
     (``controller.rates``). All parameter groups have the same multiplier. Weight decay, gradient
-    clipping and whatever else the optimizer does are part of the step as it is measured.
+    clipping and whatever else the optimizer does are part of the measured step.
 
     Args:
         optimizer: Any torch optimizer that moves along a direction times its learning rate, such as
-            Adam, AdamW and SGD. One that keeps other copies of the parameters in its state, such as
-            schedule-free ones, does not fit.
+            Adam, AdamW and SGD. Optimizers that keep other copies of the parameters in their state,
+            such as schedule-free ones, are not supported.
         model: The model that it trains.
         loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a batch.
-        period: Measure one step in so many.
-        set_point: Where to keep the factor. Less means longer steps.
-        gain: The rate changes by ``exp(gain)`` at most, up or down, at a measurement that comes ten
-            steps after the last one or earlier; with its square after twenty.
-        memory: How much of the running means such a measurement leaves; likewise.
+        period: Measure every ``period``-th step.
+        set_point: Where to keep the factor. A smaller one means longer steps.
+        gain: The rate changes by at most ``exp(gain)``, up or down, at a measurement ten steps or
+            less after the last one; by its square after twenty.
+        memory: How much of the running means such a measurement keeps; its square after twenty.
         distributed: As for :func:`summarize`.
 
     Attributes:
-        multiplier: What the optimizer's learning rates are multiplied with.
+        multiplier: What the optimizer's learning rates are multiplied by.
         history: A :class:`RateRecord` for each measurement; ``print(controller)`` shows them.
         steps: How many steps the optimizer has taken.
 
@@ -177,7 +176,7 @@ class RateController(ShownAsTable):
         self._rate = 0.0  # the largest learning rate in that step
         self._ends = EndSlopes()  # of the steps since the last measurement
         self._batch: tuple[Any] | None = None  # on hand for the first step
-        self._steps_itself = False  # step() is called in the place of that of the optimizer
+        self._steps_itself = False  # step() is called in place of the optimizer's
         # While the optimizer takes a step: its groups, their own rates, and those of the step.
         self._lrs: list[tuple[dict[str, Any], Any, Any]] = []
         self.reason = ""  # why the last measurement failed, if it did
@@ -196,11 +195,11 @@ class RateController(ShownAsTable):
     # --- what a training loop calls ---------------------------------------------------------------
 
     def step(self, batch: Any) -> None:
-        """Measure if it is time to, and let the optimizer take its step.
+        """Measure if it is due, and let the optimizer take its step.
 
         Args:
-            batch: The batch that the gradients are of, or several with an accumulated gradient: all
-                that :func:`summarize` takes as its data.
+            batch: The batch of the gradients, or several if gradients are accumulated: anything
+                that :func:`summarize` takes as data.
         """
         self.before_step(batch)
         self._steps_itself = True
@@ -214,10 +213,10 @@ class RateController(ShownAsTable):
             self.optimizer.step()
 
     def before_step(self, batch: Any) -> None:
-        """Measure if it is time to, where something else calls ``optimizer.step()``.
+        """Measure if it is due, where something else calls ``optimizer.step()``.
 
-        For a GradScaler, a trainer or a closure. Steps that no call of this has preceded are taken
-        with the present rate.
+        For a GradScaler, a trainer or a closure. Steps not preceded by this call are taken with the
+        present rate.
         """
         self._include_thawed()
         if self._before is not None:
@@ -226,7 +225,7 @@ class RateController(ShownAsTable):
         self._batch = (batch,)
 
     def _include_thawed(self) -> None:
-        """Go on with parameters that were frozen until now, after a step that is not measured."""
+        """Include parameters that were frozen until now, after a step that is not measured."""
         known = self._partition.params.keys()
         if self._before is None or trainable(unwrap(self.model)).keys() <= known:
             return
@@ -244,13 +243,14 @@ class RateController(ShownAsTable):
         if self._steps_itself and self._batch is None:
             self._steps_itself = False
             warn_user(
-                "optimizer.step() was called after controller.step(batch), which had taken the "
-                "step: the model moves twice, and this step cannot be measured. Call one of them."
+                "optimizer.step() was called after controller.step(batch), which has already "
+                "taken the step: the model moves twice, and this step cannot be measured. Call "
+                "only one of them."
             )
         if self.steps == PERIOD and self._batch is None and not self.history:
             warn_user(
-                f"The optimizer has taken {PERIOD} steps, and the controller has seen no batch, so "
-                f"it cannot steer: call controller.step(batch) in the place of optimizer.step()."
+                f"The optimizer has taken {PERIOD} steps, but the controller has seen no batch, "
+                "so it cannot steer: call controller.step(batch) in place of optimizer.step()."
             )
         groups = self.optimizer.param_groups
         check_rates(groups)
@@ -300,9 +300,9 @@ class RateController(ShownAsTable):
             return
         if not math.isfinite(length):
             warn_user(
-                "Parameters of the model are nan or infinite after the last step, so that no "
-                "learning rate can help. Look for a batch or a gradient that is not finite, and "
-                "go back to a checkpoint."
+                "Parameters of the model are nan or infinite after the last step, so no learning "
+                "rate can help. Check for a non-finite batch or gradient, and go back to a "
+                "checkpoint."
             )
         loss, slope, curvature = self._along(batch, before, u)
         if not (math.isfinite(slope) and math.isfinite(curvature)):
@@ -489,7 +489,7 @@ class RateController(ShownAsTable):
     # --- checkpoints and tables -------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything to go on from, bit for bit; the optimizer's own state is not in it."""
+        """Return everything needed to resume, bit for bit, except for the optimizer's own state."""
         return {
             "multiplier": self.multiplier,
             "steps": self.steps,
@@ -505,21 +505,21 @@ class RateController(ShownAsTable):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where :meth:`state_dict` was called.
+        """Resume from where :meth:`state_dict` was called.
 
         Raises:
-            ValueError: If this is not such a state, or that of another model.
+            ValueError: If this is not such a state, or is that of another model.
         """
         known = self.state_dict()
         if not isinstance(state, Mapping) or set(state) != set(known):
-            raise ValueError("Not a RateController state_dict: give what state_dict() returned.")
+            raise ValueError("Not a RateController state_dict: pass what state_dict() returned.")
         with reporting_damage():
             ends = EndSlopes(**state["ends"])
             before, ends.before = self._copies(state["before"]), self._copies(ends.before)
             if len(state["first_lrs"]) != len(self._first_lrs):
                 raise ValueError(
                     f"The state is of an optimizer with {len(state['first_lrs'])} parameter "
-                    f"groups, and this one has {len(self._first_lrs)}."
+                    f"groups, but this one has {len(self._first_lrs)}."
                 )
             steps, due = read_counts(state, "steps", "due")
             read_counts(state["ends"], "count", "agreed")
@@ -531,7 +531,7 @@ class RateController(ShownAsTable):
             check_finite([*values, before, list(asdict(ends).values())], "The state")
             if not numbers[0] > 0:
                 raise ValueError(
-                    f"The state has the multiplier {numbers[0]}: expected one above 0."
+                    f"The state has the multiplier {numbers[0]}: expected a number above 0."
                 )
         self.multiplier, self._rate, self._envelope = numbers
         self.steps, self._due, self._started = steps, due, bool(state["started"])
@@ -575,7 +575,7 @@ class RateController(ShownAsTable):
 
 
 def steering_history(records: Iterable[RateRecord], name: str) -> History:
-    """Return what a controller has measured and done as curves by step."""
+    """Return what a controller has measured and done, as curves by step."""
     history = History(f"{name}, steered", unit="step")
     records = list(records)
     counts = Counter(r.why for r in records).items()
@@ -588,41 +588,43 @@ def steering_history(records: Iterable[RateRecord], name: str) -> History:
 
 
 def check_rates(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise if the lr of a group, as a scheduler may have left it, is not finite.
+    """Raise if the lr of a group, as left by a scheduler, is not finite.
 
-    One that is a tensor on an accelerator is not waited for.
+    A tensor on an accelerator is not checked, since that would wait for it.
     """
     for group in groups:
         lr = group["lr"]
         waits = isinstance(lr, Tensor) and lr.device.type != "cpu"
         if not waits and not math.isfinite(lr):
             name = group.get("name", "a parameter group")
-            raise ValueError(f"lr={float(lr)} of {name!r}: write a finite number. Nothing moved.")
+            raise ValueError(
+                f"lr={float(lr)} of {name!r}: expected a finite number. Nothing moved."
+            )
 
 
 def _check(optimizer: Optimizer, period: int, set_point: float, gain: float, memory: float) -> None:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"The optimizer is of type {type(optimizer).__name__}: give the torch optimizer that "
-            f"trains the model, RateController(optimizer, model, loss_fn)."
+            f"optimizer has type {type(optimizer).__name__}: expected the torch optimizer that "
+            "trains the model, RateController(optimizer, model, loss_fn)."
         )
     if isinstance(period, bool) or not isinstance(period, int) or period < 1:
-        raise ValueError(f"period={period!r}: write a number of steps, 1 or more.")
+        raise ValueError(f"period={period!r}: expected a number of steps, 1 or more.")
     for name, value, top in (
         ("set_point", set_point, math.inf),
         ("gain", gain, math.inf),
         ("memory", memory, 1.0),
     ):
         if not isinstance(value, int | float) or not 0 < value < top:
-            raise ValueError(f"{name}={value!r}: write a number above 0, and memory below 1.")
+            raise ValueError(f"{name}={value!r}: expected a number above 0, and memory below 1.")
     if isinstance(optimizer, LBFGS):
         raise ValueError(
-            "LBFGS calls the loss several times in a step, so there is no one step to measure: "
+            "LBFGS calls the loss several times in a step, so there is no single step to measure: "
             "steer an optimizer such as Adam or SGD."
         )
     for hook in optimizer._optimizer_step_pre_hooks.values():
         if isinstance(getattr(hook, "__self__", None), RateController):
-            raise ValueError("This optimizer has a RateController already; use one of them.")
+            raise ValueError("This optimizer already has a RateController: use only one.")
 
 
 def _norms(step: Iterable[Tensor], before: list[Tensor]) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""What summaries are measured on while training: a loss with batches of its own, or a closure."""
+"""What summaries are measured on during training: a loss with its own batches, or a closure."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Measuring(TypedDict, total=False):
 
 
 class Curvature:
-    """Measures summaries, each on a batch of its own.
+    """Measures summaries, each on its own batch.
 
     Args:
-        given: ``(loss_fn, loader)``, or None if there is no data of its own.
-        loss_fn: The loss of a batch that is trained on; None if closures bring the loss.
+        given: ``(loss_fn, loader)``, or None if there is no separate data.
+        loss_fn: The loss of a training batch; None if closures return the loss.
         how: Options of the measurement.
 
     Raises:
@@ -75,7 +75,8 @@ class Curvature:
             return
         if not (isinstance(given, tuple) and len(given) == 2 and callable(given[0])):
             raise TypeError(
-                "curvature is a pair (loss_fn, loader), with loss_fn(model, batch) -> mean loss."
+                "curvature: expected a pair (loss_fn, loader), with loss_fn(model, batch) -> mean "
+                "loss."
             )
         check_loss_fn(given[0])
         self.loss_fn, self.data = given[0], CurvatureData(given[1])
@@ -116,9 +117,9 @@ class Curvature:
             raise NotFiniteError(STATUS["not-finite"])
         if self.count == 0 and not bool(summary.gbar.any() or summary.hessian().any()):
             raise ValueError(
-                "The loss on the curvature batch does not depend on the parameters that move. Is "
-                "the partition of the model that is trained, and does loss_fn use the model that "
-                "it is given?"
+                "The loss of the curvature batch does not depend on the parameters that move. Is "
+                "the partition of the model being trained, and does loss_fn use the model it is "
+                "given?"
             )
         self.count += 1
         return summary
@@ -126,12 +127,12 @@ class Curvature:
     def next(self, partition: Partition, closure: Closure | None, batch: Any) -> tuple[LossFn, Any]:
         """Return the loss and the data of the next measurement.
 
-        A batch of its own is in a UserList: a list could count as a batch itself.
+        A separate batch is wrapped in a UserList: a list could count as a batch itself.
 
         Args:
             partition: The groups.
             closure: Returns the loss of a batch, if there is neither loss nor data.
-            batch: The batch that is trained on, if there is a loss without data.
+            batch: The training batch, if there is a loss without data.
         """
         if self.data is not None and self.loss_fn is not None:
             return self.loss_fn, UserList([self.data.next_batch()])
@@ -139,27 +140,27 @@ class Curvature:
             return self.loss_fn, batch
         if self.loss_fn is None and closure is not None:
             return as_loss_fn(closure, partition), UserList([None])
-        how = "call step(batch) with the batch that is trained on"
+        how = "call step(batch) with the training batch"
         if self.loss_fn is None:
             how = (
-                "give NewtonSummary a loss, NewtonSummary(model, loss_fn), and call step(batch); "
-                "or call step(closure) with a closure that returns the loss of a batch"
+                "pass a loss, NewtonSummary(model, loss_fn), and call step(batch); or call "
+                "step(closure) with a closure that returns the loss of a batch"
             )
         raise ValueError(
-            f"A refresh is due, and there is nothing to measure it on: {how}, whenever "
-            f"opt.refresh_due."
+            f"A refresh is due, but there is nothing to measure it on: {how}, whenever "
+            "opt.refresh_due."
         )
 
     def _unfit_to_capture(self, given: Any) -> str | None:
         if given is None:
             return (
-                "the batches of step(batch) and of a closure are not captured: give "
+                "the batches of step(batch) and of a closure are not captured: pass "
                 "curvature=(loss_fn, loader)"
             )
         if self.microbatch is not None or self.backend not in ("auto", "sweep"):
             return (
-                f"it measures a whole batch with the sweep, and not with "
-                f"microbatch={self.microbatch} and backend={self.backend!r}"
+                f"it needs the sweep on whole batches, not microbatch={self.microbatch} and "
+                f"backend={self.backend!r}"
             )
         return None
 
@@ -179,14 +180,14 @@ def thawed(partition: Partition) -> Iterator[None]:
 
 
 class CurvatureData:
-    """Batches from a loader, one at a time, without end, at a position that can be saved.
+    """An endless stream of batches from a loader, at a position that can be saved.
 
-    The loader starts over when it ends. It draws from random numbers of its own, seeded from
-    torch's seed: training sees the same random numbers as without it, and the two streams of
-    batches are independent. A saved position is found again by going
-    through the batches of the present epoch up to it, with the random numbers of that epoch.
+    The loader starts over when it ends. It draws from its own random numbers, seeded from torch's
+    seed: training sees the same random numbers as without it, and the two streams of batches are
+    independent. A saved position is restored by going through the batches of the current epoch up
+    to it, with the random numbers of that epoch.
 
-    A loader that draws from a ``torch.Generator`` should have one that nobody else draws from.
+    A loader that draws from a ``torch.Generator`` should not share it.
 
     Args:
         loader: A DataLoader or other iterable of batches, or one batch. An iterator works as long
@@ -197,7 +198,7 @@ class CurvatureData:
         once = isinstance(loader, Iterator)
         self.loader: Iterable[Any] = loader if once else as_batches(loader)
         if isinstance(self.loader, Sized) and len(self.loader) == 0:
-            raise ValueError("The curvature loader is empty: it has no batch to measure.")
+            raise ValueError("The curvature loader is empty: there is no batch to measure.")
         self._present = _seeded(torch.initial_seed())  # its own random numbers
         self._epoch = 0
         self._index = 0  # batches taken in this epoch
@@ -205,7 +206,7 @@ class CurvatureData:
         self._iterator: Iterator[Any] | None = None
 
     def next_batch(self) -> Any:
-        """Return the next batch, from the start again after the last one."""
+        """Return the next batch, starting over after the last one."""
         try:
             with self._own_random_numbers():
                 if self._iterator is None:
@@ -219,24 +220,24 @@ class CurvatureData:
                 self._iterator = None
             raise
         if batch is self:
-            raise ValueError("The curvature loader gave no batch when it started over.")
+            raise ValueError("The curvature loader yielded no batch when it was restarted.")
         self._index += 1
         return batch
 
     def _next_epoch(self) -> Iterator[Any]:
         if self._index == 0:
-            raise ValueError("The curvature loader is empty: it gave no batch to measure.")
+            raise ValueError("The curvature loader is empty: it yielded no batch to measure.")
         if isinstance(self.loader, Iterator):
             raise ValueError(
-                f"The curvature data ended after {self._index} batches and cannot start over, "
-                f"because it is an iterator. Give a DataLoader or a list of batches."
+                f"The curvature data ended after {self._index} batches and cannot be restarted, "
+                "because it is an iterator. Pass a DataLoader or a list of batches."
             )
         self._epoch, self._index, self._start = self._epoch + 1, 0, None
         self._iterator = self._open()
         return self._iterator
 
     def _open(self) -> Iterator[Any]:
-        """Start the present epoch, and go on to the present position in it."""
+        """Start the current epoch, and advance to the current position in it."""
         random_state = RandomState((), own_generators(self.loader))
         if self._start is None:
             self._start = random_state.capture()
@@ -276,7 +277,7 @@ class CurvatureData:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Return to a position; the batches before it are passed over at the next one."""
+        """Return to a position; the next batch skips those before it."""
         start = None if state["start"] is None else _from_plain(state["start"])
         present = _from_plain(state["present"])
         self._epoch, self._index = read_counts(state, "epoch", "index")

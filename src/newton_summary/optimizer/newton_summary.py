@@ -73,7 +73,7 @@ COUNTS = ("refreshes", "failed_refreshes", "skipped_steps", "skipped_since")
 
 
 class NewtonSummary(Optimizer):
-    """Train without choosing a learning rate: it is found, and kept, from the loss's curvature.
+    """Train without choosing a learning rate: it is found and adapted from the loss's curvature.
 
     >>> _ = torch.manual_seed(0)
     >>> net = torch.nn.Linear(3, 1)
@@ -91,52 +91,53 @@ class NewtonSummary(Optimizer):
 
     The direction ``u`` is Adam's step, the update ``theta - lr * eta u``. At a *refresh*, every ten
     steps or more, the summary of the loss along the last step is measured on the next batch, which
-    had no part in that step, and ``eta`` is steered by it as :class:`RateController` steers (see
-    there): so that slope over curvature, the best multiple of a step, stays at 0.65. In between a
-    step costs what one of Adam does.
+    had no part in that step, and steers ``eta`` in the same way as :class:`RateController` (see
+    there): slope over curvature, the best multiple of a step, is kept at 0.65. In between, a step
+    costs the same as one of Adam.
 
-    Give the batch to ``step``, a list of batches if gradients are accumulated. Or leave ``loss_fn``
-    out, and call ``opt.step(lambda: loss_fn(model, batch))``: the closure is evaluated when a
-    refresh is due (:attr:`refresh_due`), returns the loss of one batch, the same at each call, and
-    does not call ``backward()``. Or give ``curvature``, data of its own to measure on. With
+    Pass the batch to ``step``, or a list of batches if gradients are accumulated. Or omit
+    ``loss_fn`` and call ``opt.step(lambda: loss_fn(model, batch))``: the closure is evaluated when
+    a refresh is due (:attr:`refresh_due`); it must return the loss of one batch, the same at each
+    call, and must not call ``backward()``. Or pass ``curvature``, separate data to measure on. With
     ``loss_fn`` or ``curvature`` a closure has torch's usual meaning: it is called once, at the
     start, and leaves gradients.
 
     At a constant rate, evaluate between :meth:`eval` and :meth:`train`: the mean of the parameters
     over the last steps has a lower loss than the last ones.
 
-    With a partition of several groups the summary shows how these interact (:attr:`last_summary`),
-    at its price; all groups have the same ``eta``, since separate ones have brought no gain
-    (docs/steer.md). :meth:`paper` is the algorithm of the paper, with an ``eta`` for each group.
+    With a partition of several groups the summary also shows how they interact
+    (:attr:`last_summary`), but takes longer; all groups have the same ``eta``, since separate ones
+    brought no gain (docs/steer.md). :meth:`paper` is the paper's algorithm, with an ``eta`` for
+    each group.
 
     ``param_groups`` has one entry for each group of the partition, with its ``"name"``, its
     ``"lr"``, which schedulers change, and its ``"eta"``; the learning rate of a group is their
-    product. A partition that divides tensors cannot be written in this way: then there is one entry
-    for everything, whose ``"eta"`` is a vector. ``lr``, ``momentum`` and ``weight_decay`` may
-    differ from group to group; of the other settings those of the first group count.
+    product. A partition that divides tensors does not fit this scheme: then there is one entry for
+    everything, whose ``"eta"`` is a vector. ``lr``, ``momentum`` and ``weight_decay`` may differ
+    from group to group; the other settings are those of the first group.
 
-    A gradient that is not finite never reaches the parameters: the step is not made. On
-    accelerators this is decided on the device, without waiting; such steps are counted, and
-    reported at the next refresh.
+    A gradient that is not finite never reaches the parameters: the step is skipped. On accelerators
+    this is decided on the device, without waiting; skipped steps are counted, and reported at the
+    next refresh.
 
     Args:
         partition: The model, or groups of its parameters from :func:`make_partition`.
-        loss_fn: ``loss_fn(model, batch)`` gives the mean loss of the batches given to :meth:`step`.
+        loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a batch passed to :meth:`step`.
             A number in its place is ``lr``.
         lambda_int: Strength of the cubic term; 0 leaves it out, and with it the third derivatives.
             ``"steered"`` has 0 by default, and uses it for :attr:`last_rates` only.
         momentum: Adam's first beta; in the paper's algorithm mu of u <- mu u + gradient.
         eta_momentum: mu_eta of Algorithm 2, eta~ <- mu_eta eta~ + (eta)_+; 0 if steered.
-        summary_period: Steps from one refresh to the next, tau. By default 15, or as many more as
-            the budget asks for; in the first seventy steps, fewer.
-        summary_window: Summaries that are averaged, upsilon; 3 in the paper. If steered, the memory
-            of running means, whose past is weighted by 1 - 1 / ``summary_window``; 10.
+        summary_period: Steps from one refresh to the next, tau. By default 15, or more if the
+            budget requires it; fewer in the first seventy steps.
+        summary_window: Number of summaries to average, upsilon; 3 in the paper. If steered, the
+            memory of the running means, whose past is weighted by 1 - 1 / ``summary_window``; 10.
         warmup: Refreshes of the paper's algorithm before its first move.
-        direction: A torch optimizer to steer in the place of Adam. Its step, with its own learning
-            rate, is the direction. It holds all parameters; its state is saved with this one's.
-        curvature: ``(loss_fn, loader)``: ``loss_fn(model, batch)`` gives the mean loss of a batch
-            that the loader gives. One batch is used for each summary. The loader starts over when
-            it ends, and draws from random numbers of its own.
+        direction: A torch optimizer to steer in place of Adam. Its step, with its own learning
+            rate, is the direction. It must hold all parameters; its state is saved with this one's.
+        curvature: ``(loss_fn, loader)``: ``loss_fn(model, batch)`` returns the mean loss of a batch
+            from the loader. Each summary uses one batch. The loader starts over when it ends, and
+            draws from its own random numbers.
         lr: Factor on all rates, the paper's lambda_1 and lambda_t. ``"steered"`` compensates for a
             constant one, so that only the shape of a schedule matters.
         variant: ``"steered"``; or the paper's algorithm ``"as-run"`` or ``"as-published"``, see
@@ -144,29 +145,29 @@ class NewtonSummary(Optimizer):
         diagonal: Leave out the interactions between groups (App. K).
         weight_decay: That of AdamW: each step multiplies the parameters by
             1 - lr * eta * weight_decay. Not in the paper's algorithm.
-        budget: The share of the time that refreshes may take, from which ``summary_period`` follows
-            if it is not given. Estimated from the number of groups and not by a clock, so that a
-            training can be repeated.
+        budget: The share of the time that refreshes may take, which determines ``summary_period``
+            if that is not given. Estimated from the number of groups, not by a clock, so that
+            training is reproducible.
         **measuring: How summaries are measured: ``backend`` and ``microbatch`` as for
-            :func:`summarize`; ``distributed`` as there (gradients have to be the same on all ranks,
-            as DistributedDataParallel leaves them; then so are the rates); and ``cuda_graph=True``
-            to capture the measurement on a GPU as a CUDA graph after the first refreshes and replay
-            it, and with the paper's algorithm the steps in between: several times faster for small
-            models, whose kernels are shorter than their launches. The loss must then do the same at
-            each call (no branch on values, steps or random numbers), and the memory of a
-            measurement stays taken. For batches of ``curvature``, and not for one group, whose
-            refresh takes two gradients. Falls back, with a warning, where it cannot be done:
-            dropout, batch norm in training, several ranks.
+            :func:`summarize`; ``distributed`` likewise (gradients must be the same on all ranks, as
+            with DistributedDataParallel; then so are the rates); and ``cuda_graph=True`` to capture
+            the measurement on a GPU as a CUDA graph after the first refreshes and replay it, and
+            with the paper's algorithm the steps in between: several times faster for small models,
+            whose kernels are shorter than their launches. The loss must then do the same at each
+            call (no branch on values, steps or random numbers), and the memory of a measurement
+            stays allocated. Only for batches of ``curvature``, and not for one group, whose refresh
+            takes two gradients. Falls back, with a warning, where it cannot be done: dropout, batch
+            norm in training, several ranks.
 
     Attributes:
         model: The model of the partition.
         partition: The groups.
         direction: The optimizer whose step is the direction, if one was given.
-        skipped_steps: Steps that were not made because of a gradient that was not finite, as of the
-            last refresh.
-        failed_refreshes: Refreshes that gave no usable rates.
-        last_summary: The last summary as it was measured, along ``u``; None before the first. Of
-            one group, ``Hbar`` is that of a whole step, from the gradients at both its ends.
+        skipped_steps: Steps skipped because of a gradient that was not finite, as of the last
+            refresh.
+        failed_refreshes: Refreshes that yielded no usable rates.
+        last_summary: The last summary as measured, along ``u``; None before the first. With one
+            group, ``Hbar`` is that of a whole step, from the gradients at both its ends.
     """
 
     def __init__(
@@ -192,7 +193,7 @@ class NewtonSummary(Optimizer):
         partition = as_partition(partition)
         if loss_fn is not None and not callable(loss_fn):
             if lr is not None:
-                raise TypeError(f"loss_fn={loss_fn!r}: give a function, loss_fn(model, batch).")
+                raise TypeError(f"loss_fn={loss_fn!r}: expected a function, loss_fn(model, batch).")
             lr, loss_fn = loss_fn, None
         check_arguments(NewtonSummary, measuring, Measuring)
         given = {
@@ -220,9 +221,9 @@ class NewtonSummary(Optimizer):
             settings["summary_period"] = period_within(budget, len(partition), order)
         if direction is not None:
             if not steered:
-                raise ValueError(f"direction={direction!r} is for variant='steered' only.")
+                raise ValueError(f"direction={direction!r} is only for variant='steered'.")
             if weight_decay:
-                raise ValueError("Give weight_decay to the optimizer that is the direction.")
+                raise ValueError("Set weight_decay in the optimizer that is the direction.")
             check_direction(direction, partition)
         assert partition.model is not None
         self.model, self.partition, self.direction = partition.model, partition, direction
@@ -233,7 +234,7 @@ class NewtonSummary(Optimizer):
         if without_summary and measuring.get("cuda_graph"):
             warn_user(
                 "cuda_graph=True has no effect, because a refresh of one group with lambda_int=0 "
-                "takes two gradients, and no summary."
+                "takes two gradients and no summary."
             )
         processes.agree(partition.facts() | settings | {"lr": float(settings["lr"])}, {})
         self._schedule = Schedule(variant, settings["summary_period"], settings["warmup"])
@@ -280,7 +281,7 @@ class NewtonSummary(Optimizer):
         variant: Literal["as-run", "as-published"] = "as-run",
         **measuring: Unpack[Measuring],
     ) -> NewtonSummary:
-        """Return Algorithm 2 (App. G) with nothing added, as it was run or as it was published.
+        """Return Algorithm 2 (App. G) with nothing added, as run or as published.
 
         >>> from newton_summary import make_partition
         >>> _ = torch.manual_seed(0)
@@ -300,19 +301,19 @@ class NewtonSummary(Optimizer):
         summaries, rates ``eta``, update ``theta - lr * U I_{P:S} eta``. Summary, average and rates
         are renewed every ``summary_period`` steps.
 
-        ``"as-run"`` is what the experiments of the paper did. The first ``warmup`` refreshes, at
-        steps 0, tau, 2 tau, ..., do not move; until then the direction advances at the refreshes
-        alone. The first move is at step ``warmup`` * tau. The window holds the last upsilon,
-        upsilon + 1, ..., 2 upsilon - 1 summaries, and upsilon again.
+        ``"as-run"`` is what the paper's experiments did. The first ``warmup`` refreshes, at steps
+        0, tau, 2 tau, ..., do not move; until then the direction advances at the refreshes alone.
+        The first move is at step ``warmup`` * tau. The window holds the last upsilon, upsilon + 1,
+        ..., 2 upsilon - 1 summaries, and upsilon again.
 
         ``"as-published"`` is the pseudo-code: steps count from 1, the direction advances at each of
         them, the first refresh and the first move are at step tau, and the window holds the last
         upsilon summaries.
 
         Both average D3 with its sign, as the experiments did, where App. G averages abs(D3)^(1/3):
-        then the mean of batches is that of the data as a whole. Any finite solution is taken: a
+        then the mean of batches is that of the data as a whole. Any finite solution is accepted: a
         saddle point, or a step of length zero where every rate is negative. Only a step whose
-        gradient, and a refresh whose summary, is not finite is left out.
+        gradient is not finite, or a refresh whose summary is not, is skipped.
 
         Args:
             partition: As for the class, like all that follow.
@@ -323,19 +324,21 @@ class NewtonSummary(Optimizer):
             eta_momentum: mu_eta.
             summary_period: tau.
             summary_window: upsilon.
-            warmup: Refreshes before the first move; if not given, 3 as run, 0 as published.
+            warmup: Refreshes before the first move; by default 3 as run, 0 as published.
             diagonal: Leave out the interactions between groups (App. K).
             variant: ``"as-run"`` or ``"as-published"``.
-            **measuring: How summaries are measured. Whatever is not of Algorithm 2 is refused.
+            **measuring: How summaries are measured. Anything that is not part of Algorithm 2 is an
+                error.
         """
         check_arguments(NewtonSummary.paper, measuring, Measuring)
         if callable(lr):
             raise TypeError(
-                "The second argument of NewtonSummary.paper is lr. Loss and data of the summaries "
-                "are one argument: NewtonSummary.paper(partition, curvature=(loss_fn, batches))."
+                "The second argument of NewtonSummary.paper is lr. Pass loss and data of the "
+                "summaries as one argument: NewtonSummary.paper(partition, curvature=(loss_fn, "
+                "batches))."
             )
         if variant not in ("as-run", "as-published"):
-            raise ValueError(f"variant={variant!r}: write 'as-run' or 'as-published'.")
+            raise ValueError(f"variant={variant!r}: use 'as-run' or 'as-published'.")
         if variant == "as-published" and warmup:
             raise ValueError(f"warmup={warmup}: Algorithm 2 as published has no warm-up.")
         return cls(
@@ -359,11 +362,12 @@ class NewtonSummary(Optimizer):
     def step(  # type: ignore[override]
         self, closure: Closure | Any = None, batch: Any = None
     ) -> Tensor | None:
-        """Make one step along the present gradients.
+        """Take one step along the present gradients.
 
         Args:
-            closure: See the class. What cannot be called counts as the batch: ``step(batch)``.
-            batch: The batch that the gradients are of, or a list of batches.
+            closure: See the class. Anything that is not callable counts as the batch:
+                ``step(batch)``.
+            batch: The batch of the gradients, or a list of batches.
 
         Returns:
             The loss, if the closure was called; else None.
@@ -371,7 +375,9 @@ class NewtonSummary(Optimizer):
         if closure is not None and not callable(closure):
             closure, batch = None, closure
         if self._evaluating:
-            raise RuntimeError("The model has its averaged parameters: call train() before step().")
+            raise RuntimeError(
+                "The model holds its averaged parameters: call train() before step()."
+            )
         check_rates(self.param_groups)
         loss = None
         if closure is not None and self._curvature.loss_fn is not None:
@@ -391,13 +397,14 @@ class NewtonSummary(Optimizer):
     def eval(self) -> None:
         """Give the model the mean of its parameters over the last steps, to evaluate or save it.
 
-        At a constant learning rate it has a lower loss than the last parameters. :meth:`train` puts
-        these back. Trainers of Transformers call both. The paper's algorithm has no mean.
+        At a constant learning rate it has a lower loss than the last parameters, which
+        :meth:`train` restores. The Trainer of Transformers calls both. The paper's algorithm has no
+        mean.
         """
         self._set_evaluating(True)
 
     def train(self) -> None:
-        """Give the model its own parameters back, to go on training; see :meth:`eval`."""
+        """Restore the model's own parameters, to continue training; see :meth:`eval`."""
         self._set_evaluating(False)
 
     def _set_evaluating(self, wanted: bool) -> None:
@@ -439,7 +446,7 @@ class NewtonSummary(Optimizer):
             self._take_over(steered)
 
     def _take_over(self, steered: Steered) -> None:
-        """Show what a refresh has found."""
+        """Store the results of a refresh."""
         if steered.history[-1].why == "not finite":
             self._fail(self._not_finite(), steered.reason)
         elif steered.summary is not None:
@@ -449,7 +456,7 @@ class NewtonSummary(Optimizer):
 
     @contextmanager
     def _refreshing(self, update: Update) -> Iterator[tuple[Params, int]]:
-        """Give the direction and the order of a refresh, and see to one that fails."""
+        """Yield the direction and the order of a refresh, and handle one that fails."""
         self._report_skipped(update.skipped)
         before = copy.copy(self._schedule)
         self._schedule.begin()
@@ -472,7 +479,7 @@ class NewtonSummary(Optimizer):
         return self._schedule.due if self._steered is None else self._steered.due
 
     def _renew_rates(self, update: Update) -> None:
-        """Set the rates from the averaged summary; keep the last ones if it gives none."""
+        """Set the rates from the averaged summary; keep the last ones if it yields none."""
         if not self._schedule.ready:
             return
         settings = self.param_groups[0]
@@ -532,7 +539,8 @@ class NewtonSummary(Optimizer):
     def last_rates(self) -> LearningRates | None:
         """The minimum of the last summary's cubic model with its status; None before the first.
 
-        With negative rates, which the paper's algorithm sets to zero, and of its averaged summary.
+        It includes negative rates, which the paper's algorithm sets to zero; with that algorithm,
+        it is that of the averaged summary.
         """
         if self._last_rates is None and self._steered is not None and self.last_summary is not None:
             self._last_rates = self._solve(self.last_summary)  # not before somebody asks
@@ -545,7 +553,7 @@ class NewtonSummary(Optimizer):
 
     @property
     def history(self) -> list[RateRecord]:
-        """What each refresh found and did, if steered: see :class:`RateController`."""
+        """What each refresh measured and changed, if steered: see :class:`RateController`."""
         return [] if self._steered is None else self._steered.history
 
     def to_history(self) -> History:
@@ -566,7 +574,7 @@ class NewtonSummary(Optimizer):
         return f"{type(self).__name__}({said})\n{table}\nthe learning rate of a step is lr * eta"
 
     def _show_rates(self) -> None:
-        """Write the rates where loggers look for them."""
+        """Write the rates to where loggers look for them."""
         if self.partition.divided:
             self.param_groups[0]["eta"] = self.eta
             return
@@ -581,35 +589,35 @@ class NewtonSummary(Optimizer):
             return
         self._warned.add(found.status)
         if found.eta.isfinite().all():
-            outcome = "they are taken as they are"
+            outcome = "they are used as they are"
         elif self._steered is not None and self._eta is not None:
             outcome = "the last rate is halved"
         else:
             outcome = "there are none yet" if self._eta is None else "the last good ones are kept"
         warn_user(
-            f"NewtonSummary: a refresh gave no usable rates, and {outcome}. {reason} (Shown once; "
-            f"opt.failed_refreshes counts them.)"
+            f"NewtonSummary: a refresh yielded no usable rates, and {outcome}. {reason} (Shown "
+            "once; opt.failed_refreshes counts them.)"
         )
 
     def _report_skipped(self, count: int) -> None:
         skipped = count - self.skipped_steps
         if skipped > 0:
             warn_user(
-                f"NewtonSummary: {skipped} step(s) since the last refresh were not made, because "
-                f"the gradient was not finite. Look for a division by zero or an overflow in the "
-                f"loss. (opt.skipped_steps counts them.)"
+                f"NewtonSummary: {skipped} step(s) since the last refresh were skipped, because "
+                "the gradient was not finite. Check for a division by zero or an overflow in the "
+                "loss. (opt.skipped_steps counts them.)"
             )
         self.skipped_steps += skipped
 
     # --- more groups, checkpoints, copies ---------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters of the same model, for example of a layer that was unfrozen.
+        """Add a group of parameters of the same model, for example of an unfrozen layer.
 
-        The paper's algorithm begins again with its warm-up; a steered rate is kept.
+        The paper's algorithm restarts with its warm-up; a steered rate is kept.
 
         Args:
-            param_group: ``"params"``, ``"name"`` of the new group, and if wanted ``"lr"``,
+            param_group: ``"params"``, the ``"name"`` of the new group, and optionally ``"lr"``,
                 ``"momentum"`` and ``"weight_decay"``.
         """
         if not self._made:
@@ -641,7 +649,7 @@ class NewtonSummary(Optimizer):
         self._update = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that a run needs to go on, bit for bit on the CPU.
+        """Return everything needed to resume, bit for bit on the CPU.
 
         Only plain values and tensors, so ``torch.load(weights_only=True)`` reads it.
         """
@@ -672,13 +680,14 @@ class NewtonSummary(Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state of another run with the same model, groups and settings.
+        """Load the state of another run with the same model, groups and settings.
 
         ``lr``, ``momentum`` and whatever else was changed in ``param_groups`` come from the
-        checkpoint. To go on with another setting, load first, then change it in ``param_groups``.
+        checkpoint. To continue with another setting, load first, then change it in
+        ``param_groups``.
 
         Raises:
-            ValueError: If the state does not fit; then nothing was changed.
+            ValueError: If the state does not fit; nothing is changed then.
         """
         saved = checkpoint.find_saved(state_dict)
         with checkpoint.reporting_damage():
@@ -719,7 +728,7 @@ class NewtonSummary(Optimizer):
             self._steered, self._skipped_since = steered, 0
 
     def _fixed_settings(self) -> dict[str, Any]:
-        """Return what the optimizer was made with, but for what schedulers change."""
+        """Return what the optimizer was created with, except for what schedulers change."""
         return {name: self.defaults[name] for name in (*COMMON, "weight_decay")}
 
     def __getstate__(self) -> dict[str, Any]:

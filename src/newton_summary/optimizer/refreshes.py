@@ -18,12 +18,12 @@ class Schedule:
     """Counts steps and measurements of the paper's algorithm.
 
     ``"as-run"`` measures at steps 0, period, 2 period, ... The first ``warmup`` measurements do not
-    move, and until then the direction advances at the measurements alone.
+    move, and until then the direction advances only at measurements.
 
     ``"as-published"`` counts steps from 1 and measures at steps period, 2 period, ... The direction
     advances at every step, and the first measurement that is not of the warm-up moves.
 
-    The count waits where the first measurement is due and the direction is zero or not finite.
+    The count waits if the first measurement is due and the direction is zero or not finite.
 
     Args:
         variant: One of these.
@@ -64,7 +64,7 @@ class Schedule:
             self.t += 1
 
     def restart(self) -> None:
-        """Begin with the warm-up again at the next step."""
+        """Restart the warm-up at the next step."""
         self.tried, self.next = 0, self.t
 
     def state_dict(self) -> dict[str, int]:
@@ -72,7 +72,7 @@ class Schedule:
         return {"t": self.t, "next": self.next, "tried": self.tried}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over saved counts."""
+        """Load saved counts."""
         self.t, self.next, self.tried = read_counts(state, "t", "next", "tried")
 
 
@@ -110,11 +110,11 @@ class WindowAverage:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], partition: Partition) -> None:
-        """Take over the summaries of another window of the same size."""
+        """Load the summaries of another window of the same size."""
         held = [restored_summary(saved, partition) for saved in state["summaries"]]
         (count,) = read_counts(state, "count")
         if count < len(held):
-            raise ValueError(f"The state has {len(held)} summaries, and counts {count}.")
+            raise ValueError(f"The state has {len(held)} summaries, but counts {count}.")
         check_finite([(s.gbar, s.Hbar, s.D3) for s in held], "A summary of the state")
         self._held, self.count = held, count
 

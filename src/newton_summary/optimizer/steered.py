@@ -1,7 +1,7 @@
 """The controller inside NewtonSummary: Adam's step is the direction, and eta its steered length.
 
 At a constant rate the parameters wander around what they would reach if the rate fell; their mean
-over the last part of the training is closer to it. After k of its updates the mean gives the newest
+over the last part of training is closer to it. After k of its updates the mean gives the newest
 parameters the weight (TAIL + 1) / (k + TAIL), so that it is of about the last 1 / TAIL of all steps
 (Shamir and Zhang, 2013), however many there will be. Below the peak of a schedule, whose end does
 the same, newer parameters count more; where the rate is zero, they alone do.
@@ -35,16 +35,16 @@ OVERHEAD = 1.5  # of a summary, over what its arithmetic takes
 EVERY = 5  # steps from one update of the mean to the next
 TAIL = 30.0  # of the mean
 AVERAGE = "average"  # in the state of a parameter
-SURE = 3  # measurements whose gradient was that of the training, before it is taken for it
-VERIFY = 8  # and one measurement in so many that asks again
+SURE = 3  # measurements whose gradient equalled that of training, before this is assumed
+VERIFY = 8  # and every n-th measurement checks again
 
 
 def period_within(budget: float, groups: int, order: int) -> int:
-    """Return how often to measure, for refreshes to take no more than a share of the time.
+    """Return how often to measure, so that refreshes take at most a share of the time.
 
-    In gradients of a batch of the training's size a refresh takes two for one group, and
-    (S / 2 + 4) / 3 or, with third derivatives, (S + 4) / 3 for a summary of S. This counts and does
-    not look at a clock, so that the same training always measures at the same steps.
+    In gradients of a batch of the training's size a refresh takes two for one group, and (S / 2 +
+    4) / 3 or, with third derivatives, (S + 4) / 3 for a summary of S. This is counted, not timed,
+    so that the same training always measures at the same steps.
 
     >>> period_within(0.25, groups=1, order=2), period_within(0.25, groups=42, order=3)
     (15, 69)
@@ -56,7 +56,7 @@ def period_within(budget: float, groups: int, order: int) -> int:
 
 
 class Steered(RateController):
-    """A RateController with an optimizer of its own, whose steps it calls and does not hook.
+    """A RateController with its own optimizer, whose steps it calls rather than hooks.
 
     Args:
         partition: The groups, and with them the model.
@@ -65,7 +65,7 @@ class Steered(RateController):
         curvature: Measures summaries.
         state: Where Adam keeps its state, and each parameter its mean.
         period: Steps from one refresh to the next.
-        memory: How much of the running means a refresh leaves.
+        memory: How much of the running means a refresh keeps.
 
     Attributes:
         summary: The last one, along the direction for an eta of 1.
@@ -107,7 +107,7 @@ class Steered(RateController):
 
         Args:
             state: By parameter.
-            skipped: Steps that were not made so far.
+            skipped: Steps skipped so far.
         """
         self._state, self._skipped = state, skipped
         self._adam: FusedAdam | None = None  # made at the first step: a model may move until then
@@ -128,7 +128,7 @@ class Steered(RateController):
         return self.multiplier if self._started else 0.0
 
     def go_on_from(self, other: Steered) -> None:
-        """Take over the rate of a controller of fewer parameters, and measure the next step."""
+        """Adopt the rate of a controller of fewer parameters, and measure the next step."""
         self.__dict__ |= {
             name: getattr(other, name)
             for name in ("multiplier", "history", "steps", "_balance", "_envelope", "_started")
@@ -137,7 +137,7 @@ class Steered(RateController):
         self._skipped, self._due = other.skipped, other.steps + 1
 
     def measure(self, loss_fn: LossFn, batch: Any) -> None:
-        """Measure the last step on a batch, and steer; or take the batch for the first step."""
+        """Measure the last step on a batch, and steer; or use the batch for the first step."""
         self.loss_fn = loss_fn
         self.before_step(batch)
 
@@ -171,7 +171,7 @@ class Steered(RateController):
             self._ends.before = None
 
     def _step_of_others(self) -> None:
-        """Take a step of an optimizer that was given, or of Adam where there is no such kernel."""
+        """Take a step of the given optimizer, or of Adam where there is no such kernel."""
         self._set_groups()
         finite = self._gradients_are_finite()
         self._before_hook()
@@ -248,7 +248,7 @@ class Steered(RateController):
     def _along_one(
         self, batch: Any, before: list[Tensor], u: dict[str, Tensor]
     ) -> tuple[float, float, float]:
-        """Return the same; the gradient at the end is the training's own, if it has been so far."""
+        """Return the same; the gradient at the end is that of training, if it has been so far."""
         known = self._ends.agreed >= SURE and not self._sharded
         if not known or len(self.history) % VERIFY == 0:
             return super()._along(batch, before, u)
@@ -279,12 +279,11 @@ class Steered(RateController):
         if self._started and self.history[-1].slope == 0:
             raise ValueError(
                 "The loss of the batch does not depend on the parameters that move. Is the "
-                "partition of the model that is trained, and does loss_fn use the model that it is "
-                "given?"
+                "partition of the model being trained, and does loss_fn use the model it is given?"
             )
 
     def _level(self) -> float:
-        """Return how high the schedule is, as a part of its peak."""
+        """Return how high the schedule is, as a fraction of its peak."""
         peak = self._peak_lr()
         return max(float(g["lr"]) for g in self.groups) * max(self._base) / peak if peak else 1.0
 
@@ -295,13 +294,13 @@ class Steered(RateController):
 
 
 def update_average(params: Iterable[Tensor], state: Any, steps: int, level: float) -> None:
-    """Take the present parameters into the mean, after so many steps.
+    """Add the present parameters to the mean.
 
     Args:
         params: Those that move; others, and those in half precision, have no mean.
         state: Of the optimizer, by parameter.
-        steps: Taken so far.
-        level: The learning rate, as a part of its peak.
+        steps: Steps taken so far.
+        level: The learning rate, as a fraction of its peak.
     """
     moving = [p for p in params if p.requires_grad and p.grad is not None and p.itemsize >= 4]
     old = [p for p in moving if AVERAGE in state[p]]

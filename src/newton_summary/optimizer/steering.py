@@ -39,7 +39,7 @@ class Balance:
     weight: float = 0.0
 
     def add(self, slope: float, curvature: float, rate: float, memory: float) -> None:
-        """Take a measurement in, along a step with some rate."""
+        """Add a measurement, along a step with some rate."""
         new = 1 - memory
         self.slope += new * (slope / rate - self.slope)
         self.square += new * ((slope / rate) ** 2 - self.square)
@@ -74,10 +74,10 @@ class Balance:
         return (gained - lost) / total if total > 0 else 0.0
 
     def surely_too_long(self, rate: float, memory: float, errors: float) -> bool:
-        """Return whether such steps raise the loss, and short ones lower it, by so many errors.
+        """Return whether such steps raise the loss, and short ones lower it, by this many errors.
 
-        Where short ones do not either, the rate is not to blame: a network that learns its samples
-        by heart forgets those of the next batch, which it has not seen for longest.
+        Where short ones do not either, the rate is not to blame: a network that memorises its
+        samples forgets those of the next batch, which it has not seen for longest.
         """
         doubt = errors * self.stderr(memory)
         return self.slope > doubt and self.slope - 0.5 * self.curvature * rate < -doubt
@@ -85,11 +85,11 @@ class Balance:
 
 @dataclass
 class EndSlopes:
-    """Slopes at the ends of steps, along the gradients that the training computes after them.
+    """Slopes at the ends of steps, along the gradients that training computes after them.
 
-    They count as long as these gradients are those of the loss that is measured, and not clipped,
-    of another loss, or sums over several batches: where both slopes of a step are known, their
-    sizes have to be alike.
+    They count as long as these gradients are those of the measured loss, rather than clipped, of
+    another loss, or sums over several batches: where both slopes of a step are known, their sizes
+    must be similar.
 
     Attributes:
         before: The parameters before the last step, if its slope is wanted.
@@ -120,7 +120,7 @@ class EndSlopes:
         self.before, self.rate, self.measured = before, rate, None
 
     def take(self, params: Iterable[Tensor]) -> None:
-        """Take the slope of the last step from the gradients that are there now; does not wait."""
+        """Take the slope of the last step from the present gradients; does not wait."""
         before, self.before = self.before, None
         if before is None or self.rate == 0:
             return

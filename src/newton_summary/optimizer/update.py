@@ -52,14 +52,14 @@ class Bucket:
 
     @cached_property
     def entries(self) -> Tensor:
-        """The group of each entry of the buffer; made where there is no other way."""
+        """The group of each entry of the buffer; made only where necessary."""
         parts = (torch.as_tensor(x).expand(s) for x, s in zip(self._labels, self.shapes))
         flat = torch.cat([x.reshape(-1).to("cpu", torch.int32) for x in parts])
         return flat.to(self.u.device)
 
     @cached_property
     def rates(self) -> Tensor:
-        """The rate of each entry of the buffer; also made where there is no other way."""
+        """The rate of each entry of the buffer; also made only where necessary."""
         return torch.empty_like(self.u, dtype=self.dtype)
 
     @cached_property
@@ -141,7 +141,7 @@ class Bucket:
 
 
 class CapturedStep:
-    """A step as a CUDA graph: two launches in the place of seven.
+    """A step as a CUDA graph: two launches in place of seven.
 
     One graph leads from gradients to direction, another one on to the parameters, with the rates
     that the bucket holds.
@@ -192,7 +192,7 @@ class Update:
     Args:
         partition: The groups, and with them the live parameters.
         state: The state of the optimizer, where ``momentum_buffer`` is kept for each parameter.
-        skipped: How many steps were not made before.
+        skipped: How many steps were skipped before.
         cuda_graph: Whether steps may be captured, if they can be.
 
     Attributes:
@@ -264,7 +264,7 @@ class Update:
         self._asked += 1
 
     def _launch(self, momenta: Sequence[float], moves: bool) -> bool:
-        """Do the same by a graph, and move if wanted; return whether it could be done."""
+        """Do the same by a graph, and move if requested; return whether it could be done."""
         bucket = self.buckets[0]
         _, grads = bucket.gradients()
         if len(grads) < len(bucket.live) or len(set(momenta)) > 1 or bucket.known_rates is None:
@@ -308,7 +308,7 @@ class Update:
     # --- direction to update ----------------------------------------------------------------------
 
     def hold(self, eta: Tensor) -> None:
-        """Take over the rates of a refresh, (S,), for the moves to come."""
+        """Store the rates of a refresh, (S,), for the following moves."""
         self._eta, self._last = eta, None
 
     def step(self, momenta: Sequence[float], lrs: Sequence[float | Tensor]) -> None:
@@ -370,13 +370,13 @@ def _is_finite(number: Tensor) -> Tensor | bool:
 
 
 def unfit(name: str, shape: torch.Size, grad: Tensor) -> str:
-    """Say why a gradient cannot be used."""
+    """Return why a gradient cannot be used."""
     if grad.layout is not torch.strided:
         return (
-            f"The gradient of {name!r} is sparse, which NewtonSummary does not support. Use "
-            f"sparse=False in the embedding."
+            f"The gradient of {name!r} is sparse, which NewtonSummary does not support: use "
+            "sparse=False in the embedding."
         )
     return (
-        f"Parameter {name!r} has changed its shape from {tuple(shape)} to {tuple(grad.shape)}. "
-        f"Make a new partition and a new optimizer."
+        f"Parameter {name!r} has changed shape, from {tuple(shape)} to {tuple(grad.shape)}. Make "
+        "a new partition and a new optimizer."
     )

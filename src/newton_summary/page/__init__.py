@@ -30,8 +30,8 @@ def report(what: Source | Sequence[Source], path: str | Path, *, title: str | No
     Args:
         what: A :class:`Summary`, a :class:`History`, the path of a run directory or of a file
             written by ``History.save``, or a :class:`RateController` or :class:`NewtonSummary`, for
-            what it has measured and done; or several of these, which the page compares.
-        path: File to write, such as ``"report.html"``, or a folder for a file of that name.
+            what it has measured and done; or several of these, to compare.
+        path: File to write, such as ``"report.html"``, or a folder to write ``report.html`` into.
         title: Heading of the page; by default the names of the runs.
 
     Returns:
@@ -50,8 +50,8 @@ def report(what: Source | Sequence[Source], path: str | Path, *, title: str | No
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
-            f"The path is of type {type(path).__name__}: write report(what, path), where path "
-            f"is the file to write, such as 'report.html'."
+            f"path has type {type(path).__name__}: use report(what, path), where path is the file "
+            "to write, such as 'report.html'."
         )
     from newton_summary.page.document import page
 
@@ -98,9 +98,8 @@ def _history(source: object) -> History:
         return History.of(source, lambda_int=lambda_int)
     if not isinstance(source, str | os.PathLike):
         raise TypeError(
-            f"report shows a summary, a history or a run directory, and this is of type "
-            f"{type(source).__name__}. summarize(model, loss_fn, data) makes a summary; that of "
-            f"advice is advice.summary."
+            f"report needs a summary, a history or a run directory, not {type(source).__name__}. "
+            "summarize(model, loss_fn, data) makes a summary; that of advice is advice.summary."
         )
     path = Path(source)
     if not os.path.exists(path):

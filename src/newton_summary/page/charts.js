@@ -22,7 +22,7 @@ function baseLayout() {
 
 const PLOT_OPTIONS = { displaylogo: false, modeBarButtons: [["toImage", "zoom2d", "resetScale2d"]] };
 
-/** A line, or points; what is not finite leaves a gap. */
+/** A line, or points; values that are not finite leave a gap. */
 function lineTrace(x, y, text, extra) {
   return {
     type: "scatter",
@@ -35,7 +35,7 @@ function lineTrace(x, y, text, extra) {
   };
 }
 
-/** The size of a rate, for a logarithmic axis: zero has no place there. */
+/** The size of a rate, for a logarithmic axis: zero cannot be shown. */
 const sizeOf = (rate) => (rate === 0 ? NaN : Math.abs(rate));
 
 /** A dotted line across the picture. */
@@ -79,7 +79,7 @@ function drawChart(div, traces, layout) {
   Plotly.react(div, traces, { ...full, width: div.clientWidth }, PLOT_OPTIONS);
 }
 
-/** Colour of each group, by its layer's place between the first and the last. */
+/** Colour of each group, by the place of its layer between the first and the last. */
 function depthColours(run) {
   const last = Math.max(...run.groups.map((group) => group.layer));
   return run.groups.map((group) => between(colours("depth"), last > 0 ? group.layer / last : 0));
@@ -179,7 +179,7 @@ function drawTrials(div, measured) {
   });
 }
 
-/** A range for changes of the loss; a step that failed by far does not stretch it. */
+/** A range for changes of the loss; a step that failed badly does not stretch it. */
 function shownChanges(trials) {
   const predicted = Math.max(...trials.map((trial) => Math.abs(trial[1])));
   const values = trials.flatMap((trial) => [trial[1], trial[2]]).filter(Number.isFinite);

@@ -94,7 +94,7 @@ def _status(measured: Measured) -> str:
 
 
 def doubt_about(measured: Measured) -> str:
-    """Return what speaks against the learning rates of a measurement; else nothing."""
+    """Return why not to trust the learning rates of a measurement; empty if there is no reason."""
     if measured.trial is not None:
         predicted, real = measured.trial.predicted, measured.trial.real
         return refutation(predicted, real) if measured.refuted else ""

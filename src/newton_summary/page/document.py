@@ -71,7 +71,7 @@ def _title(histories: Sequence[History]) -> str:
 
 
 def _banner(histories: Sequence[History]) -> str:
-    """Return a warning where learning rates are refuted, doubtful or no minimum; else nothing."""
+    """Return a warning if learning rates are refuted, doubtful or not a minimum; else nothing."""
     lines = []
     for history in histories:
         doubts = [(m.epoch, doubt) for m in history.measured if (doubt := doubt_about(m))]

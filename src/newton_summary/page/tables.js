@@ -124,7 +124,7 @@ function drawPairs(panel, run, measured) {
   panel.querySelector(".content").replaceChildren(element("div", { class: "side" }, left, right));
 }
 
-/** Facts on a run, and on its measurement at one moment. */
+/** Facts about a run, and about its measurement at one moment. */
 function drawFacts(panel, run, measured) {
   const facts = Object.entries(run.facts).filter(([, value]) => value !== "" && value !== "None");
   const add = (key, value) => value && !(key in run.facts) && facts.push([key, String(value)]);

@@ -60,10 +60,10 @@ function show(value, digits = 6) {
   return (isPlain ? value.toPrecision(digits) : value.toExponential(digits - 1)).replace("e+", "e");
 }
 
-/** What to write after a number that has a standard error. */
+/** What follows a number that has a standard error. */
 const plusMinus = (error) => (error === null || Number.isNaN(error) ? "" : ` ± ${show(error, 2)}`);
 
-/** Text that plotly shows as it is: its labels know some markup. */
+/** Text that plotly shows as it is: its labels allow some markup. */
 const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
 
 /** A name of at most this many letters: a longer one loses its middle. */

@@ -1,9 +1,9 @@
 """Parameters that FSDP2 has divided among ranks, gathered one at a time where they are needed.
 
-While a loss is measured the hooks of ``fully_shard`` rest, and every operation that uses a sharded
-parameter is given the whole of it. It is released at once; the backward pass and the sweep gather
-it again. So a rank holds a few whole parameters at a time, never the whole model, and all ranks
-have to pass the same operations in the same order, as in training with FSDP itself. They meet
+While a loss is measured, the hooks of ``fully_shard`` are disabled, and every operation that uses a
+sharded parameter is given the whole of it. It is released at once; the backward pass and the sweep
+gather it again. So a rank holds a few whole parameters at a time, never the whole model, and all
+ranks must run the same operations in the same order, as in training with FSDP itself. They meet
 before each gathering, so that none waits for a rank that failed or took another path.
 """
 
@@ -59,18 +59,18 @@ def check_shards(model: nn.Module) -> None:
         mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
         if mesh.ndim != 1 or mesh.size() != torch.distributed.get_world_size():
             raise ValueError(
-                f"Parameter {name!r} is divided over a mesh of shape {tuple(mesh.shape)}: only "
-                f"fully_shard over all ranks in one dimension can be measured."
+                f"Parameter {name!r} is sharded over a mesh of shape {tuple(mesh.shape)}: only "
+                "fully_shard over all ranks, in one dimension, is supported."
             )
         if not placements[0].is_shard(0):
             raise ValueError(
-                f"Parameter {name!r} is divided as {placements}: only fully_shard along the first "
-                f"dimension can be measured."
+                f"Parameter {name!r} is sharded as {placements}: only fully_shard along the first "
+                "dimension is supported."
             )
         if local_part(p).device.type != mesh.device_type:
             raise ValueError(
-                f"The shard of parameter {name!r} is on {local_part(p).device} and used on "
-                f"{mesh.device_type}: offloaded parameters cannot be measured."
+                f"The shard of parameter {name!r} is on {local_part(p).device} but used on "
+                f"{mesh.device_type}: offloaded parameters are not supported."
             )
 
 
@@ -141,7 +141,7 @@ class Shards(dict[str, Tensor]):
             self.received = None
 
     def forget(self) -> None:
-        """Let go of everything that was gathered."""
+        """Release everything that was gathered."""
         self._kept.clear()
         self._memory.clear()
 

@@ -27,11 +27,11 @@ Distributed: TypeAlias = "Literal['auto'] | bool | dist.ProcessGroup"
 
 
 class Alone:
-    """A process that measures alone: what its methods do for several is nothing for one.
+    """A process that measures alone: what its methods do for several processes is a no-op for one.
 
     Attributes:
         count: How many processes there are.
-        agreed: Whether they know that they are about to do the same.
+        agreed: Whether they know that they are about to do the same thing.
         sharded: Whether parameters are divided among them.
     """
 
@@ -40,11 +40,11 @@ class Alone:
     sharded = False
 
     def joint(self) -> AbstractContextManager[None]:
-        """Do this process's part of the work: what fails here on one is raised on all."""
+        """Do this process's part of the work: an error on one process is raised on all."""
         return nullcontext()
 
     def agree(self, facts: Mapping[str, object], values: Mapping[str, Tensor]) -> None:
-        """Make sure that facts, and the values of whole tensors, are the same on all processes."""
+        """Make sure that facts, and the values of whole tensors, are the same in all processes."""
 
     def mean(
         self, parts: Mapping[str, Tensor], weight: int, same: Iterable[Tensor] = ()
@@ -54,7 +54,7 @@ class Alone:
         Args:
             parts: This process's tensors, by name.
             weight: Of this process, such as its number of samples.
-            same: Whole tensors that have to be the same on all processes.
+            same: Whole tensors that must be the same in all processes.
         """
         return parts, weight
 
@@ -62,7 +62,7 @@ class Alone:
         """Replace tensors, of any size, by their mean over processes."""
 
     def gather(self, value: T) -> list[T]:
-        """Return the small object that each process gives, in the order of the processes."""
+        """Return the small objects of all processes, in their order."""
         return [value]
 
 
@@ -99,8 +99,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"The model is of type {type(model).__name__}: pass a torch.nn.Module, the model "
-            f"itself, not its parameters or its class."
+            f"model has type {type(model).__name__}: expected a torch.nn.Module, not its "
+            "parameters or its class."
         )
     compiler = sys.modules.get("torch._dynamo.eval_frame")  # loaded once somebody compiles a model
     compiled = () if compiler is None else (compiler.OptimizedModule,)
@@ -170,16 +170,16 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
-    """Return the modules that FSDP2 looks after."""
+    """Return the modules that FSDP2 manages."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return [] if kind is None else [m for m in model.modules() if isinstance(m, kind)]
 
 
 def refuse_sharded(params: Mapping[str, Tensor], what: str) -> None:
-    """Raise if a parameter is sharded, for what takes whole models only."""
+    """Raise if a parameter is sharded, for functions that take whole models only."""
     name = next((name for name, p in params.items() if is_sharded(p)), None)
     if name is not None:
         raise ValueError(
-            f"Parameter {name!r} is sharded, and {what} takes whole models only. Call it before "
-            f"fully_shard; summarize measures sharded models."
+            f"Parameter {name!r} is sharded, but {what} takes whole models only. Call it before "
+            "fully_shard; summarize can measure sharded models."
         )

@@ -1,4 +1,4 @@
-"""Several processes of torch.distributed, and how none waits for one that failed.
+"""Several processes of torch.distributed, none of which waits for one that failed.
 
 Each rank does its part of the work, then all of them meet: three integers show whether a rank
 failed, and whether all have reached the same place. If all is well they exchange results; if not,
@@ -28,16 +28,16 @@ SAME = 1e-5  # of a norm: what ranks may differ by in adding up the same numbers
 
 
 class Ranks:
-    """The ranks that measure together, each on data of its own.
+    """The ranks that measure together, each on its own data.
 
     Args:
-        group: The process group; None for all processes. Its time-out is how long a rank waits.
-        device: Where the numbers lie that are exchanged.
+        group: The process group; None for all processes. Its timeout is how long a rank waits.
+        device: Where the exchanged numbers are.
         sharded: Whether parameters are divided among the ranks.
 
     Attributes:
         count: How many ranks there are.
-        agreed: Whether they know that they are about to do the same.
+        agreed: Whether they know that they are about to do the same thing.
     """
 
     def __init__(self, group: Any, device: torch.device, sharded: bool = False):
@@ -52,7 +52,7 @@ class Ranks:
 
     @contextmanager
     def joint(self) -> Iterator[None]:
-        """Do this rank's part of the work: what fails here on one rank is raised on all.
+        """Do this rank's part of the work: an error on one rank is raised on all.
 
         An interrupt stops the other ranks too; the interrupted one raises it as it is.
         """
@@ -88,9 +88,8 @@ class Ranks:
         if not failed:
             i = next(i for i, (other, _) in enumerate(reports) if other != reports[0][0])
             self.stop(
-                f"The ranks are not in step: rank {self._numbers[0]} has reached "
-                f"{reports[0][0]}, and rank {self._numbers[i]} {reports[i][0]}. All ranks have to "
-                f"take the same path."
+                f"The ranks are out of step: rank {self._numbers[0]} has reached {reports[0][0]}, "
+                f"but rank {self._numbers[i]} {reports[i][0]}. All ranks must take the same path."
             )
         texts = sorted({text for text, _ in failed.values()})
         if len(failed) == self.count and len(texts) == 1:
@@ -104,7 +103,7 @@ class Ranks:
 
     @contextmanager
     def meeting(self, place: str) -> Iterator[None]:
-        """Meet, and exchange something in here by other means than those of this class."""
+        """Meet, and exchange something by means other than those of this class."""
         self.meet(place)
         with self._message():
             yield
@@ -124,7 +123,7 @@ class Ranks:
     def agree(self, facts: Mapping[str, object], values: Mapping[str, Tensor]) -> None:
         """Make sure that facts, and the values of whole tensors, are the same on all ranks.
 
-        Messages of different lengths would end the processes, or wait for ever. Tensors that were
+        Messages of different lengths would crash the processes, or wait forever. Tensors that were
         drawn differently differ in their sums by as much as their norm.
         """
         known = {name: f"{x.dtype} {tuple(x.shape)}" for name, x in values.items()}
@@ -143,9 +142,10 @@ class Ranks:
             if any(apart):
                 self.stop(
                     f"The ranks differ in the values of {list(values)[apart.index(True)]}: they "
-                    f"have to measure one model along one direction. Draw these after the same "
-                    f"torch.manual_seed on all ranks, or wrap the model in "
-                    f"DistributedDataParallel; distributed=False measures each rank's own."
+                    "must measure one model along one direction. Draw these after the same "
+                    "torch.manual_seed on all ranks, or wrap the model in "
+                    "DistributedDataParallel; use distributed=False to measure each rank on its "
+                    "own."
                 )
         self.agreed = True
 
@@ -155,7 +155,7 @@ class Ranks:
         """Return the weighted mean of small tensors over ranks, and the sum of the weights.
 
         One message. The mean is the same on all ranks to the last bit. With ``same`` the message
-        has two numbers more, the norm of these tensors and its square, from which all ranks see
+        has two more numbers, the norm of these tensors and its square, from which all ranks see
         whether it is the same on each.
         """
         norm = self._norms(same).norm().reshape(-1)
@@ -211,10 +211,10 @@ class Ranks:
         spread = math.sqrt(max(square - norm**2, 0.0)) / norm if norm > 0 else 0.0
         if spread > SAME:
             self.stop(
-                f"The ranks measured along different directions: their norms differ by "
-                f"{spread:.1e} of their mean. Gradients have to be the same on all ranks when "
-                f"step() is called: wrap the model in DistributedDataParallel, and make the last "
-                f"backward() before step() outside of no_sync()."
+                "The ranks measured along different directions: their norms differ by "
+                f"{spread:.1e} of their mean. Gradients must be the same on all ranks when step() "
+                "is called: wrap the model in DistributedDataParallel, and call the last "
+                "backward() before step() outside no_sync()."
             )
 
     def _send(self, numbers: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ class Ranks:
 
     @contextmanager
     def _message(self) -> Iterator[None]:
-        """Communicate in here; the other ranks do not learn of what fails here."""
+        """Communicate in this context; the other ranks do not learn of an error in it."""
         if isinstance(self._over, RankError):  # and was caught on the way, by a loss for example
             raise self._over
         try:
@@ -253,8 +253,8 @@ class Ranks:
             reason = re.sub(r"^\[[^]]*\] *", "", str(error).strip()).split(". ")[0]
             self._over = RankError(
                 f"{self._name(dist.get_rank(self.group))} timed out waiting for the other ranks, "
-                f"or lost the connection: one has exited, has not made this call "
-                f"(distributed=False is for one rank alone), or is too slow for the time-out of "
+                "or lost the connection: one has exited, has not made this call (use "
+                "distributed=False on one rank alone), or is too slow for the timeout of "
                 f"init_process_group(timeout=...). See the output of the other ranks. ({reason})"
             )
             raise self._over from error
@@ -279,22 +279,22 @@ def find_ranks(distributed: str | bool | Any, device: torch.device, sharded: boo
         group = None
     elif initialized and distributed == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
-            f"distributed= is a process group that this process, rank {dist.get_rank()}, does not "
-            f"belong to. Call this on the ranks of the group alone."
+            f"distributed= is a process group that rank {dist.get_rank()} does not belong to. "
+            "Call this only on the ranks of the group."
         )
     else:
         raise ValueError(
-            f"distributed={distributed!r}: write 'auto', True, False, or a process group."
+            f"distributed={distributed!r}: expected 'auto', True, False, or a process group."
         )
     if not initialized:
         raise ValueError(
-            "distributed=True, and no process group is initialised. Call "
-            "torch.distributed.init_process_group first, or write distributed='auto'."
+            "distributed=True, but no process group is initialised. Call "
+            "torch.distributed.init_process_group first, or use distributed='auto'."
         )
     if sharded and (distributed is False or group is not None):
         raise ValueError(
-            f"distributed={distributed!r}, and the model is sharded: all ranks have to take part. "
-            f"Write distributed='auto'."
+            f"distributed={distributed!r}, but the model is sharded, so all ranks must take part. "
+            "Use distributed='auto'."
         )
     if distributed is False or (dist.get_world_size(group) < 2 and not sharded):
         return None
@@ -311,8 +311,8 @@ def _difference(known: Sequence[Mapping[str, str]], numbers: Sequence[int]) -> s
         if first.get(name) != facts.get(name)
     )
     return (
-        f"The ranks are not in step: {name} is {a} on rank {numbers[0]} and {b} on rank {number}. "
-        f"All ranks have to make the same call, for the same model."
+        f"The ranks are out of step: {name} is {a} on rank {numbers[0]} and {b} on rank {number}. "
+        "All ranks must make the same call, for the same model."
     )
 
 

@@ -77,7 +77,7 @@ class Partition(ShownAsTable):
         self.members = self._find_members()
         if len(set(self.names)) < len(self.names):
             twice = next(name for name in self.names if self.names.count(name) > 1)
-            raise ValueError(f"Two groups are called {twice!r}. Group names must differ.")
+            raise ValueError(f"Two groups are called {twice!r}: group names must be unique.")
 
     def _find_members(self) -> tuple[tuple[Member, ...], ...]:
         groups: list[list[Member]] = [[] for _ in self.names]
@@ -126,7 +126,7 @@ class Partition(ShownAsTable):
 
     @property
     def titles(self) -> tuple[str, ...]:
-        """Names for readers: with the type of a module that has a number for a name."""
+        """Names for readers: those of numbered modules have the module's type added."""
         return tuple(self._titled(name) for name in self.names)
 
     def _titled(self, name: str) -> str:
@@ -202,7 +202,7 @@ class Partition(ShownAsTable):
         return scaled
 
     def facts(self) -> dict[str, str]:
-        """Return what processes that measure together have to have alike, by what it is."""
+        """Return what has to be the same in processes that measure together, by its description."""
         found = {}
         for name, p in self.params.items():
             label = self.labels[name]
@@ -227,14 +227,14 @@ class Partition(ShownAsTable):
         """
         if any(p.is_meta for p in self.params.values()):
             raise ValueError(
-                "This partition was read from a file, so its parameters have no values. Use "
-                "make_partition(model, ...) to divide the live model."
+                "The partition was read from a file, so its parameters have no values: make one "
+                "of the live model with make_partition(model, ...)."
             )
         if self.divided:
             raise ValueError(
-                f"Parameter {self.divided[0]!r} is divided among groups, but torch parameter "
-                f"groups take whole parameters only. Use a partition into whole tensors, such as "
-                f"'canonical'."
+                f"Parameter {self.divided[0]!r} is divided among groups, but torch's parameter "
+                "groups take whole parameters only. Use a partition into whole tensors, such as "
+                "'canonical'."
             )
         return [
             {"params": [self.params[member.name] for member in group], "name": name, **defaults}
@@ -275,14 +275,14 @@ class Partition(ShownAsTable):
         types = dict(state.get("types") or {})
         texts = (*names, *shapes, *types, *types.values())
         if not all(isinstance(text, str) for text in texts) or labels.keys() != shapes.keys():
-            raise ValueError("These are not the groups of a partition.")
+            raise ValueError("Not the groups of a partition.")
         params = {n: torch.empty(s, device="meta") for n, s in shapes.items()}
         for name, label in labels.items():
             whole_numbers = torch.as_tensor(label)
             if whole_numbers.dtype != torch.int64 or (
                 isinstance(label, Tensor) and label.shape != params[name].shape
             ):
-                raise ValueError(f"The groups of {name!r} are not numbers of groups.")
+                raise ValueError(f"The groups of {name!r} are not whole numbers.")
             if not ((whole_numbers >= 0) & (whole_numbers < len(names))).all():
                 raise ValueError(f"The groups of {name!r} do not exist.")
         return cls(names, params, labels, types=types)
@@ -324,7 +324,7 @@ def result_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
 
 
 def inner_of_all(a: Iterable[Tensor], b: Iterable[Tensor]) -> Tensor:
-    """Return <a, b> over all tensors as one number in float64, by few operations."""
+    """Return <a, b> over all tensors as one number in float64, in few operations."""
     products = torch._foreach_mul(list(map(_plain, a)), list(map(_plain, b)))
     flat = [x.reshape(-1).to(products[0].device) for x in products]
     return torch.cat(flat).sum(dtype=torch.float64)

@@ -135,7 +135,7 @@ def _is_norm(kind: str, params: Sequence[Tensor]) -> bool:
 
 
 def _nearest(owners: Sequence[str], norm: int, others: set[int]) -> int:
-    """Return which neighbour shares more of the module path with a norm; in doubt the former."""
+    """Return the neighbour that shares more of a norm's module path; on a tie, the one before."""
 
     def shared(layer: int) -> int:
         pairs = zip(owners[norm].split("."), owners[layer].split("."))

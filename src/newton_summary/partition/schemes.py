@@ -160,7 +160,7 @@ PARTITIONS: dict[str, Callable[..., Mapping[str, Sequence[Any]]]] = {
 }
 
 
-# --- from what is written to a partition ----------------------------------------------------------
+# --- from a specification to a partition ----------------------------------------------------------
 
 
 def make_partition(model: nn.Module, spec: Spec = "canonical") -> Partition:
@@ -221,8 +221,8 @@ def make_partition(model: nn.Module, spec: Spec = "canonical") -> Partition:
         groups = _name_lists(spec)
     else:
         raise TypeError(
-            f"{spec!r} does not describe a partition. Write a name such as 'canonical', a mapping, "
-            f"or a list of lists."
+            f"{spec!r} is not a partition: use a name such as 'canonical', a mapping, or a list "
+            "of lists."
         )
     return _assemble(groups, model)
 
@@ -236,7 +236,7 @@ def _named_spec(spec: str) -> Callable[[nn.Module], Mapping[str, Sequence[Any]]]
         return lambda model: make(model, int(number))
     if f"{spec}-k" in PARTITIONS or spec in PARTITIONS:
         kind = spec.removesuffix("-k")
-        raise ValueError(f"{spec!r} needs a number: write for example '{kind}-2'.")
+        raise ValueError(f"{spec!r} needs a number: for example '{kind}-2'.")
     raise ValueError(
         f"Unknown partition {spec!r}.{nearest(spec, PARTITIONS)} "
         f"Use one of {', '.join(PARTITIONS)} (k is a number), a mapping, or a list of lists."
@@ -249,7 +249,7 @@ def _match_patterns(spec: Mapping[str, Any], model: nn.Module) -> dict[str, Any]
     groups: dict[str, Any] = {}
     for group, rule in spec.items():
         if not isinstance(group, str):
-            raise TypeError(f"Group names are strings, not {group!r}.")
+            raise TypeError(f"Group names must be strings, not {group!r}.")
         if isinstance(rule, EllipsisType):
             groups[group] = rule
         elif isinstance(rule, str | re.Pattern):
@@ -258,7 +258,8 @@ def _match_patterns(spec: Mapping[str, Any], model: nn.Module) -> dict[str, Any]
             groups[group] = list(rule)
         else:
             raise TypeError(
-                f"Group {group!r} is {rule!r}: write a regular expression, a list of names, or ..."
+                f"Group {group!r} is {rule!r}: expected a regular expression, a list of names, or "
+                "..."
             )
     rests = [group for group, rule in spec.items() if isinstance(rule, EllipsisType)]
     if len(rests) > 1:
@@ -287,23 +288,22 @@ def _search(
             if first not in names:
                 raise ValueError(f"{message} It matches {other!r}, which is frozen.")
             raise ValueError(
-                f"{message} It matches {other!r}, which is tied to {first!r}: match that instead."
+                f"{message} It matches {other!r}, which is tied to {first!r}: match {first!r} "
+                "instead."
             )
     raise ValueError(f"{message} The names are {first_names(names)}.")
 
 
 def _name_lists(spec: Iterable[Any]) -> dict[str, list[Any]]:
-    """Name the groups of a list of lists: by their parameter if there is one, by number if more."""
+    """Name the groups of a list of lists: after a single parameter, else by number."""
     groups: dict[str, list[Any]] = {}
     for s, members in enumerate(spec):
         if not isinstance(members, list | tuple):
-            raise TypeError(
-                f"Group {s} is {members!r}: a list of groups contains lists of parameter names."
-            )
+            raise TypeError(f"Group {s} is {members!r}: expected a list of parameter names.")
         alone = len(members) == 1 and isinstance(members[0], str)
         name = members[0] if alone else f"group{s}"
         if name in groups:
-            raise ValueError(f"Parameter {name!r} is listed as a group twice. List it once.")
+            raise ValueError(f"Parameter {name!r} is listed twice, as two groups. List it once.")
         groups[name] = list(members)
     return groups
 
@@ -316,15 +316,15 @@ def _name_and_index(member: Any, group: str) -> tuple[str, Any]:
         return member
     held = "a tensor" if isinstance(member, Tensor) else repr(member)
     raise TypeError(
-        f"Group {group!r} contains {held}: write the name of a parameter, or a pair (name, index) "
-        f"for part of one."
+        f"Group {group!r} contains {held}: expected the name of a parameter, or a pair (name, "
+        "index) for part of one."
     )
 
 
 def _assemble(groups: Mapping[str, Any], model: nn.Module) -> Partition:
-    """Turn lists of members into labels; refuse what lies in two groups or in none.
+    """Turn lists of members into labels; raise if anything is in two groups or in none.
 
-    ``...`` in the place of a list takes what the others leave.
+    ``...`` in place of a list takes what the others leave.
     """
     params, aliases = trainable(model), aliases_of(model)
     names = list(groups)
@@ -354,7 +354,7 @@ def _assemble(groups: Mapping[str, Any], model: nn.Module) -> Partition:
             rest = [name for name in params if name not in labels]
             if not rest:
                 raise ValueError(
-                    f"Group {group!r} takes the rest, and nothing is left. Leave it out."
+                    f"Group {group!r} takes the rest, but nothing is left. Leave it out."
                 )
             labels |= dict.fromkeys(rest, s)
     for name, p in params.items():
@@ -411,6 +411,6 @@ def _in_two_groups(name: str, first: str, second: str, aliases: Mapping[str, str
     if first == second:
         return f"Parameter {name!r}{tied} is listed twice in group {first!r}. List it once."
     return (
-        f"Parameter {name!r}{tied} is in two groups, {first!r} and {second!r}. "
-        f"Make the groups exclude each other."
+        f"Parameter {name!r}{tied} is in two groups, {first!r} and {second!r}. Make the groups "
+        "exclude each other."
     )

@@ -39,8 +39,8 @@ def find_direction(direction: Direction, probe: Probe) -> Params:
     if isinstance(direction, str):
         if direction not in DIRECTIONS:
             raise ValueError(
-                f"Unknown direction {direction!r}. Write {', '.join(map(repr, DIRECTIONS))}, a "
-                f"mapping from parameter name to tensor, or an optimizer."
+                f"Unknown direction {direction!r}. Use {', '.join(map(repr, DIRECTIONS))}, a "
+                "mapping from parameter name to tensor, or an optimizer."
             )
         return DIRECTIONS[direction](probe)
     if isinstance(direction, Optimizer):
@@ -53,8 +53,8 @@ def find_direction(direction: Direction, probe: Probe) -> Params:
             plain = {str(name).replace("_orig_mod.", ""): u for name, u in direction.items()}
             return _checked(plain, probe.params, probe.model)
     raise TypeError(
-        f"The direction is of type {type(direction).__name__}: write 'gradient', a mapping from "
-        f"parameter name to tensor, or an optimizer."
+        f"direction has type {type(direction).__name__}: expected 'gradient', a mapping from "
+        "parameter name to tensor, or an optimizer."
     )
 
 
@@ -65,24 +65,24 @@ def _checked(direction: Mapping[str, Tensor], params: Params, model: nn.Module) 
     for name, p in params.items():
         if name not in direction:
             raise ValueError(
-                f"The direction has nothing for parameter {name!r}. Give it a tensor of shape "
-                f"{tuple(p.shape)}; zeros if it should not move."
+                f"The direction lacks parameter {name!r}: give it a tensor of shape "
+                f"{tuple(p.shape)}, zeros if it should not move."
             )
         value = direction[name]
         if not isinstance(value, Tensor):
             raise TypeError(
-                f"The direction of {name!r} is {type(value).__name__}: give it a tensor of shape "
-                f"{tuple(p.shape)}."
+                f"The direction of {name!r} has type {type(value).__name__}: expected a tensor of "
+                f"shape {tuple(p.shape)}."
             )
         if value.shape != p.shape:
             raise ValueError(
-                f"The direction of {name!r} has shape {tuple(value.shape)}, and the parameter "
-                f"{tuple(p.shape)}."
+                f"The direction of {name!r} has shape {tuple(value.shape)}, but the parameter has "
+                f"shape {tuple(p.shape)}."
             )
         if value.dtype != p.dtype or value.device != p.device:
             raise ValueError(
-                f"The direction of {name!r} is {value.dtype} on {value.device}, and the parameter "
-                f"{p.dtype} on {p.device}. Convert it with .to(parameter)."
+                f"The direction of {name!r} is {value.dtype} on {value.device}, but the parameter "
+                f"is {p.dtype} on {p.device}. Convert it with .to(parameter)."
             )
     # One check for all, which waits for a GPU once; NaN and infinity survive in a norm.
     parts = {name: local_part(direction[name]) for name in params}  # of what is sharded
@@ -90,7 +90,7 @@ def _checked(direction: Mapping[str, Tensor], params: Params, model: nn.Module) 
     finite = torch.isfinite(torch.stack([norm.to(norms[0]) for norm in norms])).tolist()
     for name, is_finite in zip(params, finite, strict=True):
         if not is_finite and not bool(torch.isfinite(parts[name]).all()):
-            raise ValueError(f"The direction of {name!r} has entries that are not finite.")
+            raise ValueError(f"The direction of {name!r} has non-finite entries.")
     # A copy if it lies in the memory of a parameter, which may be moved while it is used.
     live = {local_part(p).untyped_storage().data_ptr() for p in params.values()}
     own = {name: direction[name].detach() for name in params}
@@ -106,20 +106,20 @@ def _unknown_name(name: str, params: Params, model: nn.Module) -> str:
         first = next((n for n, p in params.items() if p is everything[name]), None)
         if first is None:
             return f"The direction names {name!r}, which is frozen. Leave it out."
-        return f"The direction names {name!r}, which is tied to {first!r}. Write {first!r} alone."
+        return f"The direction names {name!r}, which is tied to {first!r}. Use {first!r} alone."
     return (
-        f"The direction names {name!r}, which is no trainable parameter of the model."
-        f"{nearest(name, params)}"
+        f"The direction names {name!r}, which is not a trainable parameter of the "
+        f"model.{nearest(name, params)}"
     )
 
 
 @contextmanager
 def borrowed(optimizer: Optimizer, params: Params) -> Iterator[Callable[[Params], Params]]:
-    """Give a function from gradients to what the optimizer's next step would subtract.
+    """Yield a function from gradients to what the optimizer's next step would subtract.
 
-    Each call really takes a step, on a copy of the optimizer's state that lasts as long as this
-    context, without its hooks and schedulers, and with the parameters put back bit for bit, so
-    neither the optimizer nor the model changes.
+    Each call takes a real step, on a copy of the optimizer's state that lives as long as this
+    context, without its hooks and schedulers. The parameters are restored bit for bit, so neither
+    the optimizer nor the model changes.
 
     Raises:
         ValueError: If the optimizer lacks a parameter, or needs to evaluate the loss (LBFGS).
@@ -127,7 +127,7 @@ def borrowed(optimizer: Optimizer, params: Params) -> Iterator[Callable[[Params]
     if hasattr(optimizer, "last_summary"):
         raise ValueError(
             f"{type(optimizer).__name__} cannot give a direction: it measures the loss in its own "
-            f"step. Give 'gradient', a mapping from name to tensor, or another optimizer."
+            "step. Use 'gradient', a mapping from parameter name to tensor, or another optimizer."
         )
     everything = [p for group in optimizer.param_groups for p in group["params"]]
     owned = {id(p) for p in everything}
@@ -158,9 +158,9 @@ def borrowed(optimizer: Optimizer, params: Params) -> Iterator[Callable[[Params]
                 type(optimizer).step(optimizer)  # not optimizer.step, which a scheduler has wrapped
             except TypeError as error:
                 raise ValueError(
-                    f"{type(optimizer).__name__} cannot give a direction: its step needs a closure "
-                    f"({error}). Give another optimizer; summarize(direction=...) also takes the "
-                    f"difference of the parameters by its step, as a mapping from name to tensor."
+                    f"{type(optimizer).__name__} cannot give a direction: its step needs a "
+                    f"closure ({error}). Use another optimizer, or pass summarize(direction=...) "
+                    "a mapping from parameter name to the value before its step minus that after."
                 ) from error
             return {name: before[id(p)] - p.detach() for name, p in params.items()}
 

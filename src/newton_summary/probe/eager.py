@@ -1,11 +1,10 @@
-"""Let a loss run as it is written, without what others have put around it for training.
+"""Run a loss as it is written, without what others have wrapped around it for training.
 
-Checkpoints, compiled kernels and wrappers of data parallelism change how a loss is computed and not
-what it is; hooks on gradients change what its derivatives seem to be. None of them can be
-differentiated again.
+Checkpoints, compiled kernels and data-parallel wrappers change how a loss is computed, not what it
+is; hooks on gradients change its apparent derivatives. None of them can be differentiated again.
 
-They are left out in the thread that measures, and nowhere else. Where torch leaves no other way, a
-function of torch gets a switch, which passes everything on outside of a measurement.
+They are bypassed in the measuring thread only. Where torch offers no other way, a torch function is
+replaced by a switch, which passes everything through outside a measurement.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ _here = _Here()
 
 
 def is_measuring() -> bool:
-    """Whether this thread is inside of a measurement."""
+    """Whether this thread is measuring."""
     return _here.measuring
 
 
 def mark_approximate() -> None:
-    """Say that in the present measurement torch's gradient is not the derivative of the loss."""
+    """Record that torch's gradient is not the derivative of the loss in the current measurement."""
     _here.approximate = True
 
 
 def is_approximate() -> bool:
-    """Whether that has been said."""
+    """Whether that has been recorded."""
     return _here.approximate
 
 
@@ -60,9 +59,9 @@ def start_measuring(journal: Journal, alone: bool) -> None:
     """Begin a measurement, which ends with the journal.
 
     Args:
-        journal: Of the measurement.
-        alone: Whether to wait until no other thread measures. They would draw from the same random
-            numbers, and on the same model put back each other's changes.
+        journal: The measurement's journal.
+        alone: Whether to wait until no other thread measures: it would draw from the same random
+            numbers, and on the same model each would undo the other's changes.
     """
     before = _here.measuring
 
@@ -98,9 +97,9 @@ def _end_turn() -> None:
 
 
 def install_switches() -> None:
-    """Put a switch in front of what has to know whether its thread is measuring.
+    """Put a switch in front of whatever must know whether its thread is measuring.
 
-    Each takes one assignment and stays: no interrupt and no other thread can find half of it.
+    Each is one assignment and stays: no interrupt and no other thread can see half of it.
     """
     saved_tensors = getattr(checkpoint, "_checkpoint_hook", None)
     if saved_tensors is not None and not issubclass(saved_tensors, _CheckpointSwitch):
@@ -124,8 +123,8 @@ def install_switches() -> None:
 class _CheckpointSwitch:
     """Checkpoints with ``use_reentrant=False`` that keep their tensors during a measurement.
 
-    They would run again in the backward pass, out of sight, and then need not save what operations
-    in elementary form have saved.
+    Otherwise they would run again in the backward pass, unobserved, and need not save the same
+    tensors as decomposed operations.
     """
 
     def __enter__(self) -> Any:
@@ -142,7 +141,7 @@ def refuse_unknown_checkpoints() -> AbstractContextManager[Any]:
         return nullcontext()
     return torch.autograd.graph.disable_saved_tensors_hooks(
         f"Checkpoints with use_reentrant=False cannot be measured with torch {torch.__version__}. "
-        f"Switch checkpointing off for the measurement."
+        "Turn checkpointing off for the measurement."
     )
 
 
@@ -154,7 +153,7 @@ def _run_checkpoint(cls: Any, run: Callable[..., Any], preserve_rng: bool, *args
 
 
 def _switch(original: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function in whose place another one runs during a measurement."""
+    """Return a function that is replaced by another one during a measurement."""
 
     @wraps(original)
     def switch(*args: Any, **kwargs: Any) -> Any:
@@ -165,10 +164,10 @@ def _switch(original: Callable[..., Any], instead: Callable[..., Any]) -> Callab
 
 
 def _run_inside(wrapper: Any, *inputs: Any, **kwargs: Any) -> Any:
-    """Run a module that is wrapped for data parallelism as if it was not.
+    """Run a module wrapped for data parallelism as if it were not.
 
-    A loss may use the wrapped module although it is given the one inside. Its forward pass would
-    prepare an all-reduce of gradients that never come, and send buffers to the other ranks.
+    A loss may use the wrapped module although it is given the inner one. Its forward pass would
+    prepare an all-reduce of gradients that never arrive, and send buffers to the other ranks.
     """
     if wrapper.device_ids and (inputs or kwargs):
         from torch.distributed.utils import _to_kwargs
@@ -179,7 +178,7 @@ def _run_inside(wrapper: Any, *inputs: Any, **kwargs: Any) -> Any:
 
 
 def _run_one(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
-    """Call one of the functions of ``torch.cond``, where else it would compile both."""
+    """Call only one of the functions of ``torch.cond``, which would otherwise compile both."""
     return (true_fn if pred else false_fn)(*operands)
 
 
@@ -198,7 +197,7 @@ class _StanceSwitch:
 
 
 def is_recorded() -> bool:
-    """Whether a recorder looks on, which sees itself what a loss may not do."""
+    """Whether a recorder is watching, which itself sees what a loss must not do."""
     modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return any(getattr(mode, "sees_changes", False) for mode in modes)
 
@@ -207,7 +206,7 @@ HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
 
 class RestingHooks(TorchFunctionMode):
-    """While active, hooks that a loss puts on the gradients of its tensors are not registered."""
+    """While active, hooks that a loss registers on gradients of its tensors are ignored."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", None) in HOOKS and is_measuring():
@@ -216,12 +215,12 @@ class RestingHooks(TorchFunctionMode):
 
 
 def rest_hook(func: Callable[..., Any], tensor: Tensor, hook: Callable[..., Any]) -> Any:
-    """Return a handle of a hook that is not registered, and warn."""
+    """Return a handle without registering the hook, and warn."""
     if not tensor.requires_grad:
         return func(tensor, hook)  # an error that says why
     mark_approximate()
     warn_user(
-        "loss_fn registers a hook on the gradient of a tensor. Such hooks are disabled "
-        "during a measurement: the derivatives are those of the loss without them."
+        "loss_fn registers a hook on the gradient of a tensor. Such hooks are disabled during a "
+        "measurement, so the derivatives are those of the loss without them."
     )
     return RemovableHandle(OrderedDict())

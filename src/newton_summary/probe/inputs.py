@@ -1,4 +1,4 @@
-"""What users give: a loss function, and data, which is read, counted and cut as batches."""
+"""What users pass in: a loss function, and data, which is read, counted and split as batches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_loss_fn(loss_fn: Any) -> None:
             f"{f', with criterion = nn.{name}' if is_module else ''}."
         )
     if not callable(loss_fn):
-        raise TypeError(f"loss_fn is of type {type(loss_fn).__name__}. {_WANTED} {_EXAMPLE}.")
+        raise TypeError(f"loss_fn has type {type(loss_fn).__name__}. {_WANTED} {_EXAMPLE}.")
     try:
         signature = inspect.signature(loss_fn)
     except ValueError:  # of a function in C, which has none
@@ -56,9 +56,10 @@ def check_loss_fn(loss_fn: Any) -> None:
 
 
 def as_loss_fn(closure: Closure, partition: Partition) -> LossFn:
-    """Return the closure as a function of model and batch that checks what comes back."""
+    """Return the closure as a function of model and batch that checks its result."""
     asked = (
-        "A closure of step() returns the loss of a curvature batch as a tensor, without backward()"
+        "The closure of step() must return the loss of a curvature batch as a tensor, without "
+        "calling backward()"
     )
 
     def grads() -> list[Tensor | None]:
@@ -73,7 +74,7 @@ def as_loss_fn(closure: Closure, partition: Partition) -> LossFn:
         if not isinstance(loss, Tensor):
             raise TypeError(f"The closure returned {type(loss).__name__}. {asked}.")
         if not loss.requires_grad:
-            raise ValueError(f"The closure returned a loss that is detached. {asked}.")
+            raise ValueError(f"The closure returned a detached loss. {asked}.")
         return loss
 
     return loss_fn
@@ -83,8 +84,8 @@ def explain(error: Exception, model: nn.Module, data: Any) -> TypeError | None:
     """Return a clearer error if a loss failed because of the arguments it was given."""
     if data is None and (isinstance(error, TypeError) or "NoneType" in str(error)):
         return TypeError(
-            f"The data is None, so loss_fn was given None as its batch, and failed: {error}. Give "
-            f"a batch, or an iterable of batches such as a DataLoader."
+            f"data=None, and loss_fn failed with None as its batch: {error}. Pass a batch, or an "
+            "iterable of batches such as a DataLoader."
         )
     if f"must be Tensor, not {type(model).__name__}" in str(error):
         return TypeError(
@@ -93,13 +94,13 @@ def explain(error: Exception, model: nn.Module, data: Any) -> TypeError | None:
         )
     if "must be Tensor, not numpy.ndarray" in str(error):
         return TypeError(
-            f"The batch holds numpy arrays, and loss_fn failed with them: {error}. Give tensors, "
-            f"torch.as_tensor(array), or convert them in loss_fn."
+            f"The batch holds numpy arrays, and loss_fn failed with them: {error}. Pass tensors, "
+            "torch.as_tensor(array), or convert them in loss_fn."
         )
     if isinstance(data, list) and re.search(r"\blist\b", str(error)):
         return TypeError(
             f"A list of tensors is taken as one batch, and loss_fn failed with it: {error}. For "
-            f"several batches of one tensor each, give iter(data) or a DataLoader."
+            "several batches of one tensor each, pass iter(data) or a DataLoader."
         )
     return None
 
@@ -107,7 +108,7 @@ def explain(error: Exception, model: nn.Module, data: Any) -> TypeError | None:
 def check_microbatch(microbatch: Any) -> None:
     """Raise unless it is a number of samples, or None."""
     if microbatch is not None and not (type(microbatch) is int and microbatch >= 1):
-        raise ValueError(f"microbatch={microbatch!r}: write a number of samples, 1 or more.")
+        raise ValueError(f"microbatch={microbatch!r}: expected a number of samples, 1 or more.")
 
 
 def as_batches(data: Any) -> Iterable[Any]:
@@ -123,8 +124,8 @@ def as_batches(data: Any) -> Iterable[Any]:
         return [data] if any(isinstance(x, Tensor | np.ndarray) for x in data) else data
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         raise TypeError(
-            f"The data is a {type(data).__name__}, a set of samples. Give batches of them: "
-            f"torch.utils.data.DataLoader(dataset, batch_size=...)."
+            f"data is a {type(data).__name__}, a set of samples. Pass batches of them: "
+            "torch.utils.data.DataLoader(dataset, batch_size=...)."
         )
     # What can be moved to a device, or has keys, is data itself, though its parts can be listed.
     is_batch = callable(getattr(data, "to", None)) or hasattr(data, "keys") or is_dataclass(data)
@@ -134,7 +135,7 @@ def as_batches(data: Any) -> Iterable[Any]:
 
 
 def leaves(batch: Any) -> Iterator[Any]:
-    """Give everything in a nest of mappings, lists, tuples and dataclasses, in order."""
+    """Yield everything in nested mappings, lists, tuples and dataclasses, in order."""
     children: Iterable[Any]
     if isinstance(batch, Mapping):
         children = batch.values()
@@ -192,9 +193,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def take_samples(batch: Any, size: int, samples: slice) -> Any:
-    """Return a part of a batch: what has the batch's length is cut, everything else is kept.
+    """Return a part of a batch: what has the batch's length is sliced, everything else is kept.
 
-    Cut are tensors and arrays, and lists inside the batch that hold one object per sample rather
+    Slices tensors and arrays, and lists inside the batch that hold one object per sample rather
     than tensors of that length.
     """
 
@@ -221,8 +222,8 @@ def outside_inference_mode(batch: Any) -> Any:
 def count_samples(batch: Any) -> int | None:
     """Return the number of samples in a batch, or None if it is unknown.
 
-    An object may say so itself, such as a batch of graphs. Else it is the length of the first
-    tensor or array, or of the first list if there are none. No data is one sample.
+    An object such as a batch of graphs may say so itself. Otherwise it is the length of the first
+    tensor or array, or of the first list if there are none. No data counts as one sample.
     """
     if batch is None:
         return 1
@@ -254,7 +255,7 @@ class SampleCount:
     """Counts the samples of batches, by which they are weighted.
 
     Args:
-        given: What the user says: a number for every batch, or a function of the batch.
+        given: What the user specified: a number for every batch, or a function of the batch.
         model: Its layers tell whether the first dimension may be time.
     """
 
@@ -281,7 +282,7 @@ class SampleCount:
         count = count_samples(batch)
         if count is None and (number > 0 or not alone):
             raise ValueError(
-                f"Batches are weighted by their numbers of samples, and that of a batch of type "
+                "Batches are weighted by their numbers of samples, but that of a batch of type "
                 f"{type(batch).__name__} is unknown. {_GIVE}"
             )
         shapes = [tuple(leaf.shape) for leaf in leaves(batch) if has_length(leaf)]
@@ -292,7 +293,7 @@ class SampleCount:
         return count
 
     def _compare(self, first: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> None:
-        """Refuse batches whose tensors disagree on their relative numbers of samples."""
+        """Raise if the tensors of two batches disagree on their relative numbers of samples."""
         before, now = [shape[0] for shape in first], [shape[0] for shape in other]
         n, m = before[0], now[0]
         pairs = zip(before, now, strict=True)
@@ -307,20 +308,20 @@ class SampleCount:
         if not others:
             return
         what = (
-            f"Batches are weighted by their numbers of samples, and their tensors do not agree on "
-            f"these: the first has length {n} in one batch and {m} in another, where another one "
-            f"has {others[0][0]} and {others[0][1]}."
+            "Batches are weighted by their numbers of samples, but their tensors do not agree on "
+            f"these: the first has length {n} in one batch and {m} in another, but another has "
+            f"{others[0][0]} and {others[0][1]}."
         )
         if before.count(n) == 1 or now.count(m) == 1:
             raise ValueError(f"{what} {_GIVE}")
         if not self._warned:
             self._warned = True
-            warn_user(f"{what} The length of the first is taken. {_GIVE}")
+            warn_user(f"{what} Using the length of the first. {_GIVE}")
 
 
 _GIVE = (
-    "Give num_samples=..., a number or a function of the batch, such as "
-    "num_samples=lambda batch: len(batch['labels'])."
+    "Pass num_samples=..., a number or a function of the batch, such as num_samples=lambda batch: "
+    "len(batch['labels'])."
 )
 
 
@@ -331,7 +332,7 @@ def _whole_number(value: Any) -> int:
         number = -1
     if number < 0 or isinstance(value, bool):
         raise ValueError(
-            f"num_samples={value!r}: write a whole number, or a function of the batch that "
-            f"returns one."
+            f"num_samples={value!r}: expected a whole number, or a function of the batch that "
+            "returns one."
         )
     return number

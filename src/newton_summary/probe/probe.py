@@ -5,10 +5,10 @@ the loss of one batch at the present parameters. A probe makes these closures. H
 called, it draws the same random numbers (dropout), starts from the same buffers (batch norm) and
 modes, and the model is afterwards as it was before.
 
-Hooks on gradients (``Tensor.register_hook``, the backward hooks of modules) rest during a
+Hooks on gradients (``Tensor.register_hook``, the backward hooks of modules) are disabled during a
 measurement: they see gradients that belong to no training step, and could change the derivatives.
-Hooks on the forward pass are part of the model and run as usual. Compiled modules, and those in
-checkpoints, run as they are written.
+Hooks on the forward pass are part of the model and run as usual. Compiled and checkpointed modules
+run as they are written.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Probe:
         loss_fn: ``loss_fn(model, batch)`` gives the mean loss of a batch.
         data: One batch, or an iterable of batches.
         partition: The groups, and with them the parameters.
-        microbatch: Split batches into parts of at most so many samples.
+        microbatch: Split batches into parts of at most this many samples.
         processes: The processes whose data counts together with this one's.
         num_samples: The number of samples in a batch, or a function of the batch that returns it.
 
@@ -87,9 +87,9 @@ class Probe:
         params: The live parameters by name.
         num_parts: How many (parts of) batches there are; known after the first pass over the data.
         counted: Whether the number of samples is known.
-        trusted: Whether the loss was seen not to change parameters: its first evaluation tells.
+        trusted: Whether the first evaluation showed that the loss does not change parameters.
         losses: Of all (parts of) batches, as they were when the gradient was computed.
-        complaint: What was wrong about what the last loss did or returned.
+        complaint: What was wrong with what the last loss did or returned.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Probe:
         return whole and isinstance(self.batches, list) and len(self.batches) == 1
 
     def closures(self) -> Iterator[tuple[Evaluation, int]]:
-        """Give a closure and a number of samples for every (part of a) batch.
+        """Yield a closure and a number of samples for every (part of a) batch.
 
         Every call goes through the same batches, also if they are shuffled or augmented.
         """
@@ -212,11 +212,11 @@ class Probe:
                     self.random.jump(state)
                 count += 1
         if count == 0 and not several:
-            raise ValueError("The data is empty: it gave no batch to measure.")
+            raise ValueError("The data is empty: there is no batch to measure.")
         self.num_parts = count
 
     def _in_step(self, batches: Iterable[Any]) -> Iterable[Any]:
-        """Give batches as long as all processes have one, where these have to be in step."""
+        """Yield batches as long as all processes have one, where these must stay in step."""
         return batches
 
     def gradient(self, some: Iterable[tuple[Evaluation, int]] | None = None) -> Params:
@@ -241,7 +241,7 @@ class Probe:
         return {name: g.to(p.dtype) for (name, p), g in zip(self.params.items(), mean, strict=True)}
 
     def step(self, steps: Params, start: Iterable[Tensor] | None = None) -> None:
-        """Subtract steps from the parameters, or from where they shall start."""
+        """Subtract steps from the parameters, or from given starting values."""
         with torch.no_grad():
             for (name, p), before in zip(self.params.items(), start or self.params.values()):
                 p.copy_(before - steps[name])
@@ -259,7 +259,7 @@ class Probe:
         return loss.cpu()
 
     def compare_loss(self, place: int, loss: Tensor) -> None:
-        """Warn if a loss is another one than it was when the gradient was computed."""
+        """Warn if a loss differs from when the gradient was computed."""
         if place >= len(self.losses):
             return
         before, now = self.losses[place], float(loss)
@@ -268,8 +268,8 @@ class Probe:
             self._warn(
                 f"The loss of the same batch was {before:.6g} when the direction was computed and "
                 f"{now:.6g} when it was measured, with the same parameters and random numbers: it "
-                f"depends on something else that changes, such as a counter outside of the model. "
-                f"The direction and the derivatives belong to different losses."
+                "depends on something else that changes, such as a counter outside the model. The "
+                "direction and the derivatives are those of different losses."
             )
 
     def _check_parts(self, whole: Evaluation, parts: list[Evaluation]) -> None:
@@ -286,11 +286,11 @@ class Probe:
                 mean = sum(part.size / both.size * float(part()) for part in pair)
                 if not draws and not abs(mean - loss) <= 100 * eps * abs(loss):
                     self._warn(
-                        f"The loss of a batch is not the mean over its parts of microbatch="
-                        f"{self.microbatch} samples ({loss:.6g} for two parts together, {mean:.6g} "
-                        f"on average): it depends on the batch as a whole, as a mean over tokens "
-                        f"that are not padding does. The mean over the parts is measured; leave "
-                        f"microbatch=None for that of whole batches."
+                        "The loss of a batch is not the mean over its parts of "
+                        f"microbatch={self.microbatch} samples ({loss:.6g} for two parts "
+                        f"together, {mean:.6g} on average): it depends on the batch as a whole, "
+                        "as a mean over tokens that are not padding does. Measuring the mean over "
+                        "the parts; use microbatch=None to measure whole batches."
                     )
         self.random.restore(before)
 
@@ -339,19 +339,24 @@ class Probe:
         where = f"loss_fn(model, batch) on batch {number}"
         if changed is not None:
             return ValueError(
-                f"{where} changed parameter {changed!r} in place. A loss only reads parameters; "
-                f"what changes them belongs in the training loop. An embedding with max_norm does "
-                f"it too: renormalise its weight there, and set max_norm=None."
+                f"{where} changed parameter {changed!r} in place. A loss may only read "
+                "parameters: move what changes them to the training loop. An embedding with "
+                "max_norm changes them too: renormalise its weight in the loop, and set "
+                "max_norm=None."
             )
         if not isinstance(loss, Tensor):
-            return TypeError(f"{where} returned {type(loss).__name__}: return a tensor, the loss.")
+            return TypeError(
+                f"{where} returned {type(loss).__name__}: expected the loss as a tensor."
+            )
         if loss.numel() != 1:
             return ValueError(
-                f"{where} returned a tensor of shape {tuple(loss.shape)}: return one number, the "
-                f"mean loss of the batch, for example with .mean()."
+                f"{where} returned a tensor of shape {tuple(loss.shape)}: expected one number, "
+                "the mean loss of the batch, for example with .mean()."
             )
         if not loss.dtype.is_floating_point:
-            return TypeError(f"{where} returned a loss of dtype {loss.dtype}: it has to be real.")
+            return TypeError(
+                f"{where} returned a loss of dtype {loss.dtype}: expected a real number."
+            )
         return None
 
     def _evaluating(self) -> AbstractContextManager[None]:
@@ -375,7 +380,7 @@ class Evaluation:
         return self.probe.evaluate(self)
 
     def split(self, samples: int | None) -> list[Evaluation]:
-        """Return parts of at most so many samples; the whole if there is nothing to cut."""
+        """Return parts of at most this many samples; the whole if there is nothing to split."""
         can_be_cut = any(has_length(x) and len(x) == self.size for x in leaves(self.batch))
         if samples is None or self.size <= samples or not can_be_cut:
             return [self]
@@ -395,8 +400,8 @@ def check_finite(loss: Tensor) -> None:
     """Raise if the loss is not finite."""
     if not math.isfinite(loss.detach()):
         raise NotFiniteError(
-            f"The loss is {float(loss.detach())}, so it has no derivatives. Look for a division by "
-            f"zero, a logarithm of zero, or parameters that have diverged."
+            f"The loss is {float(loss.detach())}, so it has no derivatives. Check for a division "
+            "by zero, a logarithm of zero, or diverged parameters."
         )
 
 
@@ -404,9 +409,8 @@ def check_depends(loss: Tensor, params: Mapping[str, Tensor] | None = None) -> N
     """Raise if the loss does not depend on any parameter."""
     if not loss.requires_grad or (params is not None and not _reaches(loss, params.values())):
         raise ValueError(
-            "The loss does not depend on the parameters through operations that can be "
-            "differentiated. Does loss_fn use the model it is given, without .detach(), .item() "
-            "or torch.no_grad()?"
+            "The loss does not depend on the parameters through differentiable operations. Does "
+            "loss_fn use the model it is given, without .detach(), .item() or torch.no_grad()?"
         )
 
 
@@ -419,7 +423,7 @@ def _reaches(loss: Tensor, params: Iterable[Tensor]) -> bool:
 
 
 def graph_nodes(root: Any) -> Iterator[Any]:
-    """Give every node of an autograd graph once, starting from a ``grad_fn``."""
+    """Yield every node of an autograd graph once, starting from a ``grad_fn``."""
     seen = {root}
     stack = [root]
     while stack:
@@ -436,15 +440,15 @@ def _check_differentiable(params: Mapping[str, Tensor]) -> None:
         if p.is_inference():
             raise ValueError(
                 f"Parameter {name!r} was made under torch.inference_mode(), so it cannot be "
-                f"differentiated. Make or load the model outside of it."
+                "differentiated. Create or load the model outside it."
             )
         if p.is_meta:
             raise ValueError(
-                f"Parameter {name!r} is on the meta device and has no values. Make the model on a "
-                f"real device, or model.to_empty(device=...) and load its weights."
+                f"Parameter {name!r} is on the meta device and has no values. Create the model on "
+                "a real device, or call model.to_empty(device=...) and load its weights."
             )
         if p.is_complex():
             raise ValueError(
-                f"Parameter {name!r} is complex ({p.dtype}). Measure a model of real parameters, "
-                f"for example their torch.view_as_real."
+                f"Parameter {name!r} is complex ({p.dtype}). Use real parameters, for example "
+                "torch.view_as_real of these."
             )

@@ -1,8 +1,8 @@
 """What a measurement may disturb, remembered and put back, whatever happens in between.
 
-An interrupt may come at any line, also inside of the code that puts things back. So every change is
-announced in a journal *before* it is made, every step back may be taken twice, and journals are
-nested: what an interrupted one has left is undone by the one around it.
+An interrupt may come at any line, even inside the code that restores things. So every change is
+announced in a journal *before* it is made, every undo step may run twice, and journals are nested:
+what an interrupted one leaves is undone by the one around it.
 
 Journals belong to a thread, so other threads see nothing of them.
 """
@@ -63,7 +63,7 @@ class Journal:
     def undo_later(self, step: Step) -> None:
         """Announce a change: ``step`` puts back what is there now.
 
-        It is taken also if the change is never made, and again if it was interrupted.
+        It runs even if the change is never made, and again if it was interrupted.
         """
         self._steps.append(step)
 
@@ -82,7 +82,7 @@ class Journal:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Undo everything that this journal, and interrupted ones inside of it, still hold."""
+        """Undo everything that this journal, and interrupted ones inside it, still hold."""
         try:
             _end_contexts(sys.exc_info()[1])
             self._undo_all()
@@ -111,7 +111,7 @@ def _end_contexts(error: BaseException | None) -> None:
 
 
 def interrupt_behind(error: BaseException | None) -> BaseException | None:
-    """Return the interrupt that an error was raised in the course of, if there was one."""
+    """Return the interrupt during whose handling an error was raised, if there was one."""
     while error is not None and isinstance(error, Exception):
         error = error.__context__
     return error
@@ -127,10 +127,10 @@ def copies_of(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def unmoved(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Put tensors back at the end, bit for bit, whatever happens to them in between.
+    """Restore tensors at the end, bit for bit, whatever happens to them in between.
 
-    Also their version counters: a graph that somebody made before can still be differentiated.
-    Gives the copies they are put back from.
+    Also their version counters, so that a graph made earlier can still be differentiated. Yields
+    the copies they are restored from.
     """
     tensors = list(tensors)
     copies = copies_of(tensors)
@@ -166,7 +166,7 @@ def without_gradients(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class ParameterWatch:
-    """Finds out whether a loss changes a parameter in place.
+    """Detects whether a loss changes a parameter in place.
 
     Args:
         params: The parameters by name.
@@ -222,7 +222,7 @@ class ModelState:
         if plain:  # a view of a parameter moves with it
             memory = {_address(p) for p, *_ in self.params}
             plain = [x for x in plain if _address(x) not in memory]
-        # One made under inference_mode cannot be changed outside of it.
+        # One made under inference_mode cannot be changed outside it.
         self.tensors = [x for x in (*model.buffers(), *plain) if not x.is_inference()]
         self.values = [tensor.detach().clone() for tensor in self.tensors]
         self.versions = [_unsafe_preserve_version_counter(tensor) for tensor in self.tensors]
@@ -232,7 +232,7 @@ class ModelState:
         self.cached = _cached_parametrizations(modules)
 
     def rest(self) -> None:
-        """Let hooks rest, and hide the gradients from a loss that calls ``backward`` itself."""
+        """Disable hooks, and hide the gradients from a loss that calls ``backward`` itself."""
         for p, _, _, hooks in self.params:
             p.grad = None
             if hooks:
@@ -288,7 +288,7 @@ class PlainAttributes:
         self.contents = [(x, copy.copy(x)) for x in values if type(x) in _CONTAINERS]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Give the tensors among them, as far as they can be copied and set."""
+        """Yield the tensors among them that can be copied and set."""
         for saved in self.saved:
             for x in saved.values():
                 if type(x) is Tensor and x.layout is torch.strided and not x.requires_grad:
@@ -398,12 +398,12 @@ def _function_modes() -> list[Any]:
 
 
 class RandomState:
-    """The generators that a loss or its data may draw from: torch's, Python's and numpy's."""
+    """The random generators a loss or its data may draw from: torch's, Python's and numpy's."""
 
     State = tuple[Any, ...]
 
     def __init__(self, devices: Iterable[torch.device], generators: Sequence[torch.Generator] = ()):
-        """Look after the CPU, the given devices, and the generators of a data loader."""
+        """Track the CPU, the given devices, and the generators of a data loader."""
         self.devices = sorted({d for d in devices if d.type not in ("cpu", "meta")}, key=str)
         self.generators = generators
         self._known: RandomState.State | None = None  # the present state, if nobody has drawn since
@@ -426,7 +426,7 @@ class RandomState:
         return all(map(_equal, self.capture(), state))
 
     def forget(self) -> None:
-        """Say that somebody else may draw from the generators now."""
+        """Note that others may draw from the generators from now on."""
         self._known = None
 
     def restore(self, state: State, anew: bool = False) -> None:
@@ -445,7 +445,7 @@ class RandomState:
         self._known = state
 
     def jump(self, state: State) -> None:
-        """Go on from a captured state to another, which does not depend on what was drawn since."""
+        """Continue from a captured state to another, whatever was drawn since."""
         self.restore(state)
         seed = int(torch.randint(2**31, ()))
         self.forget()

@@ -1,7 +1,7 @@
-"""Read files that may be damaged, or made by somebody else.
+"""Read files that may be damaged or come from an untrusted source.
 
-Nothing in a file is executed, nothing is allocated that its bytes do not fill, and whatever is
-wrong with it becomes one line.
+Nothing in a file is executed, no more is allocated than its bytes fill, and whatever is wrong with
+it is reported in one line.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Damaged(Exception):
 
 @contextmanager
 def explained(file: Path) -> Iterator[None]:
-    """Read the file in here; errors of any kind become one line that names it.
+    """Report errors of any kind while reading a file in one line that names it.
 
     Raises:
         FileNotFoundError: If there is none.
@@ -87,7 +87,7 @@ def load_tensors(content: bytes) -> Any:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
             raise Damaged("it is compressed")
         if sum(entry.file_size for entry in entries) > len(content):
-            raise Damaged("it would be larger than its bytes")
+            raise Damaged("its content would be larger than the file")
         if (damaged := archive.testzip()) is not None:
             raise Damaged(f"the checksum of {damaged} differs")
         # As torch looks for it: by the name in the archive, in letters of either case.
@@ -103,23 +103,25 @@ def load_tensors(content: bytes) -> Any:
 
 
 def _check_names(pickled: bytes) -> None:
-    """Refuse what refers to more than dense tensors: torch would allocate what it says."""
+    """Raise if anything but dense tensors is referred to: torch would allocate what it claims."""
     for opcode, name, _ in pickletools.genops(pickled):
         if opcode.name == "GLOBAL" and not _NAMES.fullmatch(str(name)):
-            raise Damaged(f"it holds {name}, not only plain values and dense tensors")
+            raise Damaged(f"it contains {name}, not only plain values and dense tensors")
 
 
 def _check_plain(value: Any) -> None:
-    """Refuse types that no file needs, what contains itself, and what would be walked for ever."""
+    """Raise for types that no file needs, values that contain themselves, and endless ones."""
     weights: dict[int, int] = {}  # values in a container, as often as they are met
 
     def weigh(item: Any, depth: int) -> int:
         if isinstance(item, Tensor) and item.nbytes > item.untyped_storage().nbytes():
-            raise Damaged(f"a tensor of shape {tuple(item.shape)} has more entries than bytes")
+            raise Damaged(
+                f"a tensor of shape {tuple(item.shape)} has more entries than its bytes hold"
+            )
         if item is None or type(item) in (bool, int, float, str, Tensor):
             return 1
         if type(item) not in (dict, OrderedDict, list, tuple):
-            raise Damaged(f"it holds a value of type {type(item).__name__}")
+            raise Damaged(f"it contains a value of type {type(item).__name__}")
         if depth > 50:
             raise Damaged("its values are nested too deeply")
         if id(item) not in weights:
@@ -128,7 +130,7 @@ def _check_plain(value: Any) -> None:
             parts = item.values() if isinstance(item, dict) else item
             weights[id(item)] = 1 + sum(weigh(part, depth + 1) for part in parts)
         if weights[id(item)] > MOST_VALUES:
-            raise Damaged("it refers to the same values again and again")
+            raise Damaged("it repeats the same values too often")
         return weights[id(item)]
 
     weigh(value, 0)

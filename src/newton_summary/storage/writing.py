@@ -1,7 +1,7 @@
 """Write a file as a whole or not at all.
 
-The new file is written beside the old one under a name that nobody can foresee, synced, and only
-then renamed; a link in its place is replaced, never followed.
+The new file is written beside the old one under an unpredictable name, synced, and only then
+renamed; a link in its place is replaced, never followed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def write_file(path: Path, content: bytes | memoryview, *, keep: bool = False) -
 
     Args:
         path: The file.
-        content: What it is to hold.
+        content: Its new content.
         keep: Keep the old one, with ``.previous`` at the end of its name.
 
     Raises:
         CannotWriteError: With the reason, such as a full disk. The old file is still there.
     """
     if "\0" in path.name:
-        raise cannot_write(path, OSError(errno.EINVAL, "there is a NUL in its name"))
+        raise cannot_write(path, OSError(errno.EINVAL, "its name contains a NUL"))
     part = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.part")
     try:
         _write_whole(part, content)
@@ -71,7 +71,7 @@ def _write_whole(file: Path, content: bytes | memoryview) -> None:
 
 
 def _keep(path: Path) -> None:
-    """Give a file a second name, so that there is one at every moment."""
+    """Give a file a second name, so that it exists at every moment."""
     previous = path.with_name(path.name + PREVIOUS)
     with suppress(FileNotFoundError):
         previous.unlink()
@@ -92,7 +92,7 @@ def cannot_write(path: Path, error: OSError) -> CannotWriteError:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it."""
+    """Create a folder and its parents."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,8 +1,8 @@
 """Many logits, and their log-softmax, a few rows at a time.
 
-A language model has tens of thousands of logits for each token, and their derivatives along all
-groups would be by far the largest array of a sweep. But from the last layer on each token is on its
-own and their contributions add up, so a few of them can be passed at a time, by the same rules.
+A language model has tens of thousands of logits per token, and their derivatives along all groups
+would be by far the largest array of a sweep. But from the last layer on, tokens are independent and
+their contributions add up, so a few of them can be passed at a time, by the same rules.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ENTRY_BY_ENTRY = frozenset(CURVED) | {"mul", "multiply", "div", "divide", "true_
 def find_chunked_logits(
     tape: Tape, S: int, order: int, stack_limit: int | None = None
 ) -> list[ChunkedLogits]:
-    """Return every layer with what follows up to a log-softmax, where its stack would be large.
+    """Return every layer with what follows up to a log-softmax, if its stack would be large.
 
     What lies between may scale or cap the logits, change their shape, or leave tokens out, as
     ``logits[:, :-1]`` does, as long as the row of a token stays a row. Nothing else may use them.

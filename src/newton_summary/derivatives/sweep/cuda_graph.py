@@ -1,13 +1,12 @@
 """The sweep as a CUDA graph: recorded once on the device, then launched as a whole.
 
-On a small model a sweep is mostly the cost of launching some hundred short kernels from Python.
-Who measures the same model on batches of the same shape again and again, as a training run does,
-can have the kernels captured once and replayed, with the new batch copied to where the first one
-was.
+On a small model, most of a sweep's time goes into launching some hundred short kernels from Python.
+If the same model is measured repeatedly on batches of the same shape, as in training, the kernels
+can be captured once and replayed, with the new batch copied to where the first one was.
 
-What is captured is what the loss did that one time. The caller promises that it does the same each
-time: no Python that depends on values, on the step or on random numbers. What can be checked is:
-dropout, and buffers that change (a batch norm in training), are not captured.
+The capture holds what the loss did that one time. The caller promises that it does the same each
+time: no Python that depends on values, on the step or on random numbers. Checked are dropout and
+changing buffers (a batch norm in training), which are not captured.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class SweepGraphs:
         self._said: set[str] = set()
 
     def summarize(self, wanted: Wanted, unfit: str | None = None) -> Summary | None:
-        """Return a summary as the sweep measures it; None where that has to be done without.
+        """Return a summary as measured by the sweep; None where there can be no graph.
 
         Args:
             wanted: What is to be measured.
@@ -115,7 +114,7 @@ class SweepGraphs:
             torch.clear_autocast_cache()  # it keeps how parameters were cast
             if wanted.u is None and any(map(_is_held, wanted.partition.params.values())):
                 raise CannotCapture(
-                    "something keeps the autograd graph of an earlier loss, so that the gradient "
+                    "something keeps the autograd graph of an earlier loss, so the gradient "
                     "cannot be captured: delete that loss (del loss) before one of the calls"
                 )
             self._graphs[key] = None
@@ -123,7 +122,7 @@ class SweepGraphs:
         return None if graph is None else graph.replay(wanted.batch, wanted.partition)
 
     def _hold(self, u: Params) -> Params:
-        """Copy a direction to tensors that stay where they are, and return these."""
+        """Copy a direction to tensors with fixed addresses, and return these."""
         if {n: _kind(x) for n, x in u.items()} != {n: _kind(x) for n, x in self._u.items()}:
             self._u = {name: torch.empty_like(x) for name, x in u.items()}
         torch._foreach_copy_(list(self._u.values()), [u[name] for name in self._u])
@@ -141,14 +140,14 @@ class SweepGraphs:
         current = torch.cuda.current_device()  # what runs on another one is not captured
         if devices != {torch.device("cuda", current)}:
             raise CannotCapture(
-                f"the parameters are on {devices.pop()} and the current device is cuda:{current}"
+                f"the parameters are on {devices.pop()} but the current device is cuda:{current}"
             )
         if not all(isinstance(label, int) for label in partition.labels.values()):
             raise CannotCapture("the partition divides tensors")
 
     @staticmethod
     def _key(wanted: Wanted) -> Any:
-        """Return all that must be the same for a graph to be used again."""
+        """Return everything that must be the same for a graph to be reused."""
         model, partition, loss_fn, batch, u, order = wanted
         leaves, structure = pytree.tree_flatten(batch)
         odd = next((type(x) for x in leaves if not isinstance(x, PLAIN)), None)
@@ -186,7 +185,7 @@ _GRAPHS: WeakKeyDictionary[nn.Module, SweepGraphs] = WeakKeyDictionary()
 
 
 def graphs_of(model: nn.Module) -> SweepGraphs:
-    """Return the graphs of a model, which last as long as it does."""
+    """Return the graphs of a model, which live as long as it does."""
     return _GRAPHS.setdefault(model, SweepGraphs())
 
 
@@ -214,7 +213,7 @@ def _is_held(p: Tensor) -> bool:
 class SweepGraph:
     """The sweep of one batch, which is copied, and of all others of its shape, to order 2 or 3.
 
-    The direction lies in tensors that stay where they are, or is the gradient of the batch.
+    The direction is in tensors with fixed addresses, or is the gradient of the batch.
     """
 
     def __init__(self, wanted: Wanted):
@@ -303,7 +302,7 @@ def _run(closure: Closure, leaves: Leaves, order: int) -> tuple[list[Place], Ten
 def _without_waiting() -> Iterator[None]:
     """Raise where something waits for the device.
 
-    While capturing that is an error too, but one that leaves torch's random numbers and memory in
+    Waiting during a capture is an error too, but it leaves torch's random numbers and memory in
     disorder.
     """
     before = torch.cuda.get_sync_debug_mode()
@@ -317,7 +316,7 @@ def _without_waiting() -> Iterator[None]:
 
 
 def _check_repeatable(model: nn.Module, run: Callable[[], Any]) -> None:
-    """Raise if a run draws random numbers or changes a buffer: a replay could not put that back."""
+    """Raise if a run draws random numbers or changes a buffer, which a replay could not undo."""
     random = torch.cuda.get_rng_state(), torch.get_rng_state()
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     run()

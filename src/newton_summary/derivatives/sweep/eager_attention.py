@@ -1,11 +1,11 @@
-"""Attention written out by its single operations, found on a tape and made one operation.
+"""Attention written out in single operations, found on a tape and made one operation.
 
     softmax(q k^T * scale + mask) v
 
-Transformers write it so with ``attn_implementation="eager"``, and many models of one's own do. As
+Transformers writes it this way with ``attn_implementation="eager"``, as do many custom models. As
 one operation it is passed in tiles, by the rule of ``scaled_dot_product_attention``. A loss that
-uses scores or weights elsewhere keeps the single operations, and so does one with dropout, a mask
-that is learned, or anything else between the products.
+uses scores or weights elsewhere keeps the single operations, and so does one with dropout, a
+learned mask, or anything else between the products.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Joining:
         self.gone: set[Op] = set()  # what has become part of another operation
 
     def run(self) -> None:
-        """Put one operation in the place of each attention that is written out on the tape."""
+        """Replace each attention that is written out on the tape by one operation."""
         ops: list[Op] = []
         for op in self.tape.ops:
             ops += self.joined(op) or [op]
@@ -60,7 +60,7 @@ class Joining:
         return None if shared else self.makers[value.slot]
 
     def joined(self, op: Op) -> list[Op] | None:
-        """Return an attention as one operation, given its last product; None if it is none."""
+        """Return an attention as one operation, given its last product; None if it is not one."""
         if op.name not in PRODUCT or op.complex:
             return None
         between: list[Op] = []
@@ -144,7 +144,7 @@ def _of_rows(softmax: Op) -> bool:
 def _undone(op: Op, scores: Scores) -> Value | None:
     """Note what an operation does to the scores, and return what it does it to.
 
-    None if it is nothing that tiles know: they scale the scores first, and mask them once.
+    None if tiles do not support it: they scale the scores first, and mask them once.
     """
     moving = [x for x in op.args if isinstance(x, Value) and x.slot is not None]
     if len(moving) != 1 or op.kwargs or op.out.tensor.shape != moving[0].tensor.shape:

@@ -1,9 +1,9 @@
-"""Root mean square norms written out by their operations, found on a tape and made one operation.
+"""Root mean square norms written out in single operations, found on a tape and made one operation.
 
     x * rsqrt(mean(x^2) + eps)
 
-So most language models write them, with x converted to float32 before and back after it. As one
-operation that needs no conversions it has few passes over memory (``normalize.standardize``).
+Most language models write them this way, with x converted to float32 before and back after it. As
+one operation without conversions they take few passes over memory (``normalize.standardize``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class JoiningNorms(Joining):
         self.takers = {slot: op for op in tape.ops for slot in op.inputs}  # the last one of each
 
     def joined(self, op: Op) -> list[Op] | None:
-        """Return a norm as one operation, given its last product; None if it is none."""
+        """Return a norm as one operation, given its last product; None if it is not one."""
         if op.name != "mul" or op.complex or not all(isinstance(x, Value) for x in op.args):
             return None
         for x, root in (op.args, op.args[::-1]):

@@ -7,9 +7,10 @@ With y1_s, y2_s the derivatives of an operation's output along group s, and delt
     D3_s     = sum over operations  <delta_y, d3h[x1_s, x1_s, x1_s] + 3 d2h[x1_s, x2_s]>
 
 The cut is a value x through which the loss depends on all that comes before it (:func:`find_cut`),
-so that the gradient by the parameters, a third of a backward pass, is not needed. Only where there
-is none, and for the first order alone, gbar comes from that gradient (:meth:`Leaves.backward`). The
-direction itself may be that gradient; then the backward pass finds both.
+so that the gradient with respect to the parameters, a third of a backward pass, is not needed. Only
+where there is none, and for first order alone, gbar comes from that gradient
+(:meth:`Leaves.backward`). The direction itself may be that gradient; then the backward pass finds
+both.
 
 The other two lines are added up by the rules of the operations, with :meth:`Sweep.add_Hbar` and
 :meth:`Sweep.add_D3`. An operation is passed if it is curved, so that it contributes itself, or if
@@ -72,7 +73,7 @@ Adjoints = dict[int, Tensor | None]  # of the loss, by the slot of a value; None
 
 
 class Leaves:
-    """The parameters that a loss is differentiated by, and the direction in which they move.
+    """The parameters to differentiate a loss by, and the direction in which they move.
 
     Without one they move along the gradient of the loss, which the backward pass finds.
     """
@@ -151,10 +152,10 @@ class Sweep:
     # --- the sweep --------------------------------------------------------------------------------
 
     def run(self, consume: bool) -> None:
-        """Pass every operation once, in order, and forget what no later one uses.
+        """Pass every operation once, in order, and drop what no later one uses.
 
         Args:
-            consume: Whether to let go of the tape on the way; it cannot be swept again then.
+            consume: Whether to release the tape on the way; it cannot be swept again then.
         """
         cut = self.tape.cut
         # Several at once when the first is met: what they need is there; a later one may forget it.
@@ -192,7 +193,7 @@ class Sweep:
             if is_out_of_memory(error):
                 raise
             raise CannotDifferentiate(
-                f"sweep: {op.name!r} is called in a way that its rule does not know: {error}"
+                f"sweep: {op.name!r} is called in a way that its rule does not support: {error}"
             ) from error
         if result is None:
             return
@@ -290,7 +291,7 @@ def forget_unread(tape: Tape) -> None:
 
 
 def find_cut(tape: Tape) -> Cut | None:
-    """Return the place where gbar is read off; None where it has to come from the gradient.
+    """Return the place where gbar is read off; None if it must come from the gradient.
 
     That is the last place, before a curved operation, where the rest of the loss is a function of
     one value, such as the logits. Where there is none, as with a penalty on the weights, it is the
@@ -345,7 +346,7 @@ def backward(tape: Tape, leaves: Params) -> tuple[Params, Adjoints]:
 
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:
-    """Switch off an autocast around the measurement: the tape says in which dtype each step is."""
+    """Disable autocast around the measurement: the tape says in which dtype each step is."""
     on = torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if on else nullcontext()
 
@@ -372,10 +373,10 @@ def summarize_sweep(
         partition: Assignment of the parameters to S groups.
         order: Highest derivative to compute, 1 to 3.
         stack_limit: Bytes that the derivatives of all groups may take at a time. Beyond it groups
-            are swept in chunks. Half of the free memory if not given; a quarter if the caller can
+            are swept in chunks. By default half of the free memory; a quarter if the caller can
             split the batch.
         may_split: Whether to raise :class:`StackTooLarge` instead, before any work is done: for a
-            caller that can split the batch, which costs less than chunks of groups.
+            caller that can split the batch, which is cheaper than chunks of groups.
 
     Returns:
         The detached summary.
@@ -414,7 +415,7 @@ def sweep_batch(
 
 
 def prepared(closure: Closure, leaves: Leaves, order: int, stack_limit: int | None = None) -> Tape:
-    """Record the loss, and find out what a sweep of the tape has to carry along."""
+    """Record the loss, and determine what a sweep of the tape must carry along."""
     tape = leaves.record(closure)
     tape.hidden = [op.saved for op in tape.ops if op.name in MASKED]
     if order > 1:

@@ -1,4 +1,4 @@
-"""The Triton kernels, where there is a GPU that Triton knows."""
+"""The Triton kernels, where there is a GPU that Triton supports."""
 
 from __future__ import annotations
 

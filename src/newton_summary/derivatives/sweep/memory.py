@@ -1,4 +1,4 @@
-"""How much memory the stack of a sweep will take, and how to keep it within a limit."""
+"""How much memory the stack of a sweep takes, and how to keep it within a limit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def bytes_of(limit: int | str) -> int:
         size = 0
     if size <= 0 or isinstance(limit, bool):
         raise ValueError(
-            f"stack_limit={limit!r}: write a number of bytes, or a text such as '4GB' or '500 MiB'."
+            f"stack_limit={limit!r}: expected a number of bytes, or a string such as '4GB' or "
+            "'500 MiB'."
         )
     return size
 
@@ -49,9 +50,9 @@ class StackTooLarge(Exception):
     """The stack of a batch would need more memory than it may take."""
 
     def __init__(self, needed: int, limit: int):
-        """Remember by how much."""
+        """Store how much is needed, and the limit."""
         super().__init__(
-            f"The stack needs {needed / 2**30:.2f} GiB, the limit is {limit / 2**30:.2f}."
+            f"The stack needs {needed / 2**30:.2f} GiB, but the limit is {limit / 2**30:.2f}."
         )
         self.needed, self.limit = needed, limit
 
@@ -59,7 +60,7 @@ class StackTooLarge(Exception):
 def stack_bytes(tape: Tape, partition: Partition, order: int) -> int:
     """Estimate the peak of all stacks that are alive at the same time.
 
-    Goes over the tape as the sweep does, with sets of groups in the place of tensors.
+    Goes over the tape as the sweep does, with sets of groups in place of tensors.
     """
     met = {slot: frozenset(groups_in(partition.labels[n])) for slot, n in tape.leaves.items()}
     second_order: set[int] = set()  # slots with second derivatives
@@ -100,8 +101,8 @@ def stack_bytes(tape: Tape, partition: Partition, order: int) -> int:
 def keep_freed_memory() -> None:
     """Have glibc keep what is freed, so that the next stack need not ask the system for it again.
 
-    It gives large arrays back at once, and much of what is free at the end of its heap, and every
-    page that it gets is cleared. Settings of the user's own stay.
+    It would return large arrays at once, and much of what is free at the end of its heap, and every
+    new page is cleared. The user's own settings are respected.
     """
     settings = [*os.environ, os.environ.get("GLIBC_TUNABLES", "")]
     if any("malloc" in text.lower() and "threshold" in text.lower() for text in settings):
@@ -115,15 +116,15 @@ def keep_freed_memory() -> None:
 
 
 def default_limit(device: torch.device, needed: int, may_split: bool) -> int:
-    """Return half of the free memory; a quarter if the batch can be split, which costs less.
+    """Return half of the free memory; a quarter if the batch can be split, which is cheaper.
 
-    Does not ask for the free memory where little is needed: that takes longer than a small sweep.
+    Does not query the free memory where little is needed: that takes longer than a small sweep.
     """
     return SMALL if needed <= SMALL else free_memory(device) // (4 if may_split else 2)
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that are free on a device, with those that torch keeps in reserve."""
+    """Return the free bytes of a device, including those that torch keeps in reserve."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -133,7 +134,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def plan_of_sweeps(S: int, parts: int, order: int) -> list[tuple[Sequence[int], int]]:
-    """Return which groups to sweep at a time, and to which order, in so many parts.
+    """Return which groups to sweep at a time, and to which order, for a number of parts.
 
     D3 needs the derivatives of a group alone, and Hbar needs no second ones, which are half of all.
     So with two parts, all groups are swept to order 2, and then each half of them to order 3: half
@@ -149,7 +150,7 @@ def plan_of_sweeps(S: int, parts: int, order: int) -> list[tuple[Sequence[int], 
 
 
 def group_chunks(S: int, parts: int) -> Iterator[Sequence[int]]:
-    """Give sets of groups such that every pair of groups is together in one of them.
+    """Yield sets of groups such that every pair of groups is together in one of them.
 
     With n parts the groups are dealt out to 2n chunks, and every two chunks are one set: S / n
     groups at a time, n (2n - 1) times. Dealt out, since groups that are met early are carried far:

@@ -1,8 +1,8 @@
 """Record a loss while the user's own code runs.
 
-A :class:`Recorder` sees every call of a torch function. Calls that a rule exists for are run and
-noted on the tape; functions that torch writes in Python are traced into, so that their elementary
-calls are noted instead; calls that do not touch the parameters are left alone.
+A :class:`Recorder` sees every call of a torch function. Calls for which there is a rule are run and
+noted on the tape; torch functions written in Python are traced into, so that their elementary calls
+are noted instead; calls that do not touch the parameters are left alone.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def values_read(op: Op) -> list[Value]:
 
 
 class Recorder(TorchFunctionMode):
-    """Record what the loss does to the parameters, the leaves of the tape."""
+    """Records what the loss does to the parameters, the leaves of the tape."""
 
     sees_changes = True  # of the parameters, and hooks: a probe need not look for them
 
@@ -96,8 +96,8 @@ class Recorder(TorchFunctionMode):
         for mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             if not isinstance(mode, DeviceContext):
                 raise CannotDifferentiate(
-                    f"sweep: {type(mode).__name__}, which is active around the measurement, may "
-                    f"change what an operation does"
+                    f"sweep: {type(mode).__name__}, which is active during the measurement, may "
+                    "change what an operation does"
                 )
         try:
             with self:
@@ -119,7 +119,7 @@ class Recorder(TorchFunctionMode):
     def _leave_out_unseen(self, loss: int) -> None:
         """Take what depends on unseen values off the tape, unless the loss is among it.
 
-        A metric beside the loss may come from TorchScript, and goes no further.
+        A metric besides the loss may come from TorchScript, and leads nowhere else.
         """
         cause = dict(self.unseen)
         kept = []
@@ -175,9 +175,9 @@ class Recorder(TorchFunctionMode):
         if name in READS_OUT:
             call = "torch.tensor" if name == "tensor" else f".{name.strip('_')}"
             warnings.warn(
-                f"loss_fn calls {call}() on a tensor that depends on the parameters. If "
-                f"the number goes into the loss, no derivative sees that way. Use the tensor "
-                f"itself, or .detach() to say that this is meant.",
+                f"loss_fn calls {call}() on a tensor that depends on the parameters. If the "
+                "number enters the loss, derivatives miss that path. Use the tensor itself, or "
+                ".detach() if this is intended.",
                 stacklevel=3,
             )
         op = Op(name, func, map_tree(self._wrap, args), map_tree(self._wrap, kwargs), [])
@@ -203,7 +203,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _run_decomposed(self, name: str, args: Args, kwargs: Kwargs, in_place: bool) -> Any:
-        """Run several elementary operations in the place of one."""
+        """Run several elementary operations in place of one."""
         try:
             first = args[0].clone() if in_place else args[0]
             result = DECOMPOSED[name](first, *args[1:], **kwargs)
@@ -322,8 +322,8 @@ class Recorder(TorchFunctionMode):
         parameter = self.memory.get(owner.untyped_storage().data_ptr())  # also if by way of .data
         if parameter is not None:
             raise ValueError(
-                f"The loss changes parameter {parameter!r} in place. A loss "
-                f"only reads the parameters."
+                f"The loss changes parameter {parameter!r} in place. A loss may only read the "
+                "parameters."
             )
         owner_value = None
         if owner is not tensor:
@@ -357,7 +357,7 @@ class Recorder(TorchFunctionMode):
         return self._value_of(owner)
 
     def _move_edges(self, owner: Tensor) -> None:
-        """Look for the adjoints of views at the tensor that owns the memory.
+        """Look up the adjoints of views at the tensor that owns the memory.
 
         Autograd goes back from a view that was written to straight to the owner, and not by way of
         the view as it was before.
@@ -383,7 +383,7 @@ class Recorder(TorchFunctionMode):
 
 
 def not_recorded(made_by: str) -> CannotDifferentiate:
-    """Return the error for a value that was made out of the recorder's sight."""
+    """Return the error for a value that was made unseen by the recorder."""
     return CannotDifferentiate(
         f"sweep: {made_by} in a way that cannot be recorded, such as a custom autograd function, "
         f"TorchScript or torch.autograd.grad"
@@ -406,10 +406,10 @@ def view_like(view: Tensor, owner: Tensor, copy: Tensor) -> Tensor:
 
 
 def apart(result: Any) -> Any:
-    """Give several results of one operation edges of their own in autograd's graph.
+    """Give each of several results of one operation its own edge in autograd's graph.
 
     One of them may have been computed from another, as the states of an LSTM are: its adjoint at
-    the edge inside of the operation would contain what goes through the other.
+    the edge inside the operation would contain what goes through the other.
     """
     if not isinstance(result, tuple | list) or sum(is_tracked(r) for r in result) < 2:
         return result
@@ -422,7 +422,7 @@ def is_tracked(result: Any) -> bool:
 
 
 def check_subclass(kind: type) -> None:
-    """Raise if a kind of tensor has operations of its own."""
+    """Raise if a tensor class overrides torch's operations."""
     for name in ("__torch_function__", "__torch_dispatch__"):
         own, *usual = (
             getattr(getattr(k, name), "__func__", getattr(k, name))
@@ -430,12 +430,12 @@ def check_subclass(kind: type) -> None:
         )
         if own not in usual:
             raise CannotDifferentiate(
-                f"sweep: tensors of class {kind.__name__} have operations of their own"
+                f"sweep: tensors of class {kind.__name__} override torch's operations"
             )
 
 
 class Circumstances:
-    """What an operation depends on besides its arguments, so that it can be run again alike."""
+    """What an operation depends on besides its arguments, so that it can be rerun identically."""
 
     def __init__(self, args: Any):
         """Remember the random state, and how autocast is set, on CPU and the arguments' device."""
@@ -452,7 +452,7 @@ class Circumstances:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Be in these circumstances."""
+        """Restore these circumstances."""
         torch.set_rng_state(self.cpu)
         if self.module is not None:
             self.module.set_rng_state(self.random, self.device)

@@ -1,7 +1,7 @@
-"""Attentions, and what leads to them and away from them, passed for some samples at a time.
+"""Attentions, with the operations before and after them, passed for some samples at a time.
 
-Tokens meet in an attention, but samples do not. Its queries, keys and values are three times as
-wide as what they are made of, and what its result is added to waits meanwhile. From one narrow
+An attention mixes tokens, but not samples. Its queries, keys and values are three times as wide as
+what they are made of, and what its result is added to has to be kept meanwhile. From one narrow
 place of the network to the next, such as from one sum of the residual stream to the next, some
 samples are passed at a time, so that the derivatives of queries, keys and values along all groups
 are never held as a whole.
@@ -93,9 +93,9 @@ class Samples(Tokens):
     # --- which operations take each sample on its own ---------------------------------------------
 
     def follow(self, op: Op) -> bool:
-        """Note where the results have their samples; False if they cannot be passed on their own.
+        """Note where the results have their samples; False if these cannot be passed separately.
 
-        What comes from outside of the run has its samples first.
+        Values from outside the run have their samples first.
         """
         found = find_values((op.args, op.kwargs))
         given = [x for x in found if x.slot in self.places]
@@ -197,7 +197,7 @@ def samples_from(
 ) -> tuple[list[int], int, Samples]:
     """Return the run from a place, through an attention, to the next narrow place; or an empty one.
 
-    Also where it cannot go on, and the samples of its values.
+    Also where it cannot continue, and the samples of its values.
     """
     count = tape.ops[attention].out.tensor.shape[0]
     samples = Samples(count)

@@ -1,8 +1,8 @@
 """The sweep of a model whose parameters are divided among ranks (FSDP2).
 
-The same driver, tape and rules as for a model that is whole. Parameters and directions are gathered
-when an operation needs them, and the gradient of a parameter is used as soon as it is there. All
-ranks do this at the same time, each with data of its own.
+The same driver, tape and rules as for a whole model. Parameters and directions are gathered when an
+operation needs them, and the gradient of a parameter is used as soon as it is available. All ranks
+do this at the same time, each with its own data.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class ShardedProbe(Probe):
         self.trusted = True  # a loss gets copies of them, so it cannot change them
 
     def _prepare(self, journal: Journal) -> None:
-        """Let the hooks of ``fully_shard`` rest, besides all else."""
+        """Also disable the hooks of ``fully_shard``."""
         super()._prepare(journal)
         journal.undo_later(self.params.forget)
         rest_hooks(self.model)
 
     def _in_step(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Give batches as long as all ranks have one: they gather parameters together."""
+        """Yield batches as long as all ranks have one: they gather parameters together."""
         remaining = iter(batches)
         while True:
             batch = next(remaining, self)
@@ -61,13 +61,13 @@ class ShardedProbe(Probe):
             lacking = next((rank for rank, both in enumerate(has) if not all(both)), None)
             if lacking is not None:
                 raise ValueError(
-                    f"With a sharded model every rank needs the same number of batches, and rank "
+                    "With a sharded model every rank needs the same number of batches, but rank "
                     f"{lacking} has fewer, or one without samples."
                 )
             yield batch
 
     def step(self, steps: Params, start: Iterable[Tensor] | None = None) -> None:
-        """Move, and let go of whole parameters that were gathered before."""
+        """Move, and release whole parameters that were gathered before."""
         super().step(steps, start)
         self.params.forget()
 
@@ -104,7 +104,7 @@ class ShardedProbe(Probe):
 
 
 class Gathering(TorchFunctionMode):
-    """Gives every operation whole parameters in the place of sharded ones."""
+    """Gives every operation whole parameters in place of sharded ones."""
 
     def __init__(self, shards: Shards):
         super().__init__()
@@ -126,7 +126,7 @@ class Gathering(TorchFunctionMode):
 
 
 class ShardedValue(Value):
-    """A parameter that is divided among ranks: gathered whenever it is looked at."""
+    """A parameter that is divided among ranks: gathered on every access."""
 
     __slots__ = ("_gather",)
 
@@ -195,7 +195,7 @@ class ShardedLeaves(Leaves):
         return gbar, adjoints
 
     def tangents(self, slots: dict[int, str], groups: set[int]) -> dict[int, Tangent]:
-        """Return the derivatives of the parameters, which are made when they are asked for."""
+        """Return the derivatives of the parameters, which are made on demand."""
         return Tangents(slots, self, groups)
 
     def in_parts(self, parts: int) -> int:
@@ -204,7 +204,7 @@ class ShardedLeaves(Leaves):
 
 
 class Tangents(dict[int, Tangent]):
-    """Tangents by slot; those of parameters are made from the direction when they are asked for."""
+    """Tangents by slot; those of parameters are made from the direction on demand."""
 
     def __init__(self, slots: dict[int, str], leaves: ShardedLeaves, groups: set[int]):
         super().__init__()

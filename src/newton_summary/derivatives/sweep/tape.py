@@ -66,7 +66,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def changed_in_place(tensor: Tensor) -> CannotDifferentiate:
-    """Return the error for a change that the recorder has not seen."""
+    """Return the error for a change that the recorder did not see."""
     return CannotDifferentiate(
         f"sweep: a tensor of shape {tuple(tensor.shape)} that the loss depends on is changed in "
         f"place in a way that cannot be recorded, such as through .detach() or .data"
@@ -87,7 +87,7 @@ def positions_in(owner: Tensor, view: Tensor) -> Tensor:
     except RuntimeError:
         positions = numbers - 1
     if bool((positions < 0).any()):
-        raise CannotDifferentiate("sweep: as_strided reaches beyond the tensor that it is taken of")
+        raise CannotDifferentiate("sweep: as_strided reaches beyond the tensor it is taken from")
     return positions
 
 
@@ -151,8 +151,8 @@ class Cut:
 class ChunkedLogits:
     """A layer with many outputs and what follows up to a log-softmax, passed a few rows at a time.
 
-    The derivatives of its result are not kept. Where gbar is read off behind it, its part of gbar
-    is read off here instead.
+    The derivatives of its result are not kept. If gbar is read off after it, its part of gbar is
+    read off here instead.
     """
 
     ops: list[int]  # places on the tape
@@ -222,9 +222,9 @@ Piece = tuple[Groups, Tensor]  # rows of some groups
 class Tangent:
     """First and second derivatives of a value y along theta + t U^s, for the groups s met so far.
 
-    Both live in one tensor, so that a linear operation acts on all of them in one call: row i of
+    Both are in one tensor, so that a linear operation acts on all of them in one call: row i of
     ``rows`` is y1 of group ``first[i]``, and row ``len(first) + j`` is y2 of group ``second[j]``.
-    What is not there is zero.
+    Missing rows are zero.
     """
 
     first: Groups
@@ -255,7 +255,7 @@ class Tangent:
         return self if self.rows.dtype == dtype else self.map(lambda rows: rows.to(dtype))
 
     def completed(self) -> Tangent:
-        """Write out the second derivatives of all groups, also those that are zero."""
+        """Write out the second derivatives of all groups, including those that are zero."""
         if self.second == self.first:
             return self
         y2 = spread(self.second, self.y2, self.first)
@@ -386,7 +386,7 @@ class Unjoined(Tangent):
 
     @property
     def joined(self) -> bool:
-        """Whether that has happened."""
+        """Whether they are in one tensor already."""
         return "rows" in self.__dict__
 
     @property
@@ -415,7 +415,7 @@ def add_tangents(tangents: Sequence[Tangent]) -> Tangent:
 
 
 def parts_of(n: int, at_a_time: int) -> Iterator[slice]:
-    """Give slices that cover n."""
+    """Yield slices that cover n."""
     for start in range(0, n, at_a_time):
         yield slice(start, min(n, start + at_a_time))
 
@@ -430,7 +430,7 @@ def lift(rows: Tensor, ndim: int) -> Tensor:
 
 
 class Contributions(Protocol):
-    """What takes contributions to Hbar and D3: a sweep, or sums of some of them."""
+    """Receives contributions to Hbar and D3: a sweep, or sums of some of them."""
 
     order: int
 

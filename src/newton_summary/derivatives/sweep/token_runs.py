@@ -1,10 +1,10 @@
-"""Runs of operations that take each token or channel on its own, passed some of them at a time.
+"""Runs of operations that treat tokens or channels separately, passed some of them at a time.
 
-Between two attentions a transformer treats tokens one by one: layers, norms, activations, residual
+Between two attentions a transformer treats tokens separately: layers, norms, activations, residual
 sums. Passed for a few tokens at a time, by the same rules, the derivatives of a wide hidden layer
 along all groups are never held as a whole, and on a CPU they stay in its cache. A token is all but
-the last dimension of a value. Likewise a network of images treats channels one by one between two
-convolutions, batch norms in training among it.
+the last dimension of a value. Likewise an image network treats channels separately between two
+convolutions, including batch norms in training.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Tokens:
     fewest = 8  # at a time: with fewer, reading the weights takes longer than the products
 
     def takes_alone(self, op: Op) -> bool:
-        """Whether a token of the result depends on the same token of each argument alone."""
+        """Whether a token of the result depends only on the same token of each argument."""
         values, y = op.args, op.out.tensor
         if op.name == "linear":
             return bool(values[1].tensor.dim() == 2) and self.has(values[0].tensor, y)
@@ -122,9 +122,9 @@ class _Channels(Tokens):
 
 @dataclass(frozen=True)
 class TokenRun:
-    """Consecutive operations that take each token on its own, passed some tokens at a time.
+    """Consecutive operations that treat tokens separately, passed some tokens at a time.
 
-    Or each channel, or each sample, in the place of tokens.
+    Or channels, or samples, in place of tokens.
     """
 
     ops: list[int]  # places on the tape
@@ -183,7 +183,7 @@ def at_a_time(
 
 
 def consecutive(tape: Tape, axis: Tokens, elsewhere: set[int]) -> Iterator[list[int]]:
-    """Give runs of operations that take each token, or channel, on its own."""
+    """Yield runs of operations that treat tokens, or channels, separately."""
     run: list[int] = []
     for i, op in enumerate(tape.ops):
         takes = i not in elsewhere and is_simple(op) and axis.takes_alone(op)

@@ -48,7 +48,7 @@ NUMPY_NAMES = {
 
 @dataclass(frozen=True)
 class Call:
-    """What is known of a function of torch, whatever its arguments."""
+    """What is known about a torch function, whatever its arguments."""
 
     name: str
     in_place: bool  # whether it changes its first argument
@@ -61,7 +61,7 @@ class Call:
 
 @cache
 def look_up(func: Callable[..., Any]) -> Call:
-    """Return what is known of a function, found out once for each."""
+    """Return what is known about a function, determined once for each."""
     name = canonical_name(func)
     in_python = func if isinstance(func, types.FunctionType) else None
     return Call(
@@ -96,7 +96,7 @@ def canonical_name(func: Callable[..., Any]) -> str:
 def in_position(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Write keywords by the names that torch has for them, and the tensors among them first."""
+    """Rename keywords to those of torch, and put the tensors among them first."""
     kwargs = {NUMPY_NAMES.get(key, key): value for key, value in kwargs.items()}
     order = names("query key value") if "query" in kwargs else POSITIONAL
     moved = [kwargs.pop(key) for key in order if key in kwargs]
@@ -121,7 +121,7 @@ def writes_in_place(func: Callable[..., Any]) -> bool:
 
 
 def of_torch(func: types.FunctionType) -> bool:
-    """Whether a Python function is of torch."""
+    """Whether a Python function belongs to torch."""
     return (func.__module__ or "").startswith("torch")
 
 
@@ -129,7 +129,7 @@ def without_override_check(func: types.FunctionType) -> Callable[..., Any] | Non
     """Return a function that torch writes in Python, without the check that called us.
 
     Its body then runs with the recorder active, and every call inside it is seen. None if the
-    function is not of torch, or has no such check, so that it would call us again and again.
+    function does not belong to torch, or has no such check, so that it would call us endlessly.
     """
     checks = [name for name in PYTHON_CHECKS if name in func.__code__.co_names]
     checks = [name for name in checks if name in func.__globals__]

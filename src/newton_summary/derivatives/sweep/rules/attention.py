@@ -12,10 +12,10 @@ With delta the adjoint of O, Z = delta v^T - <delta v^T> and W = P Z the adjoint
     Hbar_st  gets  <W, c_s c_t>  and, symmetrised,  <W, q1_s k1_t^T> + <delta, P1_s v1_t>
     D3_s     gets  <W c, 3 e - 2 c^2> + 3 <W, q1 k2^T + q2 k1^T> + 3 <delta, P1 v2 + P2 v1>
 
-Given keys and values each query is on its own, so tiles of queries and heads are passed one after
-the other. A tile computes its weights again, from q and k, and has all keys that its queries may
-attend to, so that no statistics of the softmax are kept. Memory is linear in the number of keys. On
-a GPU kernels take the place of tiles where they can (``fused_attention``).
+Given keys and values, queries are independent, so tiles of queries and heads are passed one after
+the other. A tile recomputes its weights from q and k, and has all keys that its queries may attend
+to, so no statistics of the softmax are kept. Memory is linear in the number of keys. On a GPU,
+kernels replace tiles where possible (``fused_attention``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def in_tiles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> bool:
-    """Whether the rule below knows a call; others are recorded as several operations."""
+    """Whether the rule below supports a call; others are recorded as several operations."""
     if dropout > 0 or (mask is not None and mask.requires_grad):
         return False
     if 0 in (*q.shape, *k.shape, *v.shape) or not q.dim() == k.dim() == v.dim():

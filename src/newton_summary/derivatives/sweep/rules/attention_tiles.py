@@ -1,4 +1,4 @@
-"""One tile of an attention after the other, by the formulas in ``attention.py``."""
+"""Attention tile by tile, by the formulas in ``attention.py``."""
 
 from __future__ import annotations
 

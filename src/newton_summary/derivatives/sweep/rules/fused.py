@@ -1,4 +1,4 @@
-"""Few passes over memory instead of many, on a GPU that Triton knows.
+"""Few passes over memory instead of many, on a GPU that Triton supports.
 
 The kernel ``pass_elementwise`` is for functions applied entry by entry. The formulas are those of
 ``elementwise``; written as torch operations they read and write the stack of derivatives eleven
@@ -22,7 +22,7 @@ LOW = {torch.float32: torch.bfloat16}  # of rows beside values of a type
 
 
 class Passed(NamedTuple):
-    """What a pass gives."""
+    """The results of a pass."""
 
     rows: Tensor | None  # y1 and y2, joined
     x1: Tensor  # joined; centred, for a softmax

@@ -1,4 +1,4 @@
-"""Attention by kernels, on a GPU that Triton knows; the formulas are in ``triton_kernels``."""
+"""Attention by kernels, on a GPU that Triton supports; the formulas are in ``triton_kernels``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARED_MEMORY = 200 * 2**10  # bytes; data centre GPUs have them from Hopper on
 
 
 def usable(a: Attention) -> bool:
-    """Whether the kernels know an attention."""
+    """Whether the kernels support an attention."""
     d = a.q.shape[-1]
     fits = d == a.v.shape[-1] and d <= LARGEST_HEAD.get(a.q.dtype, 0)
     if not fits or a.delta is None or a.out is None or not fused.available(a.q):

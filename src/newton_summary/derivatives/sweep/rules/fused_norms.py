@@ -1,4 +1,4 @@
-"""The standardisation in norm layers in two passes over memory, on a GPU that Triton knows.
+"""The standardisation in norm layers in two passes over memory, on a GPU that Triton supports.
 
 An array is (N, cells, L) numbers in memory. A cell, what is standardized together, are the numbers
 with one second index: a channel of a batch norm, a token of a layer norm. The formulas are those of
@@ -65,7 +65,7 @@ def memory_layout(shape: Sequence[int], d: list[int]) -> tuple[int, int, int] | 
 
 @dataclass
 class FusedCentredRows:
-    """The rows of x inside of a standardisation, in two passes over memory.
+    """The rows of x inside a standardisation, in two passes over memory.
 
     Does what ``normalize.CentredRows`` does, with the same arguments.
     """

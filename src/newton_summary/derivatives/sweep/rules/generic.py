@@ -43,7 +43,7 @@ WRONG = frozenset(
 
 
 def generic(sweep: Sweep, op: Op, *args: Any, **kwargs: Any) -> Any:
-    """Pass an operation that has no rule of its own, one group after the other."""
+    """Pass an operation without its own rule, one group after the other."""
     if op.name.partition(".")[0] in WRONG:
         raise CannotDifferentiate(f"sweep: torch's own derivatives of {op.name!r} are wrong")
     if isinstance(op.func, OpOverload | OpOverloadPacket) and not str(op.func).startswith("aten."):

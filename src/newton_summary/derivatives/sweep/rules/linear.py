@@ -137,7 +137,7 @@ def watch_masks(
 
 
 def may_be_mask(x: Any) -> bool:
-    """Whether an argument may be a mask; not so a tensor inside of ``torch.func``."""
+    """Whether an argument may be a mask; a tensor inside ``torch.func`` may not."""
     if type(x) is not Tensor or x.requires_grad or x.dim() < 2 or x.layout != torch.strided:
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
@@ -161,9 +161,9 @@ def warn_of_hidden_rows(found: Iterable[Tensor | None]) -> None:
     if any(hides is not None and bool(hides) for hides in found):
         mark_approximate()
         warn_user(
-            "A mask of huge numbers hides whole rows of scores from the loss, and not from "
+            "A mask of huge numbers hides whole rows of scores from the loss, but not from "
             "autograd: torch's own gradient is not that of the loss. Use a mask of -inf, or "
-            "scaled_dot_product_attention with one of truth values."
+            "scaled_dot_product_attention with a boolean mask."
         )
 
 
@@ -210,7 +210,7 @@ def jointly(sweep: Sweep, values: Sequence[Any], linear: Callable[..., Tensor]) 
 def full_index(index: Any, ndim: int) -> tuple[Any, ...]:
     """Write an index with a slice for every dimension that it leaves out."""
     if isinstance(index, list) and any(isinstance(i, Sequence | Tensor | slice) for i in index):
-        raise CannotDifferentiate("sweep: an index of nested lists may mean two things")
+        raise CannotDifferentiate("sweep: an index of nested lists is ambiguous")
     parts = [
         torch.as_tensor(i) if isinstance(i, list | range | np.ndarray) else i
         for i in (index if isinstance(index, tuple) else [index])

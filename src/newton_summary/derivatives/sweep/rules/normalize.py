@@ -1,4 +1,4 @@
-"""Softmax and its kin, and the standardisation inside norm layers, in closed form.
+"""Softmax and related functions, and the standardisation inside norm layers, in closed form.
 
 For a row x of logits with p = softmax(x), write <a> for the mean of a under p, and c_s for
 x1_s - <x1_s>. The derivatives of logsumexp are the cumulants of x under p: <x1_s>, <c_s c_t>,
@@ -114,7 +114,7 @@ def _pass_probabilities(
     d: int,
     overwrite: bool,
 ) -> Tangent | None:
-    """Pass a softmax, its derivatives in the place of those of x: less memory, more of it cached.
+    """Pass a softmax, its derivatives replacing those of x: less memory, more of it cached.
 
     y1 = p c, y2 = p e and d3y[a, a, a] + 3 d2y[a, x2] = p (3 c e - 2 c^3 - ...), less its mean,
     with e = c^2 + x2 - <c^2 + x2>.
@@ -228,7 +228,7 @@ def standardize(
 
 
 class CentredRows:
-    """The rows of x inside of a standardisation, less their means, by torch operations.
+    """The rows of x inside a standardisation, less their means, by torch operations.
 
     The mean takes out what is the same over ``dims``, such as the bias of a layer before a batch
     norm. So that rounding leaves nothing of it, the first entry is subtracted before the mean is:
@@ -281,7 +281,7 @@ class CentredRows:
     def finish(
         self, r: Tensor, r1: Tensor, r2: Tensor | None, weight: Tensor | None, wanted: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the rows of the result, in the place of c1 and c2, and <weight c1, c1>."""
+        """Return the rows of the result, in place of c1 and c2, and <weight c1, c1>."""
         c, c1, c2 = self.c, self.c1, self.c2
         products = None if weight is None else gram(c1 * weight, c1)
         if not wanted:

@@ -1,4 +1,4 @@
-"""Linear operations without a rule of their own: applied to every row, through ``torch.vmap``."""
+"""Linear operations without their own rule: applied to every row, through ``torch.vmap``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def per_row(sweep: Sweep, op: Op, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def without_vmap_fallback() -> Iterator[None]:
-    """Let vmap raise where it would warn and go through the rows itself."""
+    """Make vmap raise where it would warn and loop over the rows itself."""
     functorch = torch._C._functorch
     before = functorch._is_vmap_fallback_enabled()  # type: ignore[attr-defined]
     functorch._set_vmap_fallback_enabled(False)  # type: ignore[attr-defined]
@@ -61,7 +61,7 @@ def without_vmap_fallback() -> Iterator[None]:
 
 
 def fill(tree: Any, given: dict[int, Tensor], keep_constants: bool) -> Any:
-    """Put rows in the place of values."""
+    """Replace values by rows."""
 
     def row(value: Any) -> Any:
         if not isinstance(value, Value):

@@ -340,9 +340,7 @@ def grouped_mm(
     if offs is None:
         return matmul(sweep, op, a, b)
     if a.tensor.dim() != 2 or b.tensor.dim() != 3:
-        raise CannotDifferentiate(
-            "sweep: there is a rule for grouped_mm of rows times matrices only"
-        )
+        raise CannotDifferentiate("sweep: grouped_mm is supported for rows times matrices only")
     A, B = a.now, b.now
     ends = [0, *offs.now.tolist()]
     parts = [slice(*pair) for pair in pairwise(ends)]

@@ -2,7 +2,7 @@
 
 It goes through the steps with the derivatives of all groups in arrays of one step, which stay in a
 cache: those of the gates, several times as wide as the input, are never held for a whole sequence.
-The adjoints inside of it come from going back through the steps once.
+The adjoints inside it come from one pass back through the steps.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ class Run:
     def derivatives(
         self, jets: Jets, rows: list[Tensor], of_input: Gates, of_state: Gates
     ) -> Iterator[list[Tensor]]:
-        """Give the rows of the state after each step."""
+        """Yield the rows of the state after each step."""
         raise NotImplementedError
 
 
@@ -251,7 +251,7 @@ class LstmRun(Run):
     def derivatives(
         self, jets: Jets, rows: list[Tensor], of_input: Gates, of_state: Gates
     ) -> Iterator[list[Tensor]]:
-        """Give the rows of (h, c) after each step.
+        """Yield the rows of (h, c) after each step.
 
         The rows X of (c, i, f, g, o, c') lie side by side: c'1 and h1 are linear in X1, and so are
         c'2 and h2 in X2, plus squares of X1 and products c f, i g and o c'. Weighed with the
@@ -371,7 +371,7 @@ class GruRun(Run):
     def derivatives(
         self, jets: Jets, rows: list[Tensor], of_input: Gates, of_state: Gates
     ) -> Iterator[list[Tensor]]:
-        """Give the rows of h after each step."""
+        """Yield the rows of h after each step."""
         H = self.y.shape[-1]
         slopes = slopes_of(self.values, 3)
         h_before = self.before(self.y, self.start[0])

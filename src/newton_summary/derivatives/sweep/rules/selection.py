@@ -23,7 +23,7 @@ from newton_summary.probe.eager import mark_approximate
 
 
 def with_indices(name: str) -> Callable[..., tuple[Any, Any]]:
-    """Return how to run a max-pooling so that it tells which entries it chose."""
+    """Return how to run a max-pooling so that it reports which entries it chose."""
     pool = getattr(F, f"{name}_with_indices")
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -105,8 +105,8 @@ def unpooled(n: int) -> Callable[..., tuple[Any, None]]:
         if bool((places[..., 1:] == places[..., :-1]).any()):
             mark_approximate()
             raise CannotDifferentiate(
-                "sweep: max_unpool puts two entries at one place, and torch's own gradient is then "
-                "not that of the loss"
+                "sweep: max_unpool puts two entries in one place, so torch's own gradient is not "
+                "that of the loss"
             )
         return func(*args, **kwargs), None
 

@@ -1,6 +1,6 @@
 """Operations that are recorded as several elementary ones.
 
-Each function takes what the torch function of its name takes, and is run in its place with the
+Each function has the arguments of the torch function of its name, and is run in its place with the
 recorder active. ``NotImplemented`` means: record the call as it is.
 """
 

@@ -110,7 +110,7 @@ def _of_equal_lengths(letters: list[str], tensors: Sequence[Tensor]) -> list[Ten
 
 
 def _written_out(equation: str, operands: Sequence[Tensor]) -> str:
-    """Put letters in the place of dots, and add the output where it is left out."""
+    """Replace dots by letters, and add the output if it is omitted."""
     inputs, arrow, output = equation.partition("->")
     if "..." not in equation and arrow:
         return equation

@@ -18,7 +18,7 @@ Z1 = delta v1^T, and the derivative W1 = P (c Z + Z1 - f1) of W, c = S1 - D1:
     g_s = (W1 k + W k1,  W1^T q + W^T q1,  (P c)^T delta)        f1 = sum P (S1 Z + Z1)
 
 D3_s is 3 <g_s, x2_s>, and the third derivative f3 of <delta, O> along q + t q1, k + t k1, v + t v1:
-with R = 2 q1 k1^T in the place of S2, and E2 = sum P (S1^2 + R) in that of D2,
+with R = 2 q1 k1^T in place of S2, and E2 = sum P (S1^2 + R) in that of D2,
 
     f2 = sum P ((S1^2 + R) Z + 2 S1 Z1) - 2 D1 f1
     f3 = sum P ((S1^3 + 3 S1 R) Z + 3 (S1^2 + R) Z1) - 3 D1 f2 - 3 E2 f1
