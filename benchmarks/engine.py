@@ -135,8 +135,13 @@ CASES = [
     ),
     Case("mlp12", lambda: models.big_mlp(12, 256), "canonical", 200, CIFAR),
     Case("gpt-cpu", lambda: models.GPT(1000, 128, 128, 2, 4), "canonical", 4, tokens=(1000, 128)),
+    Case("gpt-cpu-32", lambda: models.GPT(1000, 32, 32, 2, 4), "canonical", 16, tokens=(1000, 32)),
+    Case("gpt-cpu-64", lambda: models.GPT(1000, 64, 32, 2, 4), "canonical", 64, tokens=(1000, 64)),
+    Case(
+        "gpt-cpu-256", lambda: models.GPT(1000, 256, 256, 2, 4), "canonical", 8, tokens=(1000, 256)
+    ),
 ]
-FOR_CPU = ("mlp12", "gpt-cpu")
+FOR_CPU = ("mlp12", "gpt-cpu", "gpt-cpu-32", "gpt-cpu-64", "gpt-cpu-256")
 
 
 def sync(device: str) -> None:
@@ -483,10 +488,12 @@ def main() -> None:
     parser.add_argument(
         "--verify", action="store_true", help="also compare a Llama of two blocks with differences"
     )
+    parser.add_argument("--mkl", action="store_true", help="on a CPU, no products by oneDNN")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw a file of results")
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    torch.backends.mkldnn.set_flags(not args.mkl)
     if args.draw:
         draw(json.loads(args.draw.read_text()), args.out)
         return
