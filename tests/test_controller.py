@@ -604,13 +604,18 @@ def test_parameters_can_be_frozen_and_thawed_while_it_steers(at):
     assert loss_of_all(model) < loss_of_all(make_net())
 
 
-def test_parameters_that_were_frozen_at_first_are_part_of_the_step_that_is_measured():
+@pytest.mark.parametrize("at", [0, 1, 7])
+@pytest.mark.parametrize("add", [False, True])
+def test_parameters_that_were_frozen_at_first_are_part_of_the_step_that_is_measured(add, at):
+    """Also if a new parameter group holds them; and if they are thawed before the first step."""
     model, twin = make_net(), make_net()
     model[0].requires_grad_(False)
-    adam = torch.optim.Adam(model.parameters(), lr=1e-3)
+    adam = torch.optim.Adam(model[2:].parameters() if add else model.parameters(), lr=1e-3)
     controller = ns.RateController(adam, model, cross_entropy, period=1)
-    train(model, adam, controller, batches(5))
+    train(model, adam, controller, batches(at))
     model[0].requires_grad_(True)
+    if add:
+        adam.add_param_group({"params": list(model[0].parameters()), "lr": 2e-3})
     train(model, adam, controller, batches(3))
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         q.data.copy_(p.data)

@@ -70,12 +70,33 @@ def test_rows_that_lie_apart_go_to_the_other_library(onednn):
 @pytest.mark.parametrize("rows", [0, 1, 23])
 def test_products_are_written_in_pieces(onednn, monkeypatch, rows, add):
     monkeypatch.setattr(products, "AT_A_TIME", 5 * 17 * 4)  # five rows
+    monkeypatch.setattr(products, "FEWEST_ROWS", 1)
     X, W, before = normal(rows, 40), normal(17, 40), normal(rows, 17)
     out = before.clone()
     write_product(out, X, W, add)
     expected = X.double() @ W.double().T + (before.double() if add else 0)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
     assert len(onednn) == -(-rows // 5)
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_few_numbers_of_rows_are_met(onednn, monkeypatch, add):
+    """oneDNN keeps code for each of them. What is left and small goes to the other library."""
+    monkeypatch.setattr(products, "LARGE_ON_CPU", 10 * 17 * 40)
+    for rows in range(100, 600, 7):
+        X, W, before = normal(rows, 40), normal(17, 40), normal(rows, 17)
+        expected = X.double() @ W.double().T
+        torch.testing.assert_close(times_transposed(X, W).double(), expected, rtol=1e-5, atol=1e-5)
+        write_product(before, X, W, add)
+        expected += normal(rows, 17) if add else 0
+        torch.testing.assert_close(before.double(), expected, rtol=1e-5, atol=1e-5)
+    assert {shape[0] for shape, _ in onednn} <= {2**n for n in range(4, 10)} | set(range(10, 16))
+
+
+def test_a_weight_with_many_outputs_is_not_read_for_every_few_rows(onednn):
+    X, W = normal(130, 3), normal(20000, 3)
+    write_product(torch.empty(130, 20000), X, W, add=False)
+    assert [shape[0] for shape, _ in onednn] == [128, 2]
 
 
 def gpt():

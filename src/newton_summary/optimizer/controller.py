@@ -166,7 +166,7 @@ class RateController(ShownAsTable):
         self.multiplier = 1.0
         self.history: list[RateRecord] = []
         self.steps = 0
-        self._first_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._first_lrs: list[float] = []
         self._find_parameters()
         self._balance = Balance()
         self._envelope = 0.0  # highest multiplier so far, falling like 1 / sqrt(steps)
@@ -183,10 +183,12 @@ class RateController(ShownAsTable):
         self._attach()
 
     def _find_parameters(self) -> None:
-        """Find those that can move, and which of them the optimizer holds."""
+        """Find those that can move, which of them the optimizer holds, and groups that are new."""
         self._partition = make_partition(self.model, "trivial")
         self._held = held_by(self.optimizer, self._partition.params)
         self._sharded = any(is_sharded(p) for p in self._held.values())
+        groups = self.optimizer.param_groups[len(self._first_lrs) :]
+        self._first_lrs += [float(group["lr"]) for group in groups]
 
     def _attach(self) -> None:
         self.optimizer.register_step_pre_hook(self._before_hook)
@@ -225,9 +227,15 @@ class RateController(ShownAsTable):
         self._batch = (batch,)
 
     def _include_thawed(self) -> None:
-        """Include parameters that were frozen until now, after a step that is not measured."""
+        """Include parameters that were frozen until now, after a step that is not measured.
+
+        Also those of a new parameter group.
+        """
+        if self._started and self._before is None:
+            return
         known = self._partition.params.keys()
-        if self._before is None or trainable(unwrap(self.model)).keys() <= known:
+        same_groups = len(self.optimizer.param_groups) == len(self._first_lrs)
+        if same_groups and trainable(unwrap(self.model)).keys() <= known:
             return
         self._find_parameters()
         self._before = self._ends.before = None

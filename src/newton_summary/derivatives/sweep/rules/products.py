@@ -38,7 +38,6 @@ from newton_summary.derivatives.sweep.tape import (
     dots,
     gram,
     lift,
-    parts_of,
     pick,
     plain,
 )
@@ -53,6 +52,7 @@ LARGE = 2**32  # products of two numbers, in rows times a weight
 LARGE_ON_CPU = 2**21  # the same for oneDNN: with fewer, its call takes longer than what it saves
 FEWEST_TERMS = 16  # in the sums of a product by oneDNN; with fewer, the memory is what takes time
 AT_A_TIME = 2**21  # bytes of a product that is copied or added elsewhere: they stay in the cache
+FEWEST_ROWS = 128  # of it: for fewer, a weight with many outputs would be read too often
 Into = Callable[[Tensor, Tensor, bool], object] | None  # writes rows to a tensor, or adds them
 
 
@@ -183,7 +183,11 @@ def on_tensor_cores(rows: Tensor, weight: Tensor) -> bool:
 
 def times_transposed(X: Tensor, W: Tensor) -> Tensor:
     """Return ``X W^T`` for X of shape (M, K) and W of shape (N, K), or for a stack of such W."""
-    return by_onednn()(X, W) if onednn_pays(X, W) else X @ W.mT
+    if not onednn_pays(X, W):
+        return X @ W.mT
+    out = X.new_empty(len(X), len(W))
+    write_product(out, X, W, add=False)
+    return out
 
 
 def times_each(X: Tensor, matrices: Tensor) -> Tensor:
@@ -194,14 +198,22 @@ def times_each(X: Tensor, matrices: Tensor) -> Tensor:
 
 
 def write_product(out: Tensor, X: Tensor, W: Tensor, add: bool) -> None:
-    """Write ``X W^T`` to a tensor, or add it."""
-    if not onednn_pays(X, W):
-        torch.addmm(out, X, W.T, beta=int(add), out=out)
-        return
-    rows = max(1, AT_A_TIME // (len(W) * X.element_size()))
-    for some in parts_of(len(X), rows):
+    """Write ``X W^T`` to a tensor, or add it.
+
+    oneDNN compiles code for every number of rows, and keeps that for a thousand: hundreds of
+    megabytes, which break the heap into more. So it gets powers of two of rows, or less than 16.
+    """
+    most = max(FEWEST_ROWS, AT_A_TIME // max(1, len(W) * X.element_size()))
+    start = 0
+    while onednn_pays(X[start:], W):
+        rows = min(len(X) - start, most)
+        rows = rows if rows < 16 else 2 ** (rows.bit_length() - 1)
+        some = slice(start, start + rows)
         y = by_onednn()(X[some], W)
         out[some].add_(y) if add else out[some].copy_(y)
+        start += rows
+    if start < len(X):
+        torch.addmm(out[start:], X[start:], W.T, beta=int(add), out=out[start:])
 
 
 def onednn_pays(X: Tensor, W: Tensor) -> bool:
