@@ -291,7 +291,8 @@ def sgd(model):
 
 
 def ascent(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
+    first, *others = model.parameters()
+    return torch.optim.SGD([{"params": first}, {"params": others, "maximize": True}], lr=0.1)
 
 
 def groups(spec):

@@ -629,6 +629,27 @@ def test_parameters_that_were_frozen_at_first_are_part_of_the_step_that_is_measu
     assert controller.history[-1].slope == pytest.approx(expected)
 
 
+def test_parameters_that_the_optimizer_did_not_hold_may_be_given_to_it():
+    """They required gradients before: the new group alone tells that they move from now on."""
+    model = make_net()
+    adam = torch.optim.Adam(model[2:].parameters(), lr=1e-3)
+    controller = ns.RateController(adam, model, cross_entropy, period=1)
+    train(model, adam, controller, batches(5))
+    adam.add_param_group({"params": list(model[0].parameters())})
+    train(model, adam, controller, batches(3))
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, adam, controller, batches(1))  # measured on the next batch
+    taken = [b - p.detach() for b, p in zip(before, model.parameters(), strict=True)]
+    assert bool(taken[0].any())
+    twin, following = make_net(), batches(5)[4]
+    for q, b in zip(twin.parameters(), before, strict=True):
+        q.data.copy_(b)
+    controller.before_step(following)
+    grads = torch.autograd.grad(cross_entropy(twin, following), list(twin.parameters()))
+    expected = sum(float((g * u).sum()) for g, u in zip(grads, taken, strict=True))
+    assert controller.history[-1].slope == pytest.approx(expected)
+
+
 def test_parameters_that_are_not_finite_are_told():
     model = make_net()
     adam = torch.optim.Adam(model.parameters())

@@ -1,5 +1,7 @@
 """Products with a matrix on a CPU: both libraries give the same, in every layout."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -64,6 +66,52 @@ def test_rows_that_lie_apart_go_to_the_other_library(onednn):
     X, W = normal(24, 100)[:, :40], normal(17, 40)
     torch.testing.assert_close(times_transposed(X, W), X @ W.T)
     assert not onednn
+
+
+class Subclass(torch.Tensor):
+    """One whose operations may be others."""
+
+
+def test_what_else_goes_to_the_other_library(onednn, monkeypatch):
+    X, W = normal(23, 40), normal(17, 40)
+    expected = X @ W.T
+    for x, w in ((X.as_subclass(Subclass), W), (X, W.as_subclass(Subclass)), (X, W.to_sparse())):
+        torch.testing.assert_close(times_transposed(x, w).as_subclass(torch.Tensor), expected)
+    limits = {"LARGE_ON_CPU": 23 * 17 * 40 + 1, "FEWEST_TERMS": 41}
+    for name, value in (limits | {"mkl_lacks_avx512": lambda: False}).items():
+        with monkeypatch.context() as patch:
+            patch.setattr(products, name, value)
+            torch.testing.assert_close(times_transposed(X, W), expected)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.mkldnn, "enabled", False)
+        torch.testing.assert_close(times_transposed(X, W), expected)
+    assert not onednn
+    times_transposed(X, W)
+    assert onednn
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("maker", "capability", "mkl", "expected"),
+    [
+        ("AuthenticAMD", "AVX512", True, True),
+        ("AuthenticAMD", "AVX2", True, False),
+        ("AuthenticAMD", "AVX512", False, False),
+        ("GenuineIntel", "AVX512", True, False),
+    ],
+)
+def test_which_processors_gain(monkeypatch, maker, capability, mkl, expected, dtype):
+    """Whatever the default type is when that is found out, once for the process."""
+    monkeypatch.setattr(Path, "read_text", lambda *_: f"vendor_id : {maker}")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        found = products.mkl_lacks_avx512.__wrapped__()
+    finally:
+        torch.set_default_dtype(default)
+    assert found is expected
 
 
 @pytest.mark.parametrize("add", [False, True])

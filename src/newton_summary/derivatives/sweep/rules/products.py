@@ -205,7 +205,7 @@ def write_product(out: Tensor, X: Tensor, W: Tensor, add: bool) -> None:
     """
     most = max(FEWEST_ROWS, AT_A_TIME // max(1, len(W) * X.element_size()))
     start = 0
-    while onednn_pays(X[start:], W):
+    while start < len(X) and onednn_pays(X[start:], W):
         rows = min(len(X) - start, most)
         rows = rows if rows < 16 else 2 ** (rows.bit_length() - 1)
         some = slice(start, start + rows)
@@ -251,7 +251,8 @@ def mkl_lacks_avx512() -> bool:
     if "AuthenticAMD" not in about:
         return False
     try:
-        return bool(by_onednn()(torch.ones(1, 2), torch.ones(1, 2)) == 2)
+        some = torch.ones(1, 2, dtype=torch.float32, device="cpu")  # whatever the defaults are
+        return bool(by_onednn()(some, some) == 2)
     except (AttributeError, RuntimeError, TypeError):  # a torch without oneDNN, or with another one
         return False
 
