@@ -1,5 +1,7 @@
 """What each rank does in the tests of several processes."""
 
+import collections
+import contextlib
 import io
 import os
 import time
@@ -7,6 +9,7 @@ import warnings
 import weakref
 from contextlib import contextmanager
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +21,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import newton_summary as ns
+from newton_summary.derivatives.sweep import chunked_logits, engine, token_runs
 from newton_summary.derivatives.sweep import sharded as sharded_sweep
+from newton_summary.experiments.models import GPT
 from newton_summary.integrations.monitor import Monitor
 from newton_summary.parallel import fsdp
 from newton_summary.parallel import processes as sharded
@@ -359,6 +364,7 @@ def measure_sharded(rank, count):
         "resumed": resumed(mine),
         "trials": ns.step_trials(net, loss_fn, mine, ns.summarize(net, loss_fn, mine)),
         "others": other_models(),
+        "pieces": passed_in_pieces(rank, count),
         "wholes": most_whole_at_a_time(rank),
         "errors": sharded_mistakes(rank),
         "failed": fail_sharded(rank),
@@ -383,6 +389,53 @@ def other_models():
             for key in ("gbar", "Hbar", "D3")
         )
     return errors
+
+
+def language_model():
+    torch.manual_seed(5)
+    texts = torch.randint(0, 40, (4, 9), generator=torch.Generator().manual_seed(6))
+    return GPT(40, 8, 16, 2, 2).double(), texts
+
+
+def next_token_loss(model, texts):
+    logits = model(texts[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), texts[:, 1:].flatten())
+
+
+def passed_in_pieces(rank, count):
+    """Return the derivatives of a sharded language model, and how often each kind of piece came.
+
+    With as many texts on all ranks, and with more on the last one.
+    """
+    calls = collections.Counter()
+
+    def counting(name):
+        original = getattr(engine, name)
+
+        def call(*args):
+            calls[name] += 1
+            return original(*args)
+
+        return mock.patch.object(engine, name, call)
+
+    found = {}
+    with contextlib.ExitStack() as small:
+        for name in ("pass_tokens", "pass_in_pieces"):
+            small.enter_context(counting(name))
+        for module in (chunked_logits, token_runs):
+            small.enter_context(mock.patch.dict(module.AT_A_TIME, cpu=1))
+        small.enter_context(mock.patch.object(engine, "SMALL", 0))
+        small.enter_context(mock.patch.object(token_runs.Tokens, "fewest", 2))
+        small.enter_context(mock.patch.object(chunked_logits, "FEWEST_ROWS", 3))
+        for name, part in (("as many", even_part), ("more", cut)):
+            model, texts = language_model()
+            for block in model.blocks:
+                fully_shard(block)
+            (mine,) = part((texts,), rank, count)
+            calls.clear()
+            summary = ns.summarize(fully_shard(model), next_token_loss, mine)
+            found[name] = summary.state_dict(), dict(calls)
+    return found
 
 
 def resumed(mine):

@@ -11,8 +11,10 @@ from distributed_cases import (
     SHARDED,
     draw,
     everything,
+    language_model,
     loss_fn,
     make_net,
+    next_token_loss,
     numbers,
     train,
 )
@@ -222,6 +224,22 @@ def test_other_sharded_models(two):
         assert max(rank["sharded"]["others"].values()) < 1e-12
 
 
+@pytest.mark.parametrize("texts", ["as many", "more"])
+def test_a_sharded_language_model_is_passed_in_pieces(two, texts):
+    """Logits, attentions and tokens, where all ranks have tapes of the same shapes."""
+    model, whole = language_model()
+    alone = ns.summarize(model, next_token_loss, whole)
+    assert_equal_to_one(
+        [ns.Summary.from_state_dict(rank["sharded"]["pieces"][texts][0]) for rank in two], alone
+    )
+    for rank in two:
+        calls = rank["sharded"]["pieces"][texts][1]
+        if texts == "as many":
+            assert calls["pass_in_pieces"] == 1 and calls["pass_tokens"] >= 4
+        else:
+            assert not calls
+
+
 def test_sharded_training_goes_on_bit_for_bit(two):
     """Each rank writes and reads its own shards with torch.save and torch.load."""
     assert all(rank["sharded"]["resumed"] for rank in two)
@@ -342,9 +360,9 @@ def test_a_meeting_before_every_gathering(two):
     assert calls[-1] == message(S)
     meetings = [size for name, size in calls[:-1] if name == "all_reduce"]
     assert set(meetings) == {24}
-    # The arguments, that they are the same, and the direction; whether there is a batch, in how
-    # many parts to sweep, that there are no more batches; and the end.
-    others = 3 + 3 + 1
+    # The arguments, that they are the same, and the direction; whether there is a batch, the
+    # shapes of the tape, in how many parts to sweep, that there are no more batches; and the end.
+    others = 3 + 4 + 1
     assert len(meetings) == two[0]["sharded"]["failed"]["gathered"] + others
 
 

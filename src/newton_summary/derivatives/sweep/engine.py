@@ -78,8 +78,6 @@ class Leaves:
     Without one they move along the gradient of the loss, which the backward pass finds.
     """
 
-    chunks_logits = True  # whether many logits may be passed some rows at a time
-
     def __init__(self, params: Params, u: Params | None, partition: Partition):
         self.params, self.partition = params, partition
         self.u = u or {}  # empty as long as it is not known
@@ -96,6 +94,10 @@ class Leaves:
         gradient, adjoints = backward(tape, self.params if is_needed else {})
         self.u = self.u or gradient
         return self.partition.inner(gradient if tape.cut is None else {}, self.u), adjoints
+
+    def may_pass_in_pieces(self, tape: Tape) -> bool:
+        """Return whether operations may be passed for some samples or tokens at a time."""
+        return True
 
     def tangents(self, slots: dict[int, str], groups: set[int]) -> dict[int, Tangent]:
         """Return the derivatives of the parameters in their slots: U^s, for these groups."""
@@ -435,7 +437,7 @@ def prepared(closure: Closure, leaves: Leaves, order: int, stack_limit: int | No
         made = (value.tensor for op in tape.ops for value in op.made)
         sizes = (x.numel() * x.element_size() for x in made)  # sparse ones have no nbytes
         tape.small = 10 * S * sum(sizes) <= min(SMALL, stack_limit or SMALL)
-        if leaves.chunks_logits and not tape.small:
+        if leaves.may_pass_in_pieces(tape) and not tape.small:
             tape.chunked = find_chunked_logits(tape, S, order, stack_limit)
             tape.runs = find_sample_runs(tape, S, order, stack_limit)
             tape.runs += find_token_runs(tape, S, order, stack_limit)

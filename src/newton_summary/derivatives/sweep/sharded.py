@@ -8,6 +8,7 @@ do this at the same time, each with its own data.
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -126,22 +127,21 @@ class Gathering(TorchFunctionMode):
 
 
 class ShardedValue(Value):
-    """A parameter that is divided among ranks: gathered on every access."""
+    """A parameter that is divided among ranks: gathered whenever its numbers are read."""
 
     __slots__ = ("_gather",)
 
-    def __init__(self, gather: Callable[[], Tensor], slot: int, version: int):
-        self._gather, self.slot, self.version = gather, slot, version
-        self.edge = self.part = None
+    def __init__(self, whole: Tensor, slot: int, gather: Callable[[], Tensor]):
+        """Keep the shape of the whole parameter."""
+        with torch._C.DisableTorchFunction():
+            super().__init__(whole.detach().new_empty(()).expand(whole.shape), slot)
+        self.version, self._gather = whole._version, gather
 
-    @property
-    def tensor(self) -> Tensor:  # type: ignore[override]
-        """The whole parameter."""
-        return self._gather()
+    readable = True  # it does not change during a measurement
 
     @property
     def now(self) -> Tensor:
-        """The whole parameter, which does not change during a measurement."""
+        """The whole parameter."""
         return self._gather()
 
 
@@ -150,7 +150,7 @@ class ShardedRecorder(Recorder):
 
     def meet(self, shards: Shards, tensor: Tensor, name: str) -> None:
         """Give a slot to a whole parameter; it is not kept, the value gathers it again."""
-        value = ShardedValue(lambda: shards.whole(shards[name]), self.slots, tensor._version)
+        value = ShardedValue(tensor, self.slots, lambda: shards.whole(shards[name]))
         self.leaves[self.slots] = name
         self.slots += 1
         self.values[id(tensor)] = value
@@ -164,7 +164,6 @@ class ShardedLeaves(Leaves):
     """
 
     params: Shards
-    chunks_logits = False  # ranks with fewer rows would gather the weights less often
 
     def __init__(self, params: Shards, u: Params, partition: Partition, ranks: Ranks):
         super().__init__(params, u, partition)
@@ -194,6 +193,15 @@ class ShardedLeaves(Leaves):
             _, adjoints = backward(tape, {} if tape.cut else {"all": self.params.anchor})
         return gbar, adjoints
 
+    def may_pass_in_pieces(self, tape: Tape) -> bool:
+        """Return whether all ranks have the same shapes on their tapes.
+
+        Ranks with fewer samples would have fewer pieces, and gather the weights less often.
+        """
+        shapes = [(op.name, [tuple(y.tensor.shape) for y in op.made]) for op in tape.ops]
+        facts = zlib.crc32(repr((tape.small, shapes)).encode())
+        return len(set(self.ranks.meet_and_gather("the shapes of the tape", facts))) == 1
+
     def tangents(self, slots: dict[int, str], groups: set[int]) -> dict[int, Tangent]:
         """Return the derivatives of the parameters, which are made on demand."""
         return Tangents(slots, self, groups)
@@ -217,10 +225,15 @@ class Tangents(dict[int, Tangent]):
         return slot in self.slots or super().__contains__(slot)
 
     def get(self, slot: int, default: Any = None) -> Any:
-        """Return the derivatives of a value."""
+        """Return the derivatives of a value; of a parameter, some rows if these are there."""
         name = self.slots.get(slot)
-        if name is None:
+        if name is None or super().__contains__(slot):
             return super().get(slot, default)
         U, label = self.leaves.direction(name), self.leaves.partition.labels[name]
         label = label if isinstance(label, int) else label.to(U.device)
         return leaf_tangent(U, label, self.groups)
+
+    def __missing__(self, slot: int) -> Tangent:
+        """Return the derivatives of a parameter."""
+        found: Tangent = self.get(slot)
+        return found

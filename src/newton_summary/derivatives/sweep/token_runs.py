@@ -229,23 +229,18 @@ def pass_tokens(sweep: Sweep, run: TokenRun) -> None:
     tokens = axis.cut_slots(ops)
     made = {value.slot: value for op in ops for value in op.made if value.slot is not None}
     ended = {slot for op in ops for slot in op.finishes}
-    inputs = {
-        slot: sweep.tangents[slot]
-        for op in ops
-        for slot in op.inputs
-        if slot in sweep.tangents and slot not in made
-    }
+    needed = dict.fromkeys(slot for op in ops for slot in op.inputs if slot not in made)
+    inputs = [slot for slot in needed if slot in sweep.tangents]
     results: dict[int, Tangent] = {}
     found: dict[Place, Tensor] = {}
-    met = len(union(*(t.first for t in inputs.values())))
+    met = len(union(*(sweep.tangents[slot].first for slot in inputs)))
     parts = -(-run.tokens * met // (run.at_a_time * run.groups))
     for part in parts_of(run.tokens, -(-run.tokens // max(1, parts))):
         piece = copy(sweep)
         piece.found = []
-        piece.tangents = {
-            slot: some_rows(t, axis, part, slot) if slot in tokens else t
-            for slot, t in inputs.items()
-        }
+        piece.tangents = copy(sweep.tangents)  # of sharded parameters, they are gathered on demand
+        for slot in tokens.intersection(inputs):
+            piece.tangents[slot] = some_rows(sweep.tangents[slot], axis, part, slot)
         piece.adjoints = {
             slot: axis.part(delta, part, slot=slot)
             for slot in made
