@@ -7,9 +7,6 @@ recorder active. ``NotImplemented`` means: record the call as it is.
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from newton_summary.derivatives.sweep.rules.decomposed.arithmetic import ARITHMETIC
 from newton_summary.derivatives.sweep.rules.decomposed.layers import LAYERS
 from newton_summary.derivatives.sweep.rules.decomposed.losses import LOSSES
@@ -26,24 +23,11 @@ COMPLEX_FORMS = names("""
 """)
 
 
-def in_single_precision(form: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a form of a loss that takes numbers of half precision as autocast does: in float32."""
-
-    def widened(x: Any) -> Any:
-        half = isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16)
-        return x.float() if half and torch.is_autocast_enabled(x.device.type) else x
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return form(*map(widened, args), **{name: widened(x) for name, x in kwargs.items()})
-
-    return run
-
-
 DECOMPOSED: dict[str, Callable[..., Any]] = {
     **ARITHMETIC,
     **MATRICES,
     **REDUCTIONS,
     **LAYERS,
     **RECURRENT,
-    **{name: in_single_precision(form) for name, form in LOSSES.items()},
+    **LOSSES,
 }

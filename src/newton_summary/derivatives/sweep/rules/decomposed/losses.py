@@ -227,7 +227,20 @@ def triplet_margin_loss(
     return reduced(torch.relu(near - far + margin), reduction)
 
 
-LOSSES: dict[str, Callable[..., Any]] = {
+def in_single_precision(form: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a form of a loss that takes numbers of half precision as autocast does: in float32."""
+
+    def widened(x: Any) -> Any:
+        half = isinstance(x, Tensor) and x.dtype in (torch.bfloat16, torch.float16)
+        return x.float() if half and torch.is_autocast_enabled(x.device.type) else x
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return form(*map(widened, args), **{name: widened(x) for name, x in kwargs.items()})
+
+    return run
+
+
+FORMS: dict[str, Callable[..., Any]] = {
     "mse_loss": lambda x, y, reduction=MEAN: reduced(torch.square(x - y), reduction),
     "l1_loss": lambda x, y, reduction=MEAN: reduced(torch.abs(x - y), reduction),
     "huber_loss": huber_loss,
@@ -250,3 +263,4 @@ LOSSES: dict[str, Callable[..., Any]] = {
     "cosine_embedding_loss": cosine_embedding_loss,
     "triplet_margin_loss": triplet_margin_loss,
 }
+LOSSES = {name: in_single_precision(form) for name, form in FORMS.items()}
