@@ -442,6 +442,7 @@ def flat_norm(model):
         ({"direction": torch.optim.SGD([torch.zeros(1)]), "weight_decay": 0.1}, "weight_decay"),
         ({"eta_momentum": 0.5}, "only for the paper's algorithm"),
         (PAPER | {"weight_decay": 0.1}, "is only for variant='steered'"),
+        (PAPER | {"budget": 0.5}, "is only for variant='steered'"),
         (PAPER | {"direction": torch.optim.SGD([torch.zeros(1)])}, "is only for variant='steered'"),
         ({"weight_decay": -1.0}, "weight_decay"),
         ({"curvature": (loss_fn, [])}, "empty"),

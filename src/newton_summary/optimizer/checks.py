@@ -16,6 +16,9 @@ from newton_summary.partition import Partition, make_partition
 Variant = Literal["steered", "as-run", "as-published"]
 
 
+BUDGET = 0.25  # the share of the time that refreshes may take, if nothing else is said
+
+
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise unless all settings are valid, with an error that says what is expected."""
     if settings["variant"] not in get_args(Variant):
@@ -32,11 +35,12 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={settings[name]!r}: expected a number, 0 or more, {words}.")
     if not (_is_number(settings["budget"]) and 0 < settings["budget"] < 1):
         raise ValueError(f"budget={settings['budget']!r}: expected a share of the time, 0 to 1.")
-    name, whose = "weight_decay", "variant='steered'"
+    others, whose = {"weight_decay": 0, "budget": BUDGET}, "variant='steered'"
     if settings["variant"] == "steered":
-        name, whose = "eta_momentum", "the paper's algorithm"
-    if settings[name] != 0:
-        raise ValueError(f"{name}={settings[name]!r} is only for {whose}: leave it out.")
+        others, whose = {"eta_momentum": 0}, "the paper's algorithm"
+    for name, default in others.items():
+        if settings[name] != default:
+            raise ValueError(f"{name}={settings[name]!r} is only for {whose}: leave it out.")
 
 
 def _is_number(value: Any) -> bool:

@@ -22,6 +22,7 @@ from newton_summary.errors import NotFiniteError
 from newton_summary.history import History
 from newton_summary.optimizer import checkpoint
 from newton_summary.optimizer.checks import (
+    BUDGET,
     Variant,
     as_partition,
     check_direction,
@@ -187,7 +188,7 @@ class NewtonSummary(Optimizer):
         variant: Variant = "steered",
         diagonal: bool = False,
         weight_decay: float = 0.0,
-        budget: float = 0.25,
+        budget: float = BUDGET,
         **measuring: Unpack[Measuring],
     ):
         partition = as_partition(partition)
