@@ -286,6 +286,8 @@ class Summary(ShownAsTable):
     def predicted_change(self, eta: Tensor, order: Literal[1, 2] = 2) -> Tensor:
         """Return the change of the loss that the step ``theta - U I_{P:S} eta`` should make.
 
+        Delta_2(eta) of the paper's Section 4, for order 2.
+
         Args:
             eta: Learning rates, (S,).
             order: 1 for the slope alone, 2 with the curvature.

@@ -1,4 +1,4 @@
-"""Derivatives by repeated differentiation (paper, App. A).
+"""Derivatives by repeated differentiation: Pearlmutter's trick extended (paper, App. A).
 
 The d-th tensor is the derivative of the one before:
 

@@ -158,7 +158,7 @@ class Partition(ShownAsTable):
         return self.names.index(name)
 
     def inner(self, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
-        """Return <a, b> restricted to each group, shape (S,): I_{S:P} Diag(a) b.
+        """Return <a, b> restricted to each group, shape (S,): I_{S:P} Diag(a) b (paper, App. B).
 
         A parameter that ``a`` does not name counts as zero. Differentiable. The result has the
         widest dtype among the parameters, and float32 at least.
