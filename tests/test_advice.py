@@ -281,6 +281,15 @@ def test_each_of_several_groups_has_a_line_on_the_console():
     assert sentence(advice).startswith("loss 0; lr 0.01 could be x10")
 
 
+def test_noise_says_that_nothing_was_rehearsed():
+    advice = valley_advice(lr=0.01, apart=0.0, shared=0.0)
+    advice.groups = (GroupAdvice("group0", (0.01,), 1.1, 0.3, change=1.0, verdict="noise"),) * 2
+    advice.together = None
+    told = "measure on more data; no training with the present rate was rehearsed"
+    for advice.rehearsal, is_told in ((None, True), (rehearsal.Rehearsal(16, 2.0, 1.0, 8), False)):
+        assert (told in str(advice)) == is_told
+
+
 def test_a_rate_that_stays_is_not_called_noisy_as_well(monkeypatch):
     """The rehearsal keeps the rates of groups that share a factor: there are no others."""
     monkeypatch.setattr(
@@ -689,7 +698,10 @@ def test_a_rate_that_makes_the_loss_grow_is_lowered(lr):
         (0.1, {0: 1.0, 4: math.inf}, {4: math.inf, 8: math.inf}, True),
         (4.0, {0: 1.0, 8: math.inf}, {4: math.inf, 8: math.inf}, False),
         (4.0, {0: 1.0, 8: 3.0}, {4: 3.0, 8: 2.0}, False),
-        (4.0, {0: 1.0, 8: 3.0}, {4: 2.0, 8: 9.0}, True),
+        (4.0, {0: 9.0, 8: 3.0}, {4: 2.0, 8: 9.0}, True),
+        (4.0, {0: 1.0, 8: 3.0}, {4: 2.0, 8: 9.0}, False),  # it makes the loss grow as well
+        (4.0, {0: 1.0, 8: math.inf}, {4: 2.0, 8: math.inf}, False),
+        (4.0, {0: 1.0, 8: 1.003}, {4: 1.002, 8: 1.002}, True),  # nothing is left to learn
     ],
 )
 def test_when_another_rate_is_better(c, present, other, is_better, monkeypatch):
@@ -707,6 +719,25 @@ def test_when_another_rate_is_better(c, present, other, is_better, monkeypatch):
     found, best = rehearsal.rehearse(probe, sgd, [np.array([c])], [c])
     assert best == (0 if is_better else None)
     assert found.now == present[found.steps] and found.then == other[found.then_steps]
+
+
+def test_where_training_diverges_smaller_rates_are_rehearsed():
+    """Not the rates with which it diverges as well, only later."""
+    torch.manual_seed(0)
+    x = torch.randn(256, 12)
+    y = torch.sin(2 * x[:, :1]) + x[:, 1:2] * x[:, 2:3]
+    model = nn.Sequential(nn.Linear(12, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU())
+    model.append(nn.Linear(48, 1))
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    batches = list(zip(x.split(16), y.split(16), strict=True))
+
+    def loss(model, batch):
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    advice = ns.suggest_lrs(model, loss, batches, sgd, "layers")
+    assert not advice.rehearsal.now <= advice.rehearsal.start  # it may be inf
+    assert {g.verdict for g in advice.groups} == {"lower"}
+    assert advice.rehearsal.then < advice.rehearsal.start
 
 
 @pytest.mark.parametrize(

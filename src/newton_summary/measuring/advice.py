@@ -208,6 +208,8 @@ class Advice(ShownAsTable):
             for lr, peak in self.below_peak
         ]
         meanings = {**VERDICTS}
+        if self.rehearsal is None:
+            meanings["noise"] += "; no training with the present rate was rehearsed"
         if self.together is not None:
             meanings["noise"] = (
                 "the batches do not agree on this group alone: it takes the factor of all such "
@@ -566,7 +568,8 @@ class _Trials:
 
         That step is unlike later ones: early in training, momentum has yet to build up.
         """
-        was_rehearsed = checked.rehearsal is not None and (changes < 1).any()
+        tried = checked.rehearsal
+        was_rehearsed = tried is not None and tried.decides and (changes < 1).any()
         if self.by_training is None or (checked.changes != 1).any() or was_rehearsed:
             return checked
         smaller = [self.lowest, self.lowest**0.5]
