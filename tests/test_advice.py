@@ -304,8 +304,8 @@ def test_a_rate_that_stays_is_not_called_noisy_as_well(monkeypatch):
 def test_losses_of_a_rehearsal_can_be_told_apart():
     advice = valley_advice(lr=0.111, apart=1.0, shared=0.0)
     for now, then, told in ((2.0, 1.0, "2 in 16"), (4.21734e10, 4.21731e10, "4.21734e+10 in 16")):
-        advice.rehearsal = rehearsal.Rehearsal(16, now, then, 10)
-        assert f"reaches {told} steps now" in str(advice)
+        advice.rehearsal = rehearsal.Rehearsal(16, now, then, 10, start=9.0)
+        assert f"of held-out batches goes from 9 to {told} steps now, to" in str(advice)
         assert "says little" not in str(advice)
     advice.rehearsal = rehearsal.Rehearsal(2, 2.0, 1.0, 1)  # of one batch
     assert "says little: give sixteen batches" in str(advice)
@@ -320,8 +320,8 @@ def test_a_rehearsal_that_lowers_the_loss_with_no_rate_decides_nothing(factor, s
     advice.together, advice.rehearsal = None, rehearsal.Rehearsal(16, 2.0, 2.2, 10, start)
     assert advice.rehearsal.decides == decides
     is_told = factor == 10 and not decides
-    told = "keep: the rehearsal decides nothing: the loss of the batches that it was not trained "
-    assert (f"{told}on, {start:.4g} at the start, falls with neither" in str(advice)) == is_told
+    told = "keep: the rehearsal decides nothing: its loss falls with neither rate"
+    assert (told in str(advice)) == is_told
     assert ("fast enough in the rehearsal" in str(advice)) != is_told
     assert ("keep lr 0.1 of group0: a rehearsal decides nothing" in sentence(advice)) == is_told
 
@@ -333,6 +333,14 @@ def test_a_limit_at_which_the_next_step_raises_the_loss_is_not_trained_at():
     assert "at the limit (max_change): apply, train a little, and ask again" in str(advice)
     advice.then = advice.then._replace(real=71.3)
     assert "at the limit (max_change): apply and ask again" in str(advice)
+    for now, told in ((80.0, "raises the loss, but less than now"), (71.0, "raises the loss")):
+        advice.now = advice.now._replace(real=now)
+        assert f"as suggested, though the next step {told}\n" in str(advice)
+    advice.rehearsal = None
+    assert "\nthe next step raises the loss\n" in str(advice)
+    advice.then = advice.then._replace(real=-1.0)
+    advice.now = advice.then._replace(real=-2.0)
+    assert "\nthe next step is worse\n" in str(advice)
 
 
 def test_the_error_of_a_factor_is_that_of_the_mean():
@@ -616,6 +624,7 @@ def test_a_rate_that_does_not_train_is_lowered_though_its_next_step_is_the_best(
     now, then = (pytest.approx(loss, rel=1e-9) for loss in reached)
     assert advice.rehearsal[:4] == (12, now, then, 6) and reached[1] < 0.5 * reached[0]
     assert "in 6 as suggested, though the next step is worse" in str(advice)
+    assert "rehearsal: the loss of its batches goes from" in str(advice)
     kept = ns.suggest_lrs(model, loss_fn, DATA, sgd, rehearsal=False)
     assert kept.groups[0].change != group.change and kept.then.real <= kept.now.real
 
@@ -681,7 +690,7 @@ def test_a_rate_that_makes_the_loss_grow_is_lowered(lr):
     model, targets = Point(), [(torch.zeros(1, dtype=torch.float64),)] * 4
     sgd = torch.optim.SGD(model.parameters(), lr=lr)
     advice = ns.suggest_lrs(model, distance, targets, sgd)
-    steps, now, then, then_steps, _ = advice.rehearsal
+    steps, now, then, then_steps, *_ = advice.rehearsal
     assert advice.groups[0].verdict == "lower" and advice.groups[0].change < 0.5
     assert then < now or then == now == math.inf
     assert then_steps == (8 if lr < 100 else steps)

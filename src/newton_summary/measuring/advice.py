@@ -174,15 +174,20 @@ class Advice(ShownAsTable):
             f"{self.now.real:+.3g} now, {self.then.real:+.3g} as suggested "
             f"(predicted: {self.now.predicted:+.3g} and {self.then.predicted:+.3g})"
         ]
+        worse = any(then > now for then, now in zip(self.then, self.now, strict=True))
+        step = "is worse" if worse else ""
+        if changed and self.then.real > 0:
+            step = "raises the loss" + ("" if worse else ", but less than now")
+        if self.rehearsal is None and step:
+            lines.append(f"the next step {step}")
         if self.rehearsal is not None:
-            steps, now, then, then_steps, _ = self.rehearsal
+            steps, now, then, then_steps, start, held_out = self.rehearsal
             reached, reached_then = told_apart(now, then)
-            which = "as suggested" if changed else "with another rate"
-            worse = self.then.predicted > self.now.predicted
             lines.append(
-                f"rehearsal: the loss reaches {reached} in {steps} steps now, "
-                f"{reached_then} in {then_steps} {which}"
-                f"{', though the next step is worse' if worse else ''}"
+                f"rehearsal: the loss of {'held-out' if held_out else 'its'} batches goes from "
+                f"{start:.4g} to {reached} in {steps} steps now, to {reached_then} in {then_steps} "
+                f"{'as suggested' if changed else 'with another rate'}"
+                f"{step and f', though the next step {step}'}"
             )
             if max(steps, then_steps) < SHORT:
                 lines.append(
@@ -222,9 +227,7 @@ class Advice(ShownAsTable):
             )
         if self.rehearsal is not None and any(self.kept_undecided(g) for g in self.groups):
             meanings["keep"] = (
-                f"the rehearsal decides nothing: the loss of the batches that it was not trained "
-                f"on, {self.rehearsal.start:.4g} at the start, falls with neither rate; give more "
-                f"batches"
+                "the rehearsal decides nothing: its loss falls with neither rate; give more batches"
             )
         lines += [
             f"{v}: {means}"

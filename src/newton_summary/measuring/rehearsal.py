@@ -57,6 +57,7 @@ class Rehearsal(NamedTuple):
     then: float  # as suggested; with the best others if nothing is
     then_steps: int  # a larger rate has to be faster
     start: float = math.nan  # before the first step
+    held_out: bool = True  # the batches of these losses
 
     @property
     def decides(self) -> bool:
@@ -106,7 +107,7 @@ def rehearse(
         is_lost = (times is None or times[i] < 1) and present[n] > present[0]
         if is_lost and times is not None and other[m] >= present[n]:
             m = n
-        found.append(Rehearsal(n, present[n], other[m], m, present[0]))
+        found.append(Rehearsal(n, present[n], other[m], m, present[0], times is not None))
         limit = math.inf
         if (several[i] > 1).any():
             limit = present[0] + ALIKE * abs(present[0])
