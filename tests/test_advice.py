@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -331,6 +332,15 @@ def test_a_limit_at_which_the_next_step_raises_the_loss_is_not_trained_at():
     sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
     advice = ns.suggest_lrs(model, distance, targets, sgd)
     assert "at the limit (max_change): apply, train a little, and ask again" in str(advice)
+    (group,) = advice.groups
+    for advice.groups, is_told in (
+        ((replace(group, change=3.2),), True),
+        ((replace(group, change=3.2, factor=5.0),), False),
+        ((replace(group, change=1.0, verdict="keep"),), False),
+    ):
+        assert ("at the limit (max_change): ask again after some" in str(advice)) == is_told
+        assert "apply" not in str(advice)
+    advice.groups = (group,)
     advice.then = advice.then._replace(real=71.3)
     assert "at the limit (max_change): apply and ask again" in str(advice)
     for now, told in ((80.0, "raises the loss, but less than now"), (71.0, "raises the loss")):

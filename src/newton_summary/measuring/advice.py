@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -202,11 +203,13 @@ class Advice(ShownAsTable):
                 best = f"x{change:.3g} (best next step: {best})"
             names = first_names([group.name for group in noisy])
             lines.append(f"too noisy one by one: {names}; together: {best}")
-        if any(
-            math.isclose(group.change, limit) for group in self.groups for limit in self._limits
-        ):
+        if self._at_limit("change"):
             first = "apply, train a little," if self.then.real < 0 else "apply"
             lines.append(f"at the limit (max_change): {first} and ask again")
+        elif changed and self._at_limit("factor"):
+            lines.append(
+                "the best next step is at the limit (max_change): ask again after some training"
+            )
         lines += [
             f"a schedule has lr at {lr:.3g}, and at {peak:.3g} at its peak: this is advice for "
             f"{lr:.3g} alone; for the peak, ask before the scheduler is made"
@@ -248,6 +251,10 @@ class Advice(ShownAsTable):
         """Return a factor and its error as text; one at the limits may be beyond."""
         at = [math.isclose(factor, limit) for limit in self._limits]
         return f"{'≤' if at[0] else '≥' if at[1] else ''}x{factor:.3g}", error_text(stderr, factor)
+
+    def _at_limit(self, what: Literal["change", "factor"]) -> bool:
+        values = [getattr(group, what) for group in self.groups if group.change != 1]
+        return any(math.isclose(*both) for both in itertools.product(values, self._limits))
 
     def apply(self) -> None:
         """Set the optimizer's learning rates to the suggested ones.
