@@ -197,7 +197,7 @@ def test_error_bars_tell_signal_from_noise():
     noisy = ns.suggest_lrs(model, loss_fn, lots[1:], sgd, "canonical", direction_data=lots[0])
     assert {noisy[name].verdict for name in ("2.weight", "2.bias")} == {"noise"}
     assert all(group.change == 1.0 for group in noisy.groups) and noisy.then == noisy.now
-    assert {noisy[name].verdict for name in ("0.weight", "0.bias")} == {"no step"}
+    assert {noisy[name].verdict for name in ("0.weight", "0.bias")} == {"not yet"}
     one = ns.suggest_lrs(model, loss_fn, DATA[0], adam)
     assert one.groups[0].stderr is None
 
@@ -826,7 +826,9 @@ def test_a_fresh_lora_factor_is_left_out_by_name():
     model = Adapted()
     adam = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
     advice = ns.suggest_lrs(model, loss, batches, adam, "canonical")
-    assert advice["A"].verdict == "no effect" and advice["A"].change == 1.0
+    assert advice["A"].verdict == "not yet" and advice["A"].change == 1.0
+    still = torch.optim.SGD(model.parameters(), lr=1e-4)
+    assert ns.suggest_lrs(model, loss, batches, still, "canonical")["A"].verdict == "not yet"
     assert advice["B"].verdict == "raise" and advice.then.real < advice.now.real < 0
     assert next(row for row in advice._rows() if row[0] == "A")[5] == ""
     whole = ns.suggest_lrs(model, loss, batches, adam)  # nothing is known of A's own rate

@@ -160,7 +160,7 @@ class Advice(ShownAsTable):
         head = ("group", "lr", "change", "suggested", "verdict", "best next step", "±")
         rows: list[tuple[str, ...]] = [head]
         for title, group in zip(self._partition.titles, self.groups, strict=True):
-            judged = group.verdict not in ("no effect", "no step")
+            judged = group.verdict not in ("not yet", "no effect", "no step")
             factor, error = self._factor(group.factor, group.stderr) if judged else ("", "")
             both = (group.lrs, group.suggested)
             lrs, suggested = (", ".join(f"{rate:.3g}" for rate in rates) for rates in both)
@@ -433,8 +433,8 @@ def suggest_lrs(
         models = [FactorModel(summary, live, s, limits, diagonal) for s in strengths]
         factor_model = _best_strength(models, try_factors)
         found = factor_model.factors(fraction)
-        early = np.array([any(m.name in waiting for m in members) for members in part.members])
-        early &= live & (found.changes > 1)
+        waits = np.array([any(m.name in waiting for m in members) for members in part.members])
+        early = waits & live & (found.changes > 1)
         found = replace(found, changes=np.where(early, 1.0, found.changes))
         changes = found.changes
         longest = _longest(changes, factor_model) if fraction == 1 else changes
@@ -457,10 +457,10 @@ def suggest_lrs(
             verdict = "noise"
         if checked.verdict is not None:
             verdict = checked.verdict
-        if early[s]:
-            verdict = "not yet"
         if not live[s]:
             verdict = "no effect" if moved[s] else "no step"
+        if early[s] or (waits[s] and not live[s]):
+            verdict = "not yet"
         lrs = rates_of(optimizer, part, s)
         judged.append(GroupAdvice(name, lrs, own.factor, own.stderr, change, verdict))
     limits = (limits[0] / fraction, limits[1] / fraction)  # of the factors before the fraction
