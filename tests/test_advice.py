@@ -272,8 +272,8 @@ def test_what_noisy_groups_are_told_is_what_is_suggested():
 
 def test_each_of_several_groups_has_a_line_on_the_console():
     advice = valley_advice(lr=0.01, apart=0.0, shared=0.0)
-    first, *lines = sentence(advice, steered=True).splitlines()
-    assert first == "loss 0, steered"
+    first, *lines = sentence(advice).splitlines()
+    assert first == "loss 0"
     assert [line.partition(" could")[0] for line in lines] == [
         "  lr 0.01 of group0",
         "  lr 0.01 of group1",

@@ -419,9 +419,9 @@ class Scheduled(Plain):
 STEERED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "shuffle": False}
 
 
-def test_steering_equals_a_plain_loop_to_the_bit(tmp_path):
+def test_steering_equals_a_plain_loop_to_the_bit(tmp_path, capsys):
     """Three batches an epoch, so the last step of each epoch is of a single batch."""
-    module, callback = Scheduled(), quick(adjust=True)
+    module, callback = Scheduled(), quick(adjust=True, console=True)
     logger = CSVLogger(tmp_path)
     fit(module, tmp_path, [callback], max_epochs=6, logger=logger, **STEERED)
 
@@ -440,6 +440,9 @@ def test_steering_equals_a_plain_loop_to_the_bit(tmp_path):
         nn.utils.clip_grad_norm_(net.parameters(), 0.5)
         controller.step(UserList(batches))
         schedule.step()
+    (last,) = [r for r in controller.history if r.change != 1][-1:]
+    told = f"; steered: lr {controller.rates[0]:.3g} (last change after step {last.step}: x"
+    assert told in capsys.readouterr().err
     assert callback.controller.history == controller.history and len(controller.history) > 5
     for p, q in zip(module.net.parameters(), net.parameters(), strict=True):
         assert p.equal(q)

@@ -270,7 +270,7 @@ class Monitor:
         stderr = None if all(map(math.isnan, errors)) else changes.new_tensor(errors)
         rates = replace(groups.rates, eta=changes, eta_stderr=stderr, status="minimum")
         self.history.add(epoch, groups.summary, rates, trials=[Trial(1.0, *groups.then)])
-        said = sentence(self.advice, steered=self.controller is not None)
+        said = sentence(self.advice, self.controller)
         at = " (the schedule is at 0: measured at its first rate)" if ended else ""
         self.console.say(f"epoch {epoch:g}{at}: {said}")
         for group in self.advice.groups:
