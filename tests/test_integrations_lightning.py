@@ -506,6 +506,25 @@ def test_a_budget_makes_measurements_rarer_and_smaller(tmp_path):
     assert seen[0.1][1] == 32  # two batches, the fewest with an error
 
 
+def test_a_measurement_that_is_skipped_for_the_budget_is_told_once(capsys):
+    """Two measurements of 1 s fit after 20 s of training, in epoch 7; every other one is asked for."""
+    now = [0.0]
+    monitor = Monitor(every_n_epochs=2, budget=0.1)
+    monitor.budget.clock = lambda: now[0]
+    monitor.budget.start()
+    assert monitor.is_due(0)
+    with monitor.budget.measuring():
+        now[0] += 1.0
+    due = []
+    for _ in range(8):
+        now[0] += 3.0
+        due.append(monitor.is_due(len(due) + 1))
+    assert due == [False] * 7 + [True]
+    told = capsys.readouterr().err
+    assert told.count("newton_summary") == 1
+    assert "epoch 2: not measured, for the budget; next measurement after epoch 8 or so" in told
+
+
 def test_measurements_and_steering_share_a_budget():
     callback, module = quick(adjust=True, budget=0.05), Plain()
     callback.steer(torch.optim.Adam(module.parameters()), module, training_loss)

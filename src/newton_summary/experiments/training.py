@@ -261,9 +261,11 @@ class Session:
         summary, rates = optimizer.last_summary, optimizer.last_rates
         if summary is not None:
             eta = optimizer.eta.detach().cpu()
-            writer.add_summary(Measured(
+            writer.add_summary(
+                Measured(
                     self.epoch, "optimizer", summary, eta, rates.status, lambda_int=rates.lambda_int
-                ))
+                )
+            )
         facts: Row = {
             "refreshes": optimizer.refreshes,
             "failed_refreshes": optimizer.failed_refreshes,
