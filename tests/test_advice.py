@@ -16,6 +16,7 @@ from torch import nn
 
 import newton_summary as ns
 from newton_summary.integrations.console import sentence
+from newton_summary.integrations.loggers import advice_scalars
 from newton_summary.measuring import rehearsal
 from newton_summary.measuring.advice import VERDICTS, GroupAdvice, _Trials
 from newton_summary.measuring.factors import Estimate, FactorModel
@@ -268,6 +269,17 @@ def test_what_noisy_groups_are_told_is_what_is_suggested():
         assert [(g.verdict, g.change) for g in nothing.groups] == [("noise", 1.0)] * 2
         assert nothing.together is None and "together" not in str(nothing)
         assert sentence(nothing).count("too noisy to say") == 2
+
+
+def test_a_factor_at_its_limit_has_no_error():
+    """Though some halves of the batches have another one."""
+    advice = valley_advice(lr=0.01, apart=0.0, shared=0.0)
+    for factor, told, is_shown in ((10.0, "≥x10", False), (0.1, "≤x0.1", False), (9.0, "x9", True)):
+        advice.groups = (GroupAdvice("group0", (0.01,), factor, 0.18, factor, "raise"),) * 2
+        row = str(advice).splitlines()[1].split()
+        assert row[5:] == [told, *["0.18"] * is_shown]
+        assert ("newton_summary/factor_error/group0" in advice_scalars(advice)) == is_shown
+        assert ("0.18" in sentence(advice)) == is_shown
 
 
 def test_each_of_several_groups_has_a_line_on_the_console():

@@ -507,7 +507,7 @@ def test_a_budget_makes_measurements_rarer_and_smaller(tmp_path):
 
 
 def test_a_measurement_that_is_skipped_for_the_budget_is_told_once(capsys):
-    """Two measurements of 1 s fit after 20 s of training, in epoch 7; every other one is asked for."""
+    """Two measurements of 1 s fit after 20 s of training: after epoch 7, and 8 is asked for."""
     now = [0.0]
     monitor = Monitor(every_n_epochs=2, budget=0.1)
     monitor.budget.clock = lambda: now[0]

@@ -214,8 +214,8 @@ def explain(
         text = "A minimum."
     if no_effect:
         text += (
-            f" No slope or curvature here: {no_effect} (a bias before a batch norm, or a LoRA factor "
-            "whose partner is zero)."
+            f" No slope or curvature here: {no_effect} (a bias before a batch norm, or a LoRA "
+            "factor whose partner is zero)."
         )
     if status not in ("saddle", "no-minimum"):
         return text

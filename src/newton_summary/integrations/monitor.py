@@ -156,7 +156,7 @@ class Monitor:
         return self.loss_fn(model, batch)
 
     def is_due(self, epoch: float) -> bool:
-        """Return whether to measure after this many epochs; say so the first time it is too soon."""
+        """Return whether to measure after this many epochs; tell the first time it is too soon."""
         if epoch % self.every_n_epochs:
             return False
         is_due = self.has_time(epoch)
@@ -276,8 +276,10 @@ class Monitor:
         # The step that was tried; its errors are those of the best factors, where it takes these.
         changes = groups.rates.eta.new_tensor([group.change for group in groups.groups])
         errors = [
-            math.nan if group.stderr is None or group.change != group.factor else group.stderr
-            for group in groups.groups
+            math.nan
+            if g.stderr is None or g.change != g.factor or groups.at_limit(g.factor)
+            else g.stderr
+            for g in groups.groups
         ]
         stderr = None if all(map(math.isnan, errors)) else changes.new_tensor(errors)
         rates = replace(groups.rates, eta=changes, eta_stderr=stderr, status="minimum")

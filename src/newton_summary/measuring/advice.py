@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -203,10 +202,10 @@ class Advice(ShownAsTable):
                 best = f"x{change:.3g} (best next step: {best})"
             names = first_names([group.name for group in noisy])
             lines.append(f"too noisy one by one: {names}; together: {best}")
-        if self._at_limit("change"):
+        if any(self.at_limit(group.change) for group in self.groups):
             first = "apply, train a little," if self.then.real < 0 else "apply"
             lines.append(f"at the limit (max_change): {first} and ask again")
-        elif changed and self._at_limit("factor"):
+        elif any(self.at_limit(group.factor) and group.change != 1 for group in self.groups):
             lines.append(
                 "the best next step is at the limit (max_change): ask again after some training"
             )
@@ -249,12 +248,13 @@ class Advice(ShownAsTable):
 
     def _factor(self, factor: float, stderr: float | None) -> tuple[str, str]:
         """Return a factor and its error as text; one at the limits may be beyond."""
-        at = [math.isclose(factor, limit) for limit in self._limits]
-        return f"{'≤' if at[0] else '≥' if at[1] else ''}x{factor:.3g}", error_text(stderr, factor)
+        if self.at_limit(factor):
+            return f"{'≥' if factor > 1 else '≤'}x{factor:.3g}", ""
+        return f"x{factor:.3g}", error_text(stderr, factor)
 
-    def _at_limit(self, what: Literal["change", "factor"]) -> bool:
-        values = [getattr(group, what) for group in self.groups if group.change != 1]
-        return any(math.isclose(*both) for both in itertools.product(values, self._limits))
+    def at_limit(self, factor: float) -> bool:
+        """Whether the best factor may lie beyond this one. It has no error then."""
+        return any(math.isclose(factor, limit) for limit in self._limits)
 
     def apply(self) -> None:
         """Set the optimizer's learning rates to the suggested ones.
