@@ -23,7 +23,7 @@ class Console:
         self.enabled = enabled
 
     def say(self, text: str) -> None:
-        """Write a line, below whatever progress bar is there."""
+        """Write a line, below whatever progress bar is there: these do not end their line."""
         if self.enabled:
             print(f"\nnewton_summary: {text}", file=sys.stderr, flush=True)
 
