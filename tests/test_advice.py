@@ -280,6 +280,8 @@ def test_a_factor_at_its_limit_has_no_error():
         assert row[5:] == [told, *["0.18"] * is_shown]
         assert ("newton_summary/factor_error/group0" in advice_scalars(advice)) == is_shown
         assert ("0.18" in sentence(advice)) == is_shown
+    advice.groups = (GroupAdvice("group0", (0.01,), 0.1, 2.9, 1.0, "noise"),) * 2
+    assert str(advice).splitlines()[1].split()[5:] == ["≤x0.1", "2.9"]
 
 
 def test_each_of_several_groups_has_a_line_on_the_console():

@@ -248,12 +248,12 @@ class Advice(ShownAsTable):
 
     def _factor(self, factor: float, stderr: float | None) -> tuple[str, str]:
         """Return a factor and its error as text; one at the limits may be beyond."""
-        if self.at_limit(factor):
-            return f"{'≥' if factor > 1 else '≤'}x{factor:.3g}", ""
-        return f"x{factor:.3g}", error_text(stderr, factor)
+        sign = ("≥" if factor > 1 else "≤") if self.at_limit(factor) else ""
+        shown = not sign or Estimate(factor, stderr).verdict == "noise"
+        return f"{sign}x{factor:.3g}", error_text(stderr, factor) if shown else ""
 
     def at_limit(self, factor: float) -> bool:
-        """Whether the best factor may lie beyond this one. It has no error then."""
+        """Whether the best factor may lie beyond this one, whose error then says little."""
         return any(math.isclose(factor, limit) for limit in self._limits)
 
     def apply(self) -> None:
