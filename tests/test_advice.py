@@ -648,7 +648,7 @@ def test_a_rate_that_does_not_train_is_lowered_though_its_next_step_is_the_best(
     now, then = (pytest.approx(loss, rel=1e-9) for loss in reached)
     assert advice.rehearsal[:4] == (12, now, then, 6) and reached[1] < 0.5 * reached[0]
     assert "in 6 as suggested, though the next step is worse" in str(advice)
-    assert "rehearsal: the loss of its batches goes from" in str(advice)
+    assert "rehearsal: the loss of the batches it trains on goes from" in str(advice)
     kept = ns.suggest_lrs(model, loss_fn, DATA, sgd, rehearsal=False)
     assert kept.groups[0].change != group.change and kept.then.real <= kept.now.real
 

@@ -183,9 +183,10 @@ class Advice(ShownAsTable):
         if self.rehearsal is not None:
             steps, now, then, then_steps, start, held_out = self.rehearsal
             reached, reached_then = told_apart(now, then)
+            batches = "held-out batches" if held_out else "the batches it trains on"
             lines.append(
-                f"rehearsal: the loss of {'held-out' if held_out else 'its'} batches goes from "
-                f"{start:.4g} to {reached} in {steps} steps now, to {reached_then} in {then_steps} "
+                f"rehearsal: the loss of {batches} goes from {start:.4g} to {reached} in {steps} "
+                f"steps now, to {reached_then} in {then_steps} "
                 f"{'as suggested' if changed else 'with another rate'}"
                 f"{step and f', though the next step {step}'}"
             )

@@ -39,7 +39,7 @@ from newton_summary.solver import Array
 PASSES = 2  # as many steps as in two passes over the batches
 MOST = 32  # batches, which are kept in memory
 RAISE, LOWER = 1 / 2, 1 / 4  # the exponents of c
-ALIKE = 0.01  # of the loss at the start: where nothing is left to learn, it rises by less
+LEVEL = 0.01  # of the loss at the start: where nothing is left to learn, it rises by less
 
 
 class Rehearsal(NamedTuple):
@@ -110,7 +110,7 @@ def rehearse(
         found.append(Rehearsal(n, present[n], other[m], m, present[0], times is not None))
         limit = math.inf
         if (several[i] > 1).any():
-            limit = present[0] + ALIKE * abs(present[0])
+            limit = present[0] + LEVEL * abs(present[0])
         if other[m] < min(present[n], limit) or (is_lost and present[n] == limit == math.inf):
             better.append(i)
     best = min(better or range(len(found)), key=lambda i: others[i][ends[i]])
