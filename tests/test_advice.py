@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import nn
 
 import newton_summary as ns
 from newton_summary.integrations.console import sentence
+from newton_summary.integrations.loggers import advice_scalars
 from newton_summary.measuring import rehearsal
 from newton_summary.measuring.advice import VERDICTS, GroupAdvice, _Trials
 from newton_summary.measuring.factors import Estimate, FactorModel
@@ -196,7 +198,7 @@ def test_error_bars_tell_signal_from_noise():
     noisy = ns.suggest_lrs(model, loss_fn, lots[1:], sgd, "canonical", direction_data=lots[0])
     assert {noisy[name].verdict for name in ("2.weight", "2.bias")} == {"noise"}
     assert all(group.change == 1.0 for group in noisy.groups) and noisy.then == noisy.now
-    assert {noisy[name].verdict for name in ("0.weight", "0.bias")} == {"no step"}
+    assert {noisy[name].verdict for name in ("0.weight", "0.bias")} == {"not yet"}
     one = ns.suggest_lrs(model, loss_fn, DATA[0], adam)
     assert one.groups[0].stderr is None
 
@@ -269,16 +271,38 @@ def test_what_noisy_groups_are_told_is_what_is_suggested():
         assert sentence(nothing).count("too noisy to say") == 2
 
 
+def test_a_factor_at_its_limit_has_no_error():
+    """Though some halves of the batches have another one."""
+    advice = valley_advice(lr=0.01, apart=0.0, shared=0.0)
+    for factor, told, is_shown in ((10.0, "≥x10", False), (0.1, "≤x0.1", False), (9.0, "x9", True)):
+        advice.groups = (GroupAdvice("group0", (0.01,), factor, 0.18, factor, "raise"),) * 2
+        row = str(advice).splitlines()[1].split()
+        assert row[5:] == [told, *["0.18"] * is_shown]
+        assert ("newton_summary/factor_error/group0" in advice_scalars(advice)) == is_shown
+        assert ("0.18" in sentence(advice)) == is_shown
+    advice.groups = (GroupAdvice("group0", (0.01,), 0.1, 2.9, 1.0, "noise"),) * 2
+    assert str(advice).splitlines()[1].split()[5:] == ["≤x0.1", "2.9"]
+
+
 def test_each_of_several_groups_has_a_line_on_the_console():
     advice = valley_advice(lr=0.01, apart=0.0, shared=0.0)
-    first, *lines = sentence(advice, steered=True).splitlines()
-    assert first == "loss 0, steered"
+    first, *lines = sentence(advice).splitlines()
+    assert first == "loss 0"
     assert [line.partition(" could")[0] for line in lines] == [
         "  lr 0.01 of group0",
         "  lr 0.01 of group1",
     ]
     advice.groups = advice.groups[:1]
     assert sentence(advice).startswith("loss 0; lr 0.01 could be x10")
+
+
+def test_noise_says_that_nothing_was_rehearsed():
+    advice = valley_advice(lr=0.01, apart=0.0, shared=0.0)
+    advice.groups = (GroupAdvice("group0", (0.01,), 1.1, 0.3, change=1.0, verdict="noise"),) * 2
+    advice.together = None
+    told = "measure on more data; no training with the present rate was rehearsed"
+    for advice.rehearsal, is_told in ((None, True), (rehearsal.Rehearsal(16, 2.0, 1.0, 8), False)):
+        assert (told in str(advice)) == is_told
 
 
 def test_a_rate_that_stays_is_not_called_noisy_as_well(monkeypatch):
@@ -295,8 +319,8 @@ def test_a_rate_that_stays_is_not_called_noisy_as_well(monkeypatch):
 def test_losses_of_a_rehearsal_can_be_told_apart():
     advice = valley_advice(lr=0.111, apart=1.0, shared=0.0)
     for now, then, told in ((2.0, 1.0, "2 in 16"), (4.21734e10, 4.21731e10, "4.21734e+10 in 16")):
-        advice.rehearsal = rehearsal.Rehearsal(16, now, then, 10)
-        assert f"reaches {told} steps now" in str(advice)
+        advice.rehearsal = rehearsal.Rehearsal(16, now, then, 10, start=9.0)
+        assert f"of held-out batches goes from 9 to {told} steps now, to" in str(advice)
         assert "says little" not in str(advice)
     advice.rehearsal = rehearsal.Rehearsal(2, 2.0, 1.0, 1)  # of one batch
     assert "says little: give sixteen batches" in str(advice)
@@ -311,8 +335,8 @@ def test_a_rehearsal_that_lowers_the_loss_with_no_rate_decides_nothing(factor, s
     advice.together, advice.rehearsal = None, rehearsal.Rehearsal(16, 2.0, 2.2, 10, start)
     assert advice.rehearsal.decides == decides
     is_told = factor == 10 and not decides
-    told = "keep: the rehearsal decides nothing: the loss of the batches that it was not trained "
-    assert (f"{told}on, {start:.4g} at the start, falls with neither" in str(advice)) == is_told
+    told = "keep: the rehearsal decides nothing: its loss falls with neither rate"
+    assert (told in str(advice)) == is_told
     assert ("fast enough in the rehearsal" in str(advice)) != is_told
     assert ("keep lr 0.1 of group0: a rehearsal decides nothing" in sentence(advice)) == is_told
 
@@ -322,8 +346,25 @@ def test_a_limit_at_which_the_next_step_raises_the_loss_is_not_trained_at():
     sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
     advice = ns.suggest_lrs(model, distance, targets, sgd)
     assert "at the limit (max_change): apply, train a little, and ask again" in str(advice)
+    (group,) = advice.groups
+    for advice.groups, is_told in (
+        ((replace(group, change=3.2),), True),
+        ((replace(group, change=3.2, factor=5.0),), False),
+        ((replace(group, change=1.0, verdict="keep"),), False),
+    ):
+        assert ("at the limit (max_change): ask again after some" in str(advice)) == is_told
+        assert "apply" not in str(advice)
+    advice.groups = (group,)
     advice.then = advice.then._replace(real=71.3)
     assert "at the limit (max_change): apply and ask again" in str(advice)
+    for now, told in ((80.0, "raises the loss, but less than now"), (71.0, "raises the loss")):
+        advice.now = advice.now._replace(real=now)
+        assert f"as suggested, though the next step {told}\n" in str(advice)
+    advice.rehearsal = None
+    assert "\nthe next step raises the loss\n" in str(advice)
+    advice.then = advice.then._replace(real=-1.0)
+    advice.now = advice.then._replace(real=-2.0)
+    assert "\nthe next step is worse\n" in str(advice)
 
 
 def test_the_error_of_a_factor_is_that_of_the_mean():
@@ -607,6 +648,7 @@ def test_a_rate_that_does_not_train_is_lowered_though_its_next_step_is_the_best(
     now, then = (pytest.approx(loss, rel=1e-9) for loss in reached)
     assert advice.rehearsal[:4] == (12, now, then, 6) and reached[1] < 0.5 * reached[0]
     assert "in 6 as suggested, though the next step is worse" in str(advice)
+    assert "rehearsal: the loss of the batches it trains on goes from" in str(advice)
     kept = ns.suggest_lrs(model, loss_fn, DATA, sgd, rehearsal=False)
     assert kept.groups[0].change != group.change and kept.then.real <= kept.now.real
 
@@ -672,7 +714,7 @@ def test_a_rate_that_makes_the_loss_grow_is_lowered(lr):
     model, targets = Point(), [(torch.zeros(1, dtype=torch.float64),)] * 4
     sgd = torch.optim.SGD(model.parameters(), lr=lr)
     advice = ns.suggest_lrs(model, distance, targets, sgd)
-    steps, now, then, then_steps, _ = advice.rehearsal
+    steps, now, then, then_steps, *_ = advice.rehearsal
     assert advice.groups[0].verdict == "lower" and advice.groups[0].change < 0.5
     assert then < now or then == now == math.inf
     assert then_steps == (8 if lr < 100 else steps)
@@ -689,7 +731,10 @@ def test_a_rate_that_makes_the_loss_grow_is_lowered(lr):
         (0.1, {0: 1.0, 4: math.inf}, {4: math.inf, 8: math.inf}, True),
         (4.0, {0: 1.0, 8: math.inf}, {4: math.inf, 8: math.inf}, False),
         (4.0, {0: 1.0, 8: 3.0}, {4: 3.0, 8: 2.0}, False),
-        (4.0, {0: 1.0, 8: 3.0}, {4: 2.0, 8: 9.0}, True),
+        (4.0, {0: 9.0, 8: 3.0}, {4: 2.0, 8: 9.0}, True),
+        (4.0, {0: 1.0, 8: 3.0}, {4: 2.0, 8: 9.0}, False),  # it makes the loss grow as well
+        (4.0, {0: 1.0, 8: math.inf}, {4: 2.0, 8: math.inf}, False),
+        (4.0, {0: 1.0, 8: 1.003}, {4: 1.002, 8: 1.002}, True),  # nothing is left to learn
     ],
 )
 def test_when_another_rate_is_better(c, present, other, is_better, monkeypatch):
@@ -707,6 +752,25 @@ def test_when_another_rate_is_better(c, present, other, is_better, monkeypatch):
     found, best = rehearsal.rehearse(probe, sgd, [np.array([c])], [c])
     assert best == (0 if is_better else None)
     assert found.now == present[found.steps] and found.then == other[found.then_steps]
+
+
+def test_where_training_diverges_smaller_rates_are_rehearsed():
+    """Not the rates with which it diverges as well, only later."""
+    torch.manual_seed(0)
+    x = torch.randn(256, 12)
+    y = torch.sin(2 * x[:, :1]) + x[:, 1:2] * x[:, 2:3]
+    model = nn.Sequential(nn.Linear(12, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU())
+    model.append(nn.Linear(48, 1))
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    batches = list(zip(x.split(16), y.split(16), strict=True))
+
+    def loss(model, batch):
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    advice = ns.suggest_lrs(model, loss, batches, sgd, "layers")
+    assert not advice.rehearsal.now <= advice.rehearsal.start  # it may be inf
+    assert {g.verdict for g in advice.groups} == {"lower"}
+    assert advice.rehearsal.then < advice.rehearsal.start
 
 
 @pytest.mark.parametrize(
@@ -776,7 +840,9 @@ def test_a_fresh_lora_factor_is_left_out_by_name():
     model = Adapted()
     adam = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
     advice = ns.suggest_lrs(model, loss, batches, adam, "canonical")
-    assert advice["A"].verdict == "no effect" and advice["A"].change == 1.0
+    assert advice["A"].verdict == "not yet" and advice["A"].change == 1.0
+    still = torch.optim.SGD(model.parameters(), lr=1e-4)
+    assert ns.suggest_lrs(model, loss, batches, still, "canonical")["A"].verdict == "not yet"
     assert advice["B"].verdict == "raise" and advice.then.real < advice.now.real < 0
     assert next(row for row in advice._rows() if row[0] == "A")[5] == ""
     whole = ns.suggest_lrs(model, loss, batches, adam)  # nothing is known of A's own rate

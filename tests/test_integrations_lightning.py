@@ -419,9 +419,9 @@ class Scheduled(Plain):
 STEERED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "shuffle": False}
 
 
-def test_steering_equals_a_plain_loop_to_the_bit(tmp_path):
+def test_steering_equals_a_plain_loop_to_the_bit(tmp_path, capsys):
     """Three batches an epoch, so the last step of each epoch is of a single batch."""
-    module, callback = Scheduled(), quick(adjust=True)
+    module, callback = Scheduled(), quick(adjust=True, console=True)
     logger = CSVLogger(tmp_path)
     fit(module, tmp_path, [callback], max_epochs=6, logger=logger, **STEERED)
 
@@ -440,6 +440,9 @@ def test_steering_equals_a_plain_loop_to_the_bit(tmp_path):
         nn.utils.clip_grad_norm_(net.parameters(), 0.5)
         controller.step(UserList(batches))
         schedule.step()
+    (last,) = [r for r in controller.history if r.change != 1][-1:]
+    told = f"; steered: lr {controller.rates[0]:.3g} (last change after step {last.step}: x"
+    assert told in capsys.readouterr().err
     assert callback.controller.history == controller.history and len(controller.history) > 5
     for p, q in zip(module.net.parameters(), net.parameters(), strict=True):
         assert p.equal(q)
@@ -501,6 +504,25 @@ def test_a_budget_makes_measurements_rarer_and_smaller(tmp_path):
     assert seen[None] == seen[5.0] == (13, 48)
     assert seen[0.1][0] < 8
     assert seen[0.1][1] == 32  # two batches, the fewest with an error
+
+
+def test_a_measurement_that_is_skipped_for_the_budget_is_told_once(capsys):
+    """Two measurements of 1 s fit after 20 s of training: after epoch 7, and 8 is asked for."""
+    now = [0.0]
+    monitor = Monitor(every_n_epochs=2, budget=0.1)
+    monitor.budget.clock = lambda: now[0]
+    monitor.budget.start()
+    assert monitor.is_due(0)
+    with monitor.budget.measuring():
+        now[0] += 1.0
+    due = []
+    for _ in range(8):
+        now[0] += 3.0
+        due.append(monitor.is_due(len(due) + 1))
+    assert due == [False] * 7 + [True]
+    told = capsys.readouterr().err
+    assert told.count("newton_summary") == 1
+    assert "epoch 2: not measured, for the budget; next measurement after epoch 8 or so" in told
 
 
 def test_measurements_and_steering_share_a_budget():

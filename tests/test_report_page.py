@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import resources
 
 import numpy as np
@@ -199,6 +200,30 @@ def test_gain_beyond_the_whole_loss_is_not_told(tmp_path):
         (run,) = carried(ns.report(summary, tmp_path / "page.html"))["runs"]
         gain = run["measured"][0]["analysis"]["gain"]
         assert (gain is not None and "promise 1 times" in gain) is told
+
+
+def test_gain_is_told_with_the_strength_of_the_rates(tmp_path):
+    """And not of absolute rates, or where the rates are no minimum."""
+    H = torch.tensor([[2.0, 1.0], [1.0, 3.0]])
+    bent = torch.diag(torch.tensor([2.0, -1.0]))
+    one, none = torch.ones(2), torch.zeros(2)
+    for Hbar, D3, strength, status in (
+        (H, one, 100.0, None),
+        (H, one, 0.0, None),
+        (H, one, 0.0, "absolute"),
+        (bent, one, 0.0, None),
+        (bent, none, 1.0, None),
+    ):
+        summary = ns.Summary(gbar=torch.ones(2), Hbar=Hbar, D3=D3)
+        rates = ns.learning_rates(summary, strength)
+        history = ns.History("one")
+        history.add(0, summary, rates if status is None else replace(rates, status=status))
+        (run,) = carried(ns.report(history, tmp_path / "page.html"))["runs"]
+        gain = run["measured"][0]["analysis"]["gain"]
+        if Hbar is H and status is None:
+            assert f"with lambda_int = {strength:g})" in gain
+        else:
+            assert gain is None
 
 
 def test_names_leave_out_the_folder_of_all_runs(tmp_path):

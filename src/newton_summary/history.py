@@ -56,6 +56,7 @@ class Measured:
     status: str  # of the learning rates
     eta_stderr: Tensor | None = None  # (S,)
     trials: tuple[Trial, ...] = ()  # of steps along eta, where they were tried
+    lambda_int: float | None = None  # of the learning rates, if known
 
     @property
     def trial(self) -> Trial | None:
@@ -158,6 +159,7 @@ class History(ShownAsTable):
                 rates.status,
                 None if error is None else error.detach().cpu(),
                 tuple(trials),
+                rates.lambda_int,
             )
         )
 

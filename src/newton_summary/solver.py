@@ -94,7 +94,7 @@ class LearningRates(ShownAsTable):
     escaping: tuple[int, ...] = ()  # with "no-minimum": groups along which the model falls
     loss: float = math.nan  # where the step starts, if known
     no_cubic: bool = False  # D3 is 0 in all groups, so lambda_int has no effect
-    no_effect: tuple[int, ...] = ()  # groups on which the model does not depend; their rate is 0
+    no_effect: tuple[int, ...] = ()  # groups without slope and curvature; their rate is 0
     real_change: float = math.nan  # of the loss of the data by this step; nan if it was not tried
 
     @property
@@ -206,14 +206,17 @@ def explain(
 ) -> str:
     """Return what a status means and what to do about it.
 
-    ``no_cubic`` says that D3 is 0 in all groups, ``no_effect`` names groups on which the loss does
-    not depend, ``instead`` what to use in place of such rates.
+    ``no_cubic`` says that D3 is 0 in all groups, ``no_effect`` names groups without slope and
+    curvature, ``instead`` what to use in place of such rates.
     """
     text = STATUS[status]
     if status == "flat" and no_effect:
         text = "A minimum."
     if no_effect:
-        text += f" The loss does not depend on {no_effect} (perhaps a bias before a batch norm)."
+        text += (
+            f" No slope or curvature here: {no_effect} (a bias before a batch norm, or a LoRA "
+            "factor whose partner is zero)."
+        )
     if status not in ("saddle", "no-minimum"):
         return text
     if no_cubic:

@@ -261,7 +261,11 @@ class Session:
         summary, rates = optimizer.last_summary, optimizer.last_rates
         if summary is not None:
             eta = optimizer.eta.detach().cpu()
-            writer.add_summary(Measured(self.epoch, "optimizer", summary, eta, rates.status))
+            writer.add_summary(
+                Measured(
+                    self.epoch, "optimizer", summary, eta, rates.status, lambda_int=rates.lambda_int
+                )
+            )
         facts: Row = {
             "refreshes": optimizer.refreshes,
             "failed_refreshes": optimizer.failed_refreshes,
@@ -294,7 +298,14 @@ class Session:
             return {"measure_error": str(error)}
         rates = learning_rates(summary, config.lambda_int)
         writer.add_summary(
-            Measured(self.epoch, "full", summary, rates.eta.detach().cpu(), rates.status)
+            Measured(
+                self.epoch,
+                "full",
+                summary,
+                rates.eta.detach().cpu(),
+                rates.status,
+                lambda_int=rates.lambda_int,
+            )
         )
         return {"full_loss": float(summary.loss), "measure_status": rates.status}
 

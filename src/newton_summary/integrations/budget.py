@@ -63,12 +63,20 @@ class Budget:
         """Seconds of training so far."""
         return self.clock() - self.begin - self.spent
 
-    def allows(self, used: int = 0) -> bool:
-        """Return whether another measurement fits, after one on ``used`` batches."""
+    def needed(self, used: int = 0) -> float:
+        """Return after how many seconds of training another measurement fits.
+
+        The last one was on ``used`` batches.
+        """
         if self.share is None or not self.spent:
-            return True
+            return 0.0
         smallest = self.last * min(1.0, FEWEST / used) if used else self.last
-        return self.spent + smallest <= self.share * self.training
+        return (self.spent + smallest) / self.share
+
+    def allows(self, used: int = 0) -> bool:
+        """Return whether another measurement fits now."""
+        needed = self.needed(used)
+        return not needed or needed <= self.training
 
     def batches(self, used: int, most: int, seconds: float) -> int:
         """Return how many batches to measure on, at most ``most``.

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from newton_summary.measuring.advice import Advice, GroupAdvice, error_text
 from newton_summary.measuring.factors import Estimate
+from newton_summary.optimizer.controller import RateController
 
 LIMIT = 10.0  # suggest_lrs looks for factors up to this
 PATIENCE = 2.0  # seconds after which a measurement that still runs is mentioned
@@ -22,7 +23,7 @@ class Console:
         self.enabled = enabled
 
     def say(self, text: str) -> None:
-        """Write a line, below whatever progress bar is there."""
+        """Write a line, below whatever progress bar is there: these do not end their line."""
         if self.enabled:
             print(f"\nnewton_summary: {text}", file=sys.stderr, flush=True)
 
@@ -38,8 +39,18 @@ class Console:
             timer.cancel()
 
 
-def sentence(advice: Advice, steered: bool = False) -> str:
-    """Return what advice says: the loss, and a clause for each group, each on its own line."""
+def sentence(advice: Advice, controller: RateController | None = None) -> str:
+    """Return what advice says: the loss, and a clause for each group, each on its own line.
+
+    Of a controller, which does not take advice, what it did.
+    """
+    start = f"loss {float(advice.summary.loss):.4g}"
+    if advice.below_peak:
+        start += (
+            f", a schedule at {min(lr / peak for lr, peak in advice.below_peak):.2g} of its peak"
+        )
+    if controller is not None:
+        return f"{start}; {steering(controller)}"
     several, together = len(advice.groups) > 1, advice.together
     noisy = [g for g in advice.groups if g.verdict == "noise"] if together is not None else []
     said = [clause(g, several, advice.kept_undecided(g)) for g in advice.groups if g not in noisy]
@@ -50,12 +61,17 @@ def sentence(advice: Advice, steered: bool = False) -> str:
             who, lrs, together.factor, together.stderr, noisy[0].change, together.verdict
         )
         said.append(f"{who} together (too noisy one by one): {clause(one)}")
-    start = f"loss {float(advice.summary.loss):.4g}{', steered' * steered}"
-    if advice.below_peak:
-        start += (
-            f", a schedule at {min(lr / peak for lr, peak in advice.below_peak):.2g} of its peak"
-        )
     return "\n  ".join([start, *said]) if several else f"{start}; {said[0]}"
+
+
+def steering(controller: RateController) -> str:
+    """Return the present rates, their last change, and what it followed from."""
+    said = f"steered: lr {', '.join(f'{rate:.3g}' for rate in controller.rates)}"
+    last = next((record for record in reversed(controller.history) if record.change != 1), None)
+    if last is None:
+        return said
+    factor = "" if math.isnan(last.factor) else f", the best step was x{last.factor:.2g}"
+    return f"{said} (last change after step {last.step}: x{last.change:.2g}, {last.why}{factor})"
 
 
 def clause(group: GroupAdvice, named: bool = False, undecided: bool = False) -> str:

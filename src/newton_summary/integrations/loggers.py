@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from newton_summary.history import History, Measured
-from newton_summary.measuring.advice import Advice, error_text
+from newton_summary.measuring.advice import Advice
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,7 +52,7 @@ def advice_scalars(advice: Advice) -> dict[str, float]:
     for group in advice.groups:
         values[f"{PREFIX}/factor/{group.name}"] = group.factor
         values[f"{PREFIX}/suggested/{group.name}"] = group.change
-        if group.stderr and error_text(group.stderr, group.factor):  # none at a limit
+        if group.stderr and not advice.at_limit(group.factor):
             values[f"{PREFIX}/factor_error/{group.name}"] = group.stderr
     return values
 

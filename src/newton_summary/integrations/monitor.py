@@ -144,7 +144,7 @@ class Monitor:
         self.options = options
         self.history = History(name or UNNAMED)
         self._loss = self.batch_loss  # one object: how to split batches is remembered by loss
-        self._warned = False
+        self._warned = self._skipped = False
         self._last_used: Summary | None = None  # the optimizer's, as it was last added
         self._batches = 0  # measured on last
         self._steered: Mapping[str, Any] | None = None  # state of a controller not yet made
@@ -156,8 +156,20 @@ class Monitor:
         return self.loss_fn(model, batch)
 
     def is_due(self, epoch: float) -> bool:
-        """Return whether to measure after this many epochs."""
-        return epoch % self.every_n_epochs == 0 and self.has_time(epoch)
+        """Return whether to measure after this many epochs; tell the first time it is too soon."""
+        if epoch % self.every_n_epochs:
+            return False
+        is_due = self.has_time(epoch)
+        if epoch and not (is_due or epoch in self.history.epochs or self._skipped):
+            self._skipped = True
+            pace = max(self.budget.training, 1e-9) / epoch
+            periods = self.budget.needed(self._batches) / pace / self.every_n_epochs
+            later = math.ceil(periods) * self.every_n_epochs
+            self.console.say(
+                f"epoch {epoch:g}: not measured, for the budget; next measurement after epoch "
+                f"{later:g} or so"
+            )
+        return is_due
 
     def has_time(self, epoch: float) -> bool:
         """Return whether nothing was measured yet after this many epochs, and the budget allows."""
@@ -264,13 +276,15 @@ class Monitor:
         # The step that was tried; its errors are those of the best factors, where it takes these.
         changes = groups.rates.eta.new_tensor([group.change for group in groups.groups])
         errors = [
-            math.nan if group.stderr is None or group.change != group.factor else group.stderr
-            for group in groups.groups
+            math.nan
+            if g.stderr is None or g.change != g.factor or groups.at_limit(g.factor)
+            else g.stderr
+            for g in groups.groups
         ]
         stderr = None if all(map(math.isnan, errors)) else changes.new_tensor(errors)
         rates = replace(groups.rates, eta=changes, eta_stderr=stderr, status="minimum")
         self.history.add(epoch, groups.summary, rates, trials=[Trial(1.0, *groups.then)])
-        said = sentence(self.advice, steered=self.controller is not None)
+        said = sentence(self.advice, self.controller)
         at = " (the schedule is at 0: measured at its first rate)" if ended else ""
         self.console.say(f"epoch {epoch:g}{at}: {said}")
         for group in self.advice.groups:

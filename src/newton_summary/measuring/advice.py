@@ -159,7 +159,7 @@ class Advice(ShownAsTable):
         head = ("group", "lr", "change", "suggested", "verdict", "best next step", "±")
         rows: list[tuple[str, ...]] = [head]
         for title, group in zip(self._partition.titles, self.groups, strict=True):
-            judged = group.verdict not in ("no effect", "no step")
+            judged = group.verdict not in ("not yet", "no effect", "no step")
             factor, error = self._factor(group.factor, group.stderr) if judged else ("", "")
             both = (group.lrs, group.suggested)
             lrs, suggested = (", ".join(f"{rate:.3g}" for rate in rates) for rates in both)
@@ -174,15 +174,21 @@ class Advice(ShownAsTable):
             f"{self.now.real:+.3g} now, {self.then.real:+.3g} as suggested "
             f"(predicted: {self.now.predicted:+.3g} and {self.then.predicted:+.3g})"
         ]
+        worse = any(then > now for then, now in zip(self.then, self.now, strict=True))
+        step = "is worse" if worse else ""
+        if changed and self.then.real > 0:
+            step = "raises the loss" + ("" if worse else ", but less than now")
+        if self.rehearsal is None and step:
+            lines.append(f"the next step {step}")
         if self.rehearsal is not None:
-            steps, now, then, then_steps, _ = self.rehearsal
+            steps, now, then, then_steps, start, held_out = self.rehearsal
             reached, reached_then = told_apart(now, then)
-            which = "as suggested" if changed else "with another rate"
-            worse = self.then.predicted > self.now.predicted
+            batches = "held-out batches" if held_out else "the batches it trains on"
             lines.append(
-                f"rehearsal: the loss reaches {reached} in {steps} steps now, "
-                f"{reached_then} in {then_steps} {which}"
-                f"{', though the next step is worse' if worse else ''}"
+                f"rehearsal: the loss of {batches} goes from {start:.4g} to {reached} in {steps} "
+                f"steps now, to {reached_then} in {then_steps} "
+                f"{'as suggested' if changed else 'with another rate'}"
+                f"{step and f', though the next step {step}'}"
             )
             if max(steps, then_steps) < SHORT:
                 lines.append(
@@ -197,17 +203,21 @@ class Advice(ShownAsTable):
                 best = f"x{change:.3g} (best next step: {best})"
             names = first_names([group.name for group in noisy])
             lines.append(f"too noisy one by one: {names}; together: {best}")
-        if any(
-            math.isclose(group.change, limit) for group in self.groups for limit in self._limits
-        ):
+        if any(self.at_limit(group.change) for group in self.groups):
             first = "apply, train a little," if self.then.real < 0 else "apply"
             lines.append(f"at the limit (max_change): {first} and ask again")
+        elif any(self.at_limit(group.factor) and group.change != 1 for group in self.groups):
+            lines.append(
+                "the best next step is at the limit (max_change): ask again after some training"
+            )
         lines += [
             f"a schedule has lr at {lr:.3g}, and at {peak:.3g} at its peak: this is advice for "
             f"{lr:.3g} alone; for the peak, ask before the scheduler is made"
             for lr, peak in self.below_peak
         ]
         meanings = {**VERDICTS}
+        if self.rehearsal is None:
+            meanings["noise"] += "; no training with the present rate was rehearsed"
         if self.together is not None:
             meanings["noise"] = (
                 "the batches do not agree on this group alone: it takes the factor of all such "
@@ -220,9 +230,7 @@ class Advice(ShownAsTable):
             )
         if self.rehearsal is not None and any(self.kept_undecided(g) for g in self.groups):
             meanings["keep"] = (
-                f"the rehearsal decides nothing: the loss of the batches that it was not trained "
-                f"on, {self.rehearsal.start:.4g} at the start, falls with neither rate; give more "
-                f"batches"
+                "the rehearsal decides nothing: its loss falls with neither rate; give more batches"
             )
         lines += [
             f"{v}: {means}"
@@ -241,8 +249,13 @@ class Advice(ShownAsTable):
 
     def _factor(self, factor: float, stderr: float | None) -> tuple[str, str]:
         """Return a factor and its error as text; one at the limits may be beyond."""
-        at = [math.isclose(factor, limit) for limit in self._limits]
-        return f"{'≤' if at[0] else '≥' if at[1] else ''}x{factor:.3g}", error_text(stderr, factor)
+        sign = ("≥" if factor > 1 else "≤") if self.at_limit(factor) else ""
+        shown = not sign or Estimate(factor, stderr).verdict == "noise"
+        return f"{sign}x{factor:.3g}", error_text(stderr, factor) if shown else ""
+
+    def at_limit(self, factor: float) -> bool:
+        """Whether the best factor may lie beyond this one, whose error then says little."""
+        return any(math.isclose(factor, limit) for limit in self._limits)
 
     def apply(self) -> None:
         """Set the optimizer's learning rates to the suggested ones.
@@ -421,8 +434,8 @@ def suggest_lrs(
         models = [FactorModel(summary, live, s, limits, diagonal) for s in strengths]
         factor_model = _best_strength(models, try_factors)
         found = factor_model.factors(fraction)
-        early = np.array([any(m.name in waiting for m in members) for members in part.members])
-        early &= live & (found.changes > 1)
+        waits = np.array([any(m.name in waiting for m in members) for members in part.members])
+        early = waits & live & (found.changes > 1)
         found = replace(found, changes=np.where(early, 1.0, found.changes))
         changes = found.changes
         longest = _longest(changes, factor_model) if fraction == 1 else changes
@@ -445,10 +458,10 @@ def suggest_lrs(
             verdict = "noise"
         if checked.verdict is not None:
             verdict = checked.verdict
-        if early[s]:
-            verdict = "not yet"
         if not live[s]:
             verdict = "no effect" if moved[s] else "no step"
+        if early[s] or (waits[s] and not live[s]):
+            verdict = "not yet"
         lrs = rates_of(optimizer, part, s)
         judged.append(GroupAdvice(name, lrs, own.factor, own.stderr, change, verdict))
     limits = (limits[0] / fraction, limits[1] / fraction)  # of the factors before the fraction
@@ -566,7 +579,8 @@ class _Trials:
 
         That step is unlike later ones: early in training, momentum has yet to build up.
         """
-        was_rehearsed = checked.rehearsal is not None and (changes < 1).any()
+        tried = checked.rehearsal
+        was_rehearsed = tried is not None and tried.decides and (changes < 1).any()
         if self.by_training is None or (checked.changes != 1).any() or was_rehearsed:
             return checked
         smaller = [self.lowest, self.lowest**0.5]

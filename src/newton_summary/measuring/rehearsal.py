@@ -9,8 +9,8 @@ noise matter, the loss depends on the product of rate and steps alone: a rate c 
 times as fast. At the edge of stability it is no faster. Halfway between the two, a larger rate has
 to be sqrt(c) times as fast. The present one has the benefit of the doubt: it gives way to a smaller
 one only if it is less than c^(1/4) times as fast; so does the larger one of two others. A rate that
-raises the loss is not fast at all: a smaller one has to raise it less in as many steps. Batches
-that nobody has trained on decide.
+raises the loss is not fast at all: a smaller one has to raise it less in as many steps, and one
+that is larger in some group must not raise it. Batches that nobody has trained on decide.
 
 A smaller rate that the derivatives do not ask for has to be twice as fast as the present one, on
 the batches that were trained on, which favours large rates. It is if the present rate does not
@@ -39,6 +39,7 @@ from newton_summary.solver import Array
 PASSES = 2  # as many steps as in two passes over the batches
 MOST = 32  # batches, which are kept in memory
 RAISE, LOWER = 1 / 2, 1 / 4  # the exponents of c
+LEVEL = 0.01  # of the loss at the start: where nothing is left to learn, it rises by less
 
 
 class Rehearsal(NamedTuple):
@@ -56,6 +57,7 @@ class Rehearsal(NamedTuple):
     then: float  # as suggested; with the best others if nothing is
     then_steps: int  # a larger rate has to be faster
     start: float = math.nan  # before the first step
+    held_out: bool = True  # the batches of these losses
 
     @property
     def decides(self) -> bool:
@@ -105,8 +107,11 @@ def rehearse(
         is_lost = (times is None or times[i] < 1) and present[n] > present[0]
         if is_lost and times is not None and other[m] >= present[n]:
             m = n
-        found.append(Rehearsal(n, present[n], other[m], m, present[0]))
-        if other[m] < present[n] or (is_lost and present[n] == math.inf):
+        found.append(Rehearsal(n, present[n], other[m], m, present[0], times is not None))
+        limit = math.inf
+        if (several[i] > 1).any():
+            limit = present[0] + LEVEL * abs(present[0])
+        if other[m] < min(present[n], limit) or (is_lost and present[n] == limit == math.inf):
             better.append(i)
     best = min(better or range(len(found)), key=lambda i: others[i][ends[i]])
     return found[best], best if better else None

@@ -80,7 +80,7 @@ def _measurement(measured: Measured) -> dict[str, Any]:
         "eta": _packed(measured.eta),
         "eta_stderr": _packed(measured.eta_stderr),
         "trials": [[_number(value) for value in trial] for trial in measured.trials],
-        "analysis": _analysis(summary),
+        "analysis": _analysis(measured),
     }
 
 
@@ -115,8 +115,9 @@ def _inverse(summary: Summary) -> tuple[Tensor | None, str | None]:
 # --- analysis -------------------------------------------------------------------------------------
 
 
-def _analysis(summary: Summary) -> dict[str, Any]:
+def _analysis(measured: Measured) -> dict[str, Any]:
     """Return pairs, what approximations keep, and two sentences on joint steps and merging."""
+    summary = measured.summary
     if summary.Hbar is None:
         return {"pairs": [], "undefined_pairs": 0, "kept": None, "gain": None, "merges": None}
     alone = replace(summary, parts=())  # no errors of rates that are not shown
@@ -125,7 +126,7 @@ def _analysis(summary: Summary) -> dict[str, Any]:
         "pairs": [[x if isinstance(x, str | int) else _number(x) for x in pair] for pair in pairs],
         "undefined_pairs": pairs.undefined,
         "kept": _kept(alone),
-        "gain": _gain(alone),
+        "gain": _gain(alone, measured),
         "merges": _merges(alone),
     }
 
@@ -141,11 +142,14 @@ def _kept(summary: Summary) -> dict[str, dict[str, float | str]] | None:
     }
 
 
-def _gain(summary: Summary) -> str | None:
-    lambda_int = 1.0 if summary.order == 3 else 0.0
+def _gain(summary: Summary, measured: Measured) -> str | None:
+    """Return what all of Hbar gains, if the rates are its own."""
+    lambda_int = measured.lambda_int
+    if lambda_int is None or measured.status == "absolute" or (lambda_int and summary.D3 is None):
+        return None
     gain = joint_gain(summary, lambda_int)
     beyond = -gain.joint > gain.loss > 0  # more than the whole loss: no model holds that far
-    if beyond or not math.isfinite(gain.ratio):
+    if beyond or not gain.joint_rates.ok or not math.isfinite(gain.ratio):
         return None
     return (
         f"Rates from all of Hbar promise {gain.ratio:.3g} times the decrease of those from its "
