@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 NAMES = {
@@ -34,6 +35,12 @@ METHODS = {
     "jet": "jet, one direction",
 }
 
+SMALL_GPTS = {  # features, texts x tokens
+    "gpt-cpu": (128, "4 x 128"),
+    "gpt-cpu-32": (32, "16 x 32"),
+    "gpt-cpu-64": (32, "64 x 64"),
+    "gpt-cpu-256": (256, "8 x 256"),
+}
 Results = dict[tuple[str, str, int], dict[str, Any]]  # by model, method and order
 
 
@@ -147,6 +154,25 @@ def peaks(results: Results) -> str:
     header = ["model", "one gradient", "order 2", "order 3", "order 3, times the floor"]
     header += ["peaks of a gradient", "gradient", "order 3"]
     return table(header, rows)
+
+
+def small_gpts(path: Path) -> str:
+    """Small GPTs on a CPU: medians of several runs, and one run with MKL alone."""
+    stored = json.loads(path.read_text())
+    rows = []
+    for model, (features, data) in SMALL_GPTS.items():
+        *runs, by_mkl = (
+            {r["method"]: r for r in run["results"] if r["model"] == model}
+            for run in (*stored["runs"], stored["mkl"])
+        )
+        floor = (runs[0]["sweep"]["S"] + 4) / 3
+        one = median(run["gradient"]["ms"] for run in runs)
+        found = median(run["sweep"]["gradients"] for run in runs)
+        mkl = by_mkl["sweep"]["gradients"]
+        numbers = [f"{one:.1f} ms", f"**{found:.1f}**", f"{found / floor:.2f}", f"{mkl:.1f}"]
+        rows.append([str(features), data, *numbers, f"{mkl / floor:.2f}"])
+    header = ["features", "texts x tokens", "one gradient", "order 3", "times the floor"]
+    return table([*header, "by MKL alone", "times the floor"], rows)
 
 
 def main() -> None:

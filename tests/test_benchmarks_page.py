@@ -31,3 +31,9 @@ def test_the_tables_of_the_page_are_those_of_the_results(tables, name, parts):
     for part in parts:
         table = getattr(tables, part)(results)
         assert table in page, f"Paste into docs/benchmarks.md:\n{table}"
+
+
+def test_small_gpts_are_those_of_their_runs(tables):
+    found = tables.small_gpts(ROOT / "benchmarks" / "results" / "engine-cpu-gpt.json")
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert found in page, f"Paste into docs/benchmarks.md:\n{found}"
