@@ -91,6 +91,41 @@ def test_hooks_of_other_threads_are_registered_and_fire():
     in_threads(measure, train)
 
 
+def test_hooks_that_another_thread_registers_on_the_measured_model_stay():
+    """Those of the loss do not, and those that were there rest meanwhile."""
+    (model, batch), fired, handles = make(0), [], []
+    layer = model[0]
+
+    def register():
+        return [
+            layer.register_forward_pre_hook(lambda *_: fired.append("before")),
+            layer.register_forward_hook(lambda *_: fired.append("after")),
+            layer.register_full_backward_hook(lambda *_: fired.append("backward")),
+            layer.weight.register_hook(lambda grad: fired.append("gradient")),
+        ]
+
+    def loss(model, batch):
+        value = loss_fn(model, batch)
+        register()[-1].remove()
+        in_threads(lambda: handles.extend(register()))
+        return value
+
+    def fire():
+        fired.clear()
+        loss_fn(model, batch).backward()
+        return sorted(fired)
+
+    register()
+    once = fire()
+    with pytest.warns(UserWarning, match="hooks are disabled"):
+        summarize(model, loss, batch)
+    assert len(once) == 4 and len(handles) == 4
+    assert fire() == sorted(2 * once)
+    for handle in handles:
+        handle.remove()
+    assert fire() == once
+
+
 @pytest.mark.parametrize("alive", [False, True])
 def test_turns_of_threads(alive):
     """One that ended in its turn is passed over, and one that has it is waited for."""

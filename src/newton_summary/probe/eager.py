@@ -36,6 +36,9 @@ class _Here(threading.local):
     measuring = False
     approximate = False  # whether the loss that is measured has another gradient than torch says
 
+    def __init__(self) -> None:
+        self.hooks: set[int] = set()  # registered during the measurement
+
 
 _here = _Here()
 
@@ -68,6 +71,8 @@ def start_measuring(journal: Journal, alone: bool) -> None:
     def stop() -> None:
         _here.measuring = before
 
+    if not before:
+        _here.hooks.clear()
     if alone and not before:
         journal.undo_later(_end_turn)
         _wait_for_turn()
@@ -113,6 +118,8 @@ def install_switches() -> None:
             switch = _switch(wrapper.forward, _run_inside)
             # Outside of torch.compile, as the original is.
             wrapper.forward = torch._disable_dynamo(switch, recursive=False)  # type: ignore[attr-defined]
+    if not getattr(RemovableHandle.__init__, "is_switch", False):
+        setattr(RemovableHandle, "__init__", _noting_own(RemovableHandle.__init__))  # noqa: B010
     if not getattr(torch.cond, "is_switch", False):
         setattr(torch, "cond", _switch(torch.cond, _run_one))  # noqa: B010
     compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
@@ -161,6 +168,24 @@ def _switch(original: Callable[..., Any], instead: Callable[..., Any]) -> Callab
 
     setattr(switch, "is_switch", True)  # noqa: B010
     return switch
+
+
+def _noting_own(original: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that makes the handle of a hook and keeps its number if this measures."""
+
+    @wraps(original)
+    def switch(self: RemovableHandle, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if is_measuring():
+            _here.hooks.add(self.id)
+
+    setattr(switch, "is_switch", True)  # noqa: B010
+    return switch
+
+
+def is_own_hook(number: int) -> bool:
+    """Whether a hook was registered by this thread in its measurement, and not by another one."""
+    return number in _here.hooks
 
 
 def _run_inside(wrapper: Any, *inputs: Any, **kwargs: Any) -> Any:

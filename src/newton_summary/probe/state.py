@@ -28,7 +28,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.utils import parametrize
 
 from newton_summary.parallel.processes import local_part
-from newton_summary.probe.eager import is_measuring
+from newton_summary.probe.eager import is_measuring, is_own_hook
 
 Step = Callable[[], object]
 P = ParamSpec("P")
@@ -215,30 +215,33 @@ class ModelState:
     def __init__(self, model: nn.Module):
         """Remember modes, buffers, attributes, gradients, hooks, and what requires a gradient."""
         modules = list(model.modules())
-        self.params = [(p, p.requires_grad, p.grad, p._backward_hooks) for p in model.parameters()]
+        self.params = [(p, p.requires_grad, p.grad) for p in model.parameters()]
         self.modes = [(module, module.training) for module in modules]
         self.attributes = PlainAttributes(modules)
         plain = list(self.attributes.tensors())
         if plain:  # a view of a parameter moves with it
-            memory = {_address(p) for p, *_ in self.params}
+            memory = {_address(p) for p, _, _ in self.params}
             plain = [x for x in plain if _address(x) not in memory]
         # One made under inference_mode cannot be changed outside it.
         self.tensors = [x for x in (*model.buffers(), *plain) if not x.is_inference()]
         self.values = [tensor.detach().clone() for tensor in self.tensors]
         self.versions = [_unsafe_preserve_version_counter(tensor) for tensor in self.tensors]
-        self.hooks = [(m, m._backward_hooks, m._backward_pre_hooks) for m in modules]
+        self.resting = [
+            hooks for p, _, _ in self.params if (hooks := p._backward_hooks) is not None
+        ]
+        self.resting += [
+            hooks for m in modules for hooks in (m._backward_hooks, m._backward_pre_hooks)
+        ]
         forward = [hooks for m in modules for hooks in (m._forward_pre_hooks, m._forward_hooks)]
-        self.forward_hooks = [(hooks, dict(hooks)) for hooks in forward]
+        self.hooks = [(hooks, dict(hooks)) for hooks in (*self.resting, *forward)]
         self.cached = _cached_parametrizations(modules)
 
     def rest(self) -> None:
         """Disable hooks, and hide the gradients from a loss that calls ``backward`` itself."""
-        for p, _, _, hooks in self.params:
+        for p, _, _ in self.params:
             p.grad = None
-            if hooks:
-                p._backward_hooks = None
-        for module, _, _ in self.hooks:
-            vars(module).update(_backward_hooks=OrderedDict(), _backward_pre_hooks=OrderedDict())
+        for hooks in self.resting:
+            hooks.clear()
 
     def restore(self) -> None:
         """Put back what an evaluation may have changed, before the next one."""
@@ -249,7 +252,7 @@ class ModelState:
         if self.tensors:
             # Always: the fused batch norm changes its statistics without counting a new version.
             torch._foreach_copy_([tensor.data for tensor in self.tensors], self.values)
-        for p, requires_grad, _, _ in self.params:
+        for p, requires_grad, _ in self.params:
             if p.requires_grad != requires_grad:
                 p.requires_grad_(requires_grad)
             p.grad = None  # of a loss that calls backward() itself
@@ -260,16 +263,15 @@ class ModelState:
         """Put back everything, at the end; also versions, so that older graphs remain valid."""
         with torch._C.DisableTorchFunction():
             self.restore()
-            for p, _, grad, hooks in self.params:
+            for p, _, grad in self.params:
                 p.grad = grad
-                if hooks:
-                    p._backward_hooks = hooks
         for version in self.versions:
             version.__exit__()
-        for module, after, before in self.hooks:
-            vars(module).update(_backward_hooks=after, _backward_pre_hooks=before)
-        for hooks, saved in self.forward_hooks:
-            set_contents(hooks, saved)
+        for hooks, saved in self.hooks:
+            if not hooks and not saved:
+                continue
+            others = {k: hook for k, hook in hooks.items() if k not in saved and not is_own_hook(k)}
+            set_contents(hooks, saved | others)
         parametrize._cache.update({k: v for k, v in self.cached.items() if v is not None})
 
 
