@@ -91,7 +91,7 @@ class RateRecord:
     slope: float  # along the step
     curvature: float  # along the step
     factor: float  # slope / curvature, from their running means
-    change: float  # what the rate was multiplied with
+    change: float  # what the rate was multiplied by
     why: Why
 
 
@@ -582,8 +582,8 @@ class RateController(ShownAsTable):
             return repr(self)
         return (
             f"factor: the best multiple of the step, slope / curvature, from their running means\n"
-            f"change: what the rate was then multiplied with, to bring the factor to "
-            f"{self.set_point:g}; a schedule multiplies it besides\n"
+            f"change: what the rate was then multiplied by, to bring the factor to "
+            f"{self.set_point:g}; a schedule multiplies it as well\n"
             f"after {self.steps} steps the learning rate is {rates}"
         )
 
