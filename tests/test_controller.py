@@ -650,6 +650,43 @@ def test_parameters_that_the_optimizer_did_not_hold_may_be_given_to_it():
     assert controller.history[-1].slope == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("thawed", ["before", "after"])
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("later", [1, 2, 8, 9])
+def test_training_goes_on_where_parameters_were_thawed(add, thawed, later):
+    """Bit for bit if they are thawed again before the state is loaded; afterwards is no error."""
+
+    def build():
+        model = make_net()
+        model[0].requires_grad_(False)
+        adam = torch.optim.Adam(model[2:].parameters() if add else model.parameters(), lr=1e-3)
+        return model, adam, ns.RateController(adam, model, cross_entropy)
+
+    def thaw(model, adam):
+        model[0].requires_grad_(True)
+        if add:
+            adam.add_param_group({"params": list(model[0].parameters()), "lr": 2e-3})
+
+    data = batches(40)
+    model, adam, controller = build()
+    train(model, adam, controller, data[:15])
+    thaw(model, adam)
+    train(model, adam, controller, data[15 : 15 + later])
+    states = copy.deepcopy([x.state_dict() for x in (model, adam, controller)])
+    train(model, adam, controller, data[15 + later :])
+
+    resumed, adam, other = build()
+    if add or thawed == "before":  # Adam's own state has the new group
+        thaw(resumed, adam)
+    for part, state in zip((resumed, adam, other), states, strict=True):
+        part.load_state_dict(state)
+    resumed[0].requires_grad_(True)
+    train(resumed, adam, other, data[15 + later :])
+    assert other.history[-1].step > 15 + later
+    if (thawed == "before" or add) and later > 2:  # once they are included
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), resumed.parameters()))
+
+
 def test_parameters_that_are_not_finite_are_told():
     model = make_net()
     adam = torch.optim.Adam(model.parameters())

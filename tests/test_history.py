@@ -96,6 +96,15 @@ def test_wrong_files_and_groups_are_said(tmp_path):
         made.add(2, summary, learning_rates(trivial))
 
 
+@pytest.mark.parametrize("strength", ["x", -1.0, math.nan, [1.0]])
+def test_a_saved_strength_is_a_number(strength):
+    made, *_ = history()
+    state = made.state_dict()
+    state["measured"][0]["lambda_int"] = strength
+    with pytest.raises(ValueError, match="expected a finite number, 0 or more"):
+        History.from_state_dict(state)
+
+
 def test_history_as_a_table():
     made, _, rates = history()
     lines = str(made).splitlines()

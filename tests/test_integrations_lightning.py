@@ -441,7 +441,8 @@ def test_steering_equals_a_plain_loop_to_the_bit(tmp_path, capsys):
         controller.step(UserList(batches))
         schedule.step()
     (last,) = [r for r in controller.history if r.change != 1][-1:]
-    told = f"; steered: lr {controller.rates[0]:.3g} (last change after step {last.step}: x"
+    told = f"; steered: lr {controller.rates[0]:.3g} (last change after step {last.step}: "
+    told += f"x{last.change:.3g}, {last.why}"
     assert told in capsys.readouterr().err
     assert callback.controller.history == controller.history and len(controller.history) > 5
     for p, q in zip(module.net.parameters(), net.parameters(), strict=True):

@@ -286,6 +286,12 @@ def test_the_rate_at_the_end_of_a_schedule_is_said_to_be_its_first(tmp_path, cap
     assert len(earlier) == 2 and said in last and not any(said in line for line in earlier)
 
 
+def test_the_console_tells_the_steered_rate_from_the_start(tmp_path, capsys):
+    fit(Classifier(), Points(), tmp_path, [quick(adjust=True)], num_train_epochs=1)
+    lines = [line for line in capsys.readouterr().err.splitlines() if ": epoch" in line]
+    assert len(lines) == 2 and all("; steered: lr " in line for line in lines)
+
+
 def test_steering_resumes_to_the_bit(tmp_path):
     whole, resumed = Classifier(), Classifier()
     options = {"save_strategy": "epoch", "num_train_epochs": 4}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from newton_summary.display.table import ShownAsTable, without_middle
-from newton_summary.solver import LearningRates, learning_rates
+from newton_summary.solver import LearningRates, check_strength, learning_rates
 from newton_summary.storage.writing import save_tensors
 from newton_summary.summary import Summary, _differing, read_state
 
@@ -79,8 +79,10 @@ class Measured:
         """Rebuild a measurement from :meth:`state_dict`."""
         known = {f.name for f in fields(cls)}
         trials = tuple(Trial(*map(float, trial)) for trial in state.get("trials", ()))
-        summary = Summary.from_state_dict(state["summary"])
+        summary, strength = Summary.from_state_dict(state["summary"]), state.get("lambda_int")
         given = {name: value for name, value in state.items() if name in known}
+        if strength is not None:
+            given["lambda_int"] = check_strength(strength)
         made = cls(**{**given, "summary": summary, "trials": trials})
         if not (type(made.epoch) in (int, float) and 0 <= made.epoch < math.inf):
             raise ValueError(f"A measurement has epoch {made.epoch!r}.")

@@ -279,7 +279,7 @@ def check(config: ExperimentConfig) -> None:
                 raise UserError(f"{name} = {value}: expected a finite number, {least} or more.")
     if not 0 < config.schedule.factor <= 1:
         raise UserError(
-            f"schedule.factor = {config.schedule.factor}: expected a number above 0, 1 or less."
+            f"schedule.factor = {config.schedule.factor}: expected a number above 0, at most 1."
         )
 
 

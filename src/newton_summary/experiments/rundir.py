@@ -175,7 +175,7 @@ def find_runs(paths: list[Path]) -> list[Run]:
                 runs[folder.resolve()] = run
     if not runs:
         raise UserError(
-            problems[0] + (f" The same goes for {len(problems)} in all." if problems[1:] else "")
+            problems[0] + (f" In all, {len(problems)} runs cannot be read." if problems[1:] else "")
         )
     for problem in problems:
         warnings.warn(f"skipped: {problem}", stacklevel=2)

@@ -71,7 +71,7 @@ def steering(controller: RateController) -> str:
     if last is None:
         return said
     factor = "" if math.isnan(last.factor) else f", the best step was x{last.factor:.2g}"
-    return f"{said} (last change after step {last.step}: x{last.change:.2g}, {last.why}{factor})"
+    return f"{said} (last change after step {last.step}: x{last.change:.3g}, {last.why}{factor})"
 
 
 def clause(group: GroupAdvice, named: bool = False, undecided: bool = False) -> str:

@@ -125,14 +125,14 @@ class SummaryCallback(Monitor, TrainerCallback):
                 "but the callback measures the loss of the model, without it. Pass the loss you "
                 "train with as loss_fn=..., with loss_fn(model, batch) -> mean loss."
             )
-        self.plan(unwrap(kwargs["model"]), state.max_steps * args.gradient_accumulation_steps)
+        model = unwrap(kwargs["model"])
+        self.plan(model, state.max_steps * args.gradient_accumulation_steps)
+        self.steer(_plain(kwargs["optimizer"]), model, self.batch_loss)
         if self.is_due(state.epoch or 0):
             self._measure(args, state, **kwargs)
         if self.adjust:
-            model = unwrap(kwargs["model"])
             self._waiting: list[Any] = []
             self._hook = model.register_forward_pre_hook(self._note_batch, with_kwargs=True)
-            self.steer(_plain(kwargs["optimizer"]), model, self.batch_loss)
 
     def _note_batch(self, model: nn.Module, args: Any, batch: dict[str, Any]) -> None:
         """Keep a training batch: the Trainer does not pass it to callbacks."""

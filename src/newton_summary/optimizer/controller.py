@@ -91,7 +91,7 @@ class RateRecord:
     slope: float  # along the step
     curvature: float  # along the step
     factor: float  # slope / curvature, from their running means
-    change: float  # what the rate was multiplied with
+    change: float  # what the rate was multiplied by
     why: Why
 
 
@@ -231,12 +231,11 @@ class RateController(ShownAsTable):
 
         Also those of a new parameter group.
         """
-        if self._started and self._before is None:
-            return
-        known = self._partition.params.keys()
-        same_groups = len(self.optimizer.param_groups) == len(self._first_lrs)
-        if same_groups and trainable(unwrap(self.model)).keys() <= known:
-            return
+        if len(self.optimizer.param_groups) == len(self._first_lrs):
+            if self._started and self._before is None:
+                return
+            if trainable(unwrap(self.model)).keys() <= self._partition.params.keys():
+                return
         self._find_parameters()
         self._before = self._ends.before = None
 
@@ -521,6 +520,7 @@ class RateController(ShownAsTable):
         known = self.state_dict()
         if not isinstance(state, Mapping) or set(state) != set(known):
             raise ValueError("Not a RateController state_dict: pass what state_dict() returned.")
+        self._include_thawed()
         with reporting_damage():
             ends = EndSlopes(**state["ends"])
             before, ends.before = self._copies(state["before"]), self._copies(ends.before)
@@ -547,13 +547,19 @@ class RateController(ShownAsTable):
         self._before, self._ends = before, ends
 
     def _copies(self, saved: list[Tensor] | None) -> list[Tensor] | None:
-        """Return saved values of the parameters, in their place and of their type."""
+        """Return saved values of the parameters, in their place and of their type.
+
+        None if others were frozen then: the step from there is not measured.
+        """
         if saved is None:
             return None
-        held = self._held.values()
-        if [tuple(x.shape) for x in saved] != [tuple(p.shape) for p in held]:
-            raise ValueError("The state is of a model with other parameters.")
-        return [x.to(p).clone() for x, p in zip(saved, held, strict=True)]
+        held, shapes = self._held.values(), [tuple(x.shape) for x in saved]
+        if shapes == [tuple(p.shape) for p in held]:
+            return [x.to(p).clone() for x, p in zip(saved, held, strict=True)]
+        every = (tuple(p.shape) for p in unwrap(self.model).parameters())
+        if all(shape in every for shape in shapes):  # in this order
+            return None
+        raise ValueError("The state is of a model with other parameters.")
 
     def to_history(self) -> History:
         """Return the measurements as curves by step, which :func:`report` shows."""
@@ -576,8 +582,8 @@ class RateController(ShownAsTable):
             return repr(self)
         return (
             f"factor: the best multiple of the step, slope / curvature, from their running means\n"
-            f"change: what the rate was then multiplied with, to bring the factor to "
-            f"{self.set_point:g}; a schedule multiplies it besides\n"
+            f"change: what the rate was then multiplied by, to bring the factor to "
+            f"{self.set_point:g}; a schedule multiplies it as well\n"
             f"after {self.steps} steps the learning rate is {rates}"
         )
 

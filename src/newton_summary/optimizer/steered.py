@@ -124,7 +124,7 @@ class Steered(RateController):
 
     @property
     def eta(self) -> float:
-        """What the direction is multiplied with, but for ``lr``; 0 before the start."""
+        """What the direction is multiplied by, except for ``lr``; 0 before the start."""
         return self.multiplier if self._started else 0.0
 
     def go_on_from(self, other: Steered) -> None:

@@ -1,0 +1,80 @@
+"""The tables of the pages on steering and training are those of the stored runs."""
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from optimizer_trainings import DEVELOPMENT, HELD_OUT, TRAININGS
+
+ROOT = Path(__file__).parents[1]
+METHODS = {
+    "RateController": "steer 0.001",
+    "Adam 1e-3": "adam 0.001",
+    "Adam 3e-3": "adam 0.003",
+    "Prodigy": "prodigy 1",
+    "schedule-free AdamW": "schedulefree 0.0025",
+}
+
+
+def read():
+    """Return the final losses by training, schedule and seed, then by method."""
+    found = {}
+    for line in (ROOT / "benchmarks/results/optimizers.jsonl").open():
+        cell = json.loads(line)
+        key = cell["training"], cell["schedule"], cell["seed"]
+        found.setdefault(key, {})[cell["method"]] = cell["loss"]
+    return found
+
+
+def row(method, trainings, schedule):
+    """Return the numbers of a row: runs, mean and worst ratio to Adam's best, runs that are won."""
+    ratios, wins = [], {"adam 0.001": 0, "prodigy 1": 0}
+    for (training, kind, _), losses in read().items():
+        if training in trainings and kind in schedule and method in losses:
+            best = min(loss for name, loss in losses.items() if name.startswith("adam "))
+            ratios.append(losses[method] / best)
+            for other in wins:
+                wins[other] += losses[method] < losses[other]
+    return len(ratios), math.exp(fmean(map(math.log, ratios))), max(ratios), *wins.values()
+
+
+def check(cells, method, trainings, schedule):
+    runs, mean, worst, *wins = row(method, trainings, schedule)
+    shown = [float(re.match(r"[\d.]+", cell)[0]) for cell in cells[:3]]
+    assert shown[0] == runs, cells
+    assert shown[1] == pytest.approx(mean, abs=0.00501) and shown[2] == pytest.approx(worst, 0.05)
+    for cell, won in zip(cells[3:], wins, strict=True):
+        assert cell in ("", f"{won} of {runs}"), cells
+
+
+def rows_of(page, first):
+    table = re.search(rf"\| {first}.*?\n\n", (ROOT / page).read_text(), re.DOTALL)[0]
+    return [[x.strip(" *") for x in line.split("|")[1:-1]] for line in table.strip().splitlines()]
+
+
+def test_steering():
+    checked = 0
+    for name, *cells in rows_of("docs/steer.md", "development, constant rate"):
+        if ":" in name:
+            part, _, name = (x.strip(" *") for x in name.partition(":"))
+            trainings = DEVELOPMENT if part.startswith("development") else HELD_OUT
+            schedule = "constant" if "constant" in part else "linear"
+        if method := METHODS.get(name.split(",")[0]):
+            check(cells[:5], method, trainings, schedule)
+            checked += 1
+    assert checked == 18
+
+
+def test_training():
+    for name, *cells in rows_of("docs/training.md", "development, constant rate"):
+        trainings = DEVELOPMENT if name.startswith("development") else HELD_OUT
+        schedule = "constant" if "constant" in name else "linear"
+        if name == "all":
+            trainings, schedule = TRAININGS, "constant, linear"
+        check(cells, "newton -", trainings, schedule)
