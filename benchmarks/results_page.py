@@ -16,6 +16,7 @@ import re
 import statistics
 import tarfile
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
@@ -1003,7 +1004,7 @@ COMMANDS = """\
 
 The page is written from the stored archives by
 
-    python benchmarks/results_page.py benchmarks/results/paper-h200*.tar.gz
+    python benchmarks/results_page.py benchmarks/results/paper-*.tar.gz
 
 New runs, side by side up to a deadline, and a page from them:
 
@@ -1161,16 +1162,18 @@ def shorter(runs: Runs) -> list[str]:
 
 def machines(runs: Runs) -> list[str]:
     """Say where and when the runs were made."""
-    sessions = [s for run in runs.all for s in run.environment().get("sessions", [])]
-    if not sessions:
+    found: Counter[str] = Counter()
+    days = set()
+    for run in runs.all:
+        sessions = run.environment().get("sessions", [])
+        days |= {str(s["started"])[:10] for s in sessions}
+        places = {f"{s.get('gpu') or s['device'].upper()}, torch {s['torch']}" for s in sessions}
+        found[" and ".join(sorted(places))] += bool(sessions)
+    if not days:
         return ["No runs are stored.", ""]
-    days = sorted({str(s["started"])[:10] for s in sessions})
-    places = sorted({str(s.get("gpu") or s["device"]) for s in sessions})
-    versions = sorted({str(s["torch"]) for s in sessions})
-    commits = sorted({s["commit"] for s in sessions if s.get("commit")})
+    where = "; ".join(f"{n} on {place}" for place, n in found.most_common() if n)
     return [
-        f"{len(runs.all)} runs, {days[0]}{'' if len(days) == 1 else ' to ' + days[-1]}, on "
-        f"{', '.join([*places, *(f'torch {v}' for v in versions), *commits])}.",
+        f"{len(runs.all)} runs, {min(days)}{'' if len(days) == 1 else ' to ' + max(days)}: {where}.",
         "",
     ]
 
