@@ -45,8 +45,9 @@ LEVEL = 0.01  # of the loss at the start: where nothing is left to learn, it ris
 class Rehearsal(NamedTuple):
     """The loss that a short training reaches with the present rates, and with others.
 
-    It is the loss of batches that it was not trained on, the last quarter of them; with smaller
-    rates that derivatives did not ask for, that of the batches that it was trained on.
+    It is the loss of batches that it was not trained on, the last quarter of them. With a single
+    batch, or with smaller rates that derivatives did not ask for, it is that of the batches that it
+    was trained on.
 
     >>> Rehearsal(steps=32, now=1.9, then=1.7, then_steps=10).then
     1.7
@@ -107,7 +108,8 @@ def rehearse(
         is_lost = (times is None or times[i] < 1) and present[n] > present[0]
         if is_lost and times is not None and other[m] >= present[n]:
             m = n
-        found.append(Rehearsal(n, present[n], other[m], m, present[0], times is not None))
+        held_out = times is not None and few > 1
+        found.append(Rehearsal(n, present[n], other[m], m, present[0], held_out))
         limit = math.inf
         if (several[i] > 1).any():
             limit = present[0] + LEVEL * abs(present[0])
