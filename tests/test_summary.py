@@ -88,10 +88,10 @@ def test_wrong_shapes(fields, fragments):
 
 @pytest.mark.parametrize("value", [[1.0, 2.0], torch.tensor([1, 2]), None, 3.0])
 def test_wrong_types(value):
-    with pytest.raises(TypeError, match=r"gbar is .*tensor of real numbers"):
+    with pytest.raises(TypeError, match=r"gbar is .*real floating-point tensor"):
         Summary(gbar=value)
     if value is not None:
-        with pytest.raises(TypeError, match=r"Hbar is .*tensor of real numbers"):
+        with pytest.raises(TypeError, match=r"Hbar is .*real floating-point tensor"):
             Summary(gbar=torch.ones(2), Hbar=value)
 
 

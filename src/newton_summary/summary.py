@@ -83,7 +83,7 @@ class Summary(ShownAsTable):
                 continue
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 what = value.dtype if isinstance(value, Tensor) else type(value).__name__
-                raise TypeError(f"{name} is {what}: expected a tensor of real numbers.")
+                raise TypeError(f"{name} is {what}: expected a real floating-point tensor.")
             if self.gbar.ndim != 1:
                 raise ValueError(f"gbar has shape {tuple(value.shape)}: expected a vector, (S,).")
             if value.shape != self.gbar.shape * ndim:
