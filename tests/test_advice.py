@@ -663,6 +663,19 @@ def test_a_single_batch_is_not_held_out(count, which):
     assert f"rehearsal: the loss of {which}" in str(advice)
 
 
+@pytest.mark.parametrize(("gain", "verdict"), [(1e-7, "keep"), (1e-4, "lower")])
+def test_a_rate_is_not_lowered_by_rounding(monkeypatch, gain, verdict):
+    """Where neither rate moves the loss, rounding decides which one is ahead."""
+
+    def train(probe, optimizer, batches, factors, lengths, seen):
+        return {n: 1.2 - gain * (seen and (factors < 1).any()) for n in lengths}
+
+    monkeypatch.setattr(rehearsal, "_train", train)
+    model = make_net(torch.float64)
+    advice = ns.suggest_lrs(model, loss_fn, DATA, torch.optim.SGD(model.parameters(), lr=1e-9))
+    assert advice.groups[0].verdict == verdict
+
+
 def test_a_rate_that_does_well_in_the_long_run_stays():
     """The best next step is half as long, along the steep direction; the flat one needs more."""
     steepness = torch.tensor([100.0, 1.0], dtype=torch.float64)

@@ -40,6 +40,7 @@ PASSES = 2  # as many steps as in two passes over the batches
 MOST = 32  # batches, which are kept in memory
 RAISE, LOWER = 1 / 2, 1 / 4  # the exponents of c
 LEVEL = 0.01  # of the loss at the start: where nothing is left to learn, it rises by less
+ROUNDING = 1e-6  # of it, in float32: which of two rates that hardly move is ahead means nothing
 
 
 class Rehearsal(NamedTuple):
@@ -111,7 +112,9 @@ def rehearse(
         held_out = times is not None and few > 1
         found.append(Rehearsal(n, present[n], other[m], m, present[0], held_out))
         limit = math.inf
-        if (several[i] > 1).any():
+        if times is None:
+            limit = present[n] - ROUNDING * abs(present[0])
+        elif (several[i] > 1).any():
             limit = present[0] + LEVEL * abs(present[0])
         if other[m] < min(present[n], limit) or (is_lost and present[n] == limit == math.inf):
             better.append(i)
