@@ -653,6 +653,29 @@ def test_a_rate_that_does_not_train_is_lowered_though_its_next_step_is_the_best(
     assert kept.groups[0].change != group.change and kept.then.real <= kept.now.real
 
 
+@pytest.mark.filterwarnings("ignore:Standard errors need at least two batches")
+@pytest.mark.parametrize(("count", "which"), [(1, "the batches it trains on"), (2, "held-out")])
+def test_a_single_batch_is_not_held_out(count, which):
+    model = make_net(torch.float64)
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
+    advice = ns.suggest_lrs(model, loss_fn, iter(DATA[:count]), sgd)
+    assert advice.rehearsal.then_steps < advice.rehearsal.steps
+    assert f"rehearsal: the loss of {which}" in str(advice)
+
+
+@pytest.mark.parametrize(("gain", "verdict"), [(1e-7, "keep"), (1e-4, "lower")])
+def test_a_rate_is_not_lowered_by_rounding(monkeypatch, gain, verdict):
+    """Where neither rate moves the loss, rounding decides which one is ahead."""
+
+    def train(probe, optimizer, batches, factors, lengths, seen):
+        return {n: 1.2 - gain * (seen and (factors < 1).any()) for n in lengths}
+
+    monkeypatch.setattr(rehearsal, "_train", train)
+    model = make_net(torch.float64)
+    advice = ns.suggest_lrs(model, loss_fn, DATA, torch.optim.SGD(model.parameters(), lr=1e-9))
+    assert advice.groups[0].verdict == verdict
+
+
 def test_a_rate_that_does_well_in_the_long_run_stays():
     """The best next step is half as long, along the steep direction; the flat one needs more."""
     steepness = torch.tensor([100.0, 1.0], dtype=torch.float64)

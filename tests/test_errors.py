@@ -91,7 +91,7 @@ LOSSES = {
     "an intege": (
         lambda model, batch: (model(batch[0]).argmax(1) != batch[1]).sum(),
         TypeError,
-        [r"dtype torch.int64", "real"],
+        [r"dtype torch.int64", "real floating-point number"],
     ),
     "detached": (
         lambda model, batch: model_loss(model, batch).detach(),

@@ -22,7 +22,6 @@ from newton_summary.storage.writing import save_tensors
 
 T = TypeVar("T")
 Role = Literal["weight", "bias", "mixed"]
-HALF = (torch.float16, torch.bfloat16)  # in which small terms vanish in a long sum
 
 
 class Block(NamedTuple):
@@ -83,7 +82,7 @@ class Summary(ShownAsTable):
                 continue
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 what = value.dtype if isinstance(value, Tensor) else type(value).__name__
-                raise TypeError(f"{name} is {what}: expected a tensor of real numbers.")
+                raise TypeError(f"{name} is {what}: expected a real floating-point tensor.")
             if self.gbar.ndim != 1:
                 raise ValueError(f"gbar has shape {tuple(value.shape)}: expected a vector, (S,).")
             if value.shape != self.gbar.shape * ndim:
@@ -154,12 +153,9 @@ class Summary(ShownAsTable):
         order = min(summary.order for summary in summaries)
         names = ("loss", "gbar", "Hbar", "D3")[: order + 1]
         shares = [weight / total for weight in weights]
-        numbers = [[getattr(summary, name) for name in names] for summary in summaries]
-        first = [x.float() if x.dtype in HALF else x for x in numbers[0]]  # and with it the sums
-        means = torch._foreach_mul(first, shares[0])
-        for terms, share in zip(numbers[1:], shares[1:], strict=True):
-            means = torch._foreach_add(means, terms, alpha=share)
-        loss, gbar, *higher = map(_narrowed, means, zip(*numbers))
+        loss, gbar, *higher = (
+            _mean([getattr(x, name) for x in summaries], shares) for name in names
+        )
         return replace(
             summaries[-1],
             gbar=gbar,
@@ -434,10 +430,16 @@ def _equilibrate(H: Tensor) -> Tensor:
     return scale
 
 
-def _narrowed(mean: Tensor, terms: Sequence[Tensor]) -> Tensor:
-    """Return a mean in the type of its terms if they all have one of 16 bits."""
-    dtype = terms[0].dtype
-    return mean.to(dtype) if dtype in HALF and all(x.dtype == dtype for x in terms) else mean
+def _mean(terms: list[Tensor], shares: list[float]) -> Tensor:
+    """Return a mean, added up in float32 at least: in 16 bits small terms vanish in a long sum."""
+    x = torch.stack(terms)
+    if not x.is_floating_point():  # a loss that was given as a whole number
+        x = x.to(torch.get_default_dtype())
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if len(set(shares)) == 1:  # numbers sent to a GPU would have to wait for it
+        return x.mean(0, dtype=wide).to(x.dtype)
+    weights = x.new_tensor(shares, dtype=wide).view(-1, *[1] * (x.dim() - 1))
+    return (weights * x).sum(0).to(x.dtype)
 
 
 def _differing(names: Sequence[str], others: Sequence[str]) -> str:

@@ -40,13 +40,15 @@ PASSES = 2  # as many steps as in two passes over the batches
 MOST = 32  # batches, which are kept in memory
 RAISE, LOWER = 1 / 2, 1 / 4  # the exponents of c
 LEVEL = 0.01  # of the loss at the start: where nothing is left to learn, it rises by less
+ROUNDING = 1e-6  # of it, in float32: which of two rates that hardly move is ahead means nothing
 
 
 class Rehearsal(NamedTuple):
     """The loss that a short training reaches with the present rates, and with others.
 
-    It is the loss of batches that it was not trained on, the last quarter of them; with smaller
-    rates that derivatives did not ask for, that of the batches that it was trained on.
+    It is the loss of batches that it was not trained on, the last quarter of them. With a single
+    batch, or with smaller rates that derivatives did not ask for, it is that of the batches that it
+    was trained on.
 
     >>> Rehearsal(steps=32, now=1.9, then=1.7, then_steps=10).then
     1.7
@@ -107,9 +109,12 @@ def rehearse(
         is_lost = (times is None or times[i] < 1) and present[n] > present[0]
         if is_lost and times is not None and other[m] >= present[n]:
             m = n
-        found.append(Rehearsal(n, present[n], other[m], m, present[0], times is not None))
+        held_out = times is not None and few > 1
+        found.append(Rehearsal(n, present[n], other[m], m, present[0], held_out))
         limit = math.inf
-        if (several[i] > 1).any():
+        if times is None:
+            limit = present[n] - ROUNDING * abs(present[0])
+        elif (several[i] > 1).any():
             limit = present[0] + LEVEL * abs(present[0])
         if other[m] < min(present[n], limit) or (is_lost and present[n] == limit == math.inf):
             better.append(i)

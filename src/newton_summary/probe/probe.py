@@ -355,7 +355,8 @@ class Probe:
             )
         if not loss.dtype.is_floating_point:
             return TypeError(
-                f"{where} returned a loss of dtype {loss.dtype}: expected a real number."
+                f"{where} returned a loss of dtype {loss.dtype}: expected a real floating-point "
+                "number."
             )
         return None
 
