@@ -561,7 +561,7 @@ class RateController(ShownAsTable):
 
     def __repr__(self) -> str:
         """Return the present rates, in a line."""
-        rates = ", ".join(f"{rate:.3g}" for rate in self.rates)
+        rates = rates_in_words(self.rates)
         return f"RateController({type(self.optimizer).__name__}, lr {rates}, step {self.steps})"
 
     def _rows(self) -> list[list[str]]:
@@ -571,15 +571,23 @@ class RateController(ShownAsTable):
         return without_middle(rows)
 
     def _said(self) -> str:
-        rates = ", ".join(f"{rate:.3g}" for rate in self.rates)
         if not self.history:
             return repr(self)
         return (
             f"factor: the best multiple of the step, slope / curvature, from their running means\n"
             f"change: what the rate was then multiplied with, to bring the factor to "
             f"{self.set_point:g}; a schedule multiplies it besides\n"
-            f"after {self.steps} steps the learning rate is {rates}"
+            f"after {self.steps} steps the learning rate is {rates_in_words(self.rates)}"
         )
+
+
+def rates_in_words(rates: Iterable[float]) -> str:
+    """Return the different ones of some rates: many groups often have the same.
+
+    >>> rates_in_words([0.01, 0.001, 0.01])
+    '0.01, 0.001'
+    """
+    return ", ".join(dict.fromkeys(f"{rate:.3g}" for rate in rates))
 
 
 def steering_history(records: Iterable[RateRecord], name: str) -> History:
