@@ -255,10 +255,14 @@ class RateController(ShownAsTable):
                 "taken the step: the model moves twice, and this step cannot be measured. Call "
                 "only one of them."
             )
-        if self.steps == PERIOD and self._batch is None and not self.history:
+        if self.steps == PERIOD and not self.history:
             warn_user(
                 f"The optimizer has taken {PERIOD} steps, but the controller has seen no batch, "
                 "so it cannot steer: call controller.step(batch) in place of optimizer.step()."
+                if self._batch is None
+                else f"In {PERIOD} steps the optimizer has moved nothing, so there is no rate to "
+                "steer: its lr is 0, or its gradients are zero or missing. Start from an lr above "
+                "0, and call zero_grad() before backward()."
             )
         groups = self.optimizer.param_groups
         check_rates(groups)
@@ -623,6 +627,11 @@ def _check(optimizer: Optimizer, period: int, set_point: float, gain: float, mem
         raise TypeError(
             f"optimizer has type {type(optimizer).__name__}: expected the torch optimizer that "
             "trains the model, RateController(optimizer, model, loss_fn)."
+        )
+    if hasattr(optimizer, "last_summary"):
+        raise ValueError(
+            f"{type(optimizer).__name__} finds its own rate: call its step(batch) without a "
+            "controller, or steer an optimizer whose lr you choose, such as Adam."
         )
     if isinstance(period, bool) or not isinstance(period, int) or period < 1:
         raise ValueError(f"period={period!r}: expected a number of steps, 1 or more.")
