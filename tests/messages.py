@@ -977,6 +977,7 @@ ERRORS = {
         ),
     ],
     "probe/inputs.py": [
+        ("loss_fn has type list. Expected", lambda p: ns.NewtonSummary(p.model, [p.batch])),
         ("called backward", closure_of(calls_backward)),
         ("closure returned float", closure_of(lambda m, b: 1.0)),
         ("returned a detached loss", closure_of(lambda m, b: OURS(m, b).detach())),
