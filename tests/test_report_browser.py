@@ -222,8 +222,10 @@ def test_a_short_name_says_of_which_module_a_weight_is(show):
     """Of nn.Transformer: "decoder.weight" was that of decoder.norm, and "0.weight" of out_proj."""
     model = nn.Transformer(4, 1, 1, 1, 4)
     names = [f"t.{name}" for name, _ in model.named_parameters()]
-    page = show(random_summary(len(names), names=names), width=1200)
-    found = page.locator("#pairs .table").first.locator("tbody [title]")
+    page = show(random_summary(len(names), names=names), width=1280)
+    table = page.locator("#pairs .table").first
+    assert table.evaluate("node => node.scrollWidth <= node.clientWidth")
+    found = table.locator("tbody [title]")
     shown = {found.nth(k).get_attribute("title"): found.nth(k).text_content() for k in range(24)}
     of_modules = {
         name: label for name, label in shown.items() if name.endswith((".weight", ".bias"))
