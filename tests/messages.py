@@ -458,10 +458,10 @@ def controlled_lbfgs(p):
     return ns.RateController(torch.optim.LBFGS(p.model.parameters()), p.model, OURS)
 
 
-def steered_once(p):
+def steered_once(p, lr=0.1):
     """A model, a batch and an optimizer with its controller, after one step."""
     model, batch = apart(p)
-    optimizer = sgd(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr)
     controller = ns.RateController(optimizer, model, OURS)
     OURS(model, batch).backward()
     controller.step(batch)
@@ -493,6 +493,15 @@ def steps_without_it(p):
         optimizer.step()
     assert not controller.history
     return optimizer.step
+
+
+def steps_of_nothing(p):
+    """A loop that starts from a rate of 0."""
+    _, batch, _, controller = steered_once(p, lr=0.0)
+    for _ in range(9):
+        controller.step(batch)
+    assert not controller.history
+    return lambda: controller.step(batch)
 
 
 def stepped(make, *, batch=True, grad=None, steps=1):
@@ -850,6 +859,10 @@ ERRORS = {
         ("gain=-1", controller(gain=-1)),
         ("already has a RateController", controlled_twice),
         ("LBFGS calls the loss several times", controlled_lbfgs),
+        (
+            "NewtonSummary finds its own rate: call its step",
+            lambda p: ns.RateController(ns.NewtonSummary(p.model, OURS), p.model, OURS),
+        ),
         ("Not a RateController state_dict", steered(other=1)),
         ("of a model with other parameters", steered(before=[torch.ones(2)])),
         ("an optimizer with 2 parameter groups", steered(first_lrs=[1.0, 1.0])),
@@ -964,6 +977,7 @@ ERRORS = {
         ),
     ],
     "probe/inputs.py": [
+        ("loss_fn has type list. Expected", lambda p: ns.NewtonSummary(p.model, [p.batch])),
         ("called backward", closure_of(calls_backward)),
         ("closure returned float", closure_of(lambda m, b: 1.0)),
         ("returned a detached loss", closure_of(lambda m, b: OURS(m, b).detach())),
@@ -1081,6 +1095,7 @@ WARNINGS = {
     "optimizer/controller.py": [
         ("the model moves twice", steps_twice),
         ("the controller has seen no batch", steps_without_it),
+        ("the optimizer has moved nothing", steps_of_nothing),
         ("are nan or infinite after the last step", steered_into_nan),
     ],
     "optimizer/newton_summary.py": [

@@ -818,7 +818,10 @@ def test_a_rate_that_would_make_the_loss_grow_is_not_taken():
     (group,) = advice.groups
     assert group.factor == pytest.approx(10.0) and group.change == 1 and group.verdict == "keep"
     assert advice.rehearsal.then > 1e6 > 50 > advice.rehearsal.now
-    assert "with another rate" in str(advice)
+    others = advice.rehearsal.change  # a user can take this rate all the same
+    assert others > 1 and f" with lr x{others:.3g}\n" in str(advice)
+    advice.rehearsal = advice.rehearsal._replace(change=rehearsal._common(np.array([3.0, 1.0])))
+    assert " with other rates\n" in str(advice)
 
 
 def test_rates_within_a_factor_of_two_are_alike():

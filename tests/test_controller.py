@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR, LinearLR, OneCycleLR, ReduceLROnP
 
 import newton_summary as ns
 from distributed_cases import draw, make_net, steer, steer_all
+from newton_summary.integrations.console import steering
 from newton_summary.optimizer.steering import Balance, EndSlopes
 from ranks import run_once
 
@@ -826,6 +827,19 @@ def test_it_prints_its_record():
     assert lines[-3].startswith("factor: ") and "the factor to 0.65; a schedule" in lines[-2]
     assert lines[-1].startswith("after 4 steps the learning rate is")
     assert repr(controller).startswith("RateController(Adam, lr ")
+
+
+def test_it_prints_a_rate_that_many_groups_share_once():
+    """As after advice for each tensor."""
+    model = make_net()
+    names = dict(model.named_parameters())
+    adam = torch.optim.Adam([{"params": [p]} for p in names.values()], lr=1e-3)
+    adam.param_groups[0]["lr"] = 1e-4
+    controller = ns.RateController(adam, model, cross_entropy)
+    assert len(names) > 2 and repr(controller) == "RateController(Adam, lr 0.0001, 0.001, step 0)"
+    assert steering(controller) == "steered: lr 0.0001, 0.001"
+    train(model, adam, controller, batches(4))
+    assert str(controller).splitlines()[-1].count(",") == 1
 
 
 def test_the_page_shows_its_record(tmp_path):

@@ -76,17 +76,17 @@ LOSSES = {
     "not a tenso": (
         lambda model, batch: model_loss(model, batch).item(),
         TypeError,
-        ["returned float", "expected the loss as a tenso"],
+        ["returned float", "expected the loss as a tensor, without .item()."],
     ),
     "a tuple": (
         lambda model, batch: (model_loss(model, batch), 1.0),
         TypeError,
-        ["returned tuple", "expected the loss as a tenso"],
+        ["returned tuple", "expected the loss as a tensor, and nothing else."],
     ),
     "nothing": (
         lambda model, batch: None,
         TypeError,
-        ["returned NoneType", "expected the loss as a tenso"],
+        ["returned None: expected the loss as a tensor. Does it end with a return"],
     ),
     "an intege": (
         lambda model, batch: (model(batch[0]).argmax(1) != batch[1]).sum(),

@@ -1,6 +1,7 @@
 """``newton-summary inspect``: what it measures, prints and writes, and what it says of mistakes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,23 @@ def test_what_is_said_where_there_is_little_to_say(call):
     assert "it changed by -" in out and "found by trials" not in out  # there is only 0
     _, out, _ = call("inspect", "edges.py:single")
     assert "forwards  weight" in out and "fastest" not in out
+
+
+FLAT = """\
+import torch
+
+def build():
+    model, data = torch.nn.Linear(1, 1, bias=False), torch.randn(8, 5, 1)
+    return model, lambda model, x: 1e-3 * (model(x) - 1).square().mean(), iter(data)
+"""
+
+
+def test_an_error_of_a_large_rate_is_a_plain_number(call):
+    """A flat quadratic, whose rate is some hundreds."""
+    Path("flat.py").write_text(FLAT)
+    _, out, _ = call("inspect", "flat.py")
+    rate, error = re.search(r"forwards  weight +(\S+) ± (\S+)\n", out).groups()
+    assert float(rate) > 100 and error.isdigit() and int(error) >= 10
 
 
 def test_the_seed_decides(call):

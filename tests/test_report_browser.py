@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import newton_summary as ns
 from report_cases import NAMES, TITLES, random_summary, small_history
@@ -215,6 +216,25 @@ def test_long_names_leave_room_for_the_numbers_of_pairs_and_say_what_they_are(sh
     assert {titles.nth(k).get_attribute("title") for k in range(titles.count())} <= set(names)
     labels = set(page.locator("#heatmaps .ytick text").all_text_contents())
     assert labels & {"patch.weight", "patch.bias"} and not labels & {"weight", "bias"}
+
+
+def test_a_short_name_says_of_which_module_a_weight_is(show):
+    """Of nn.Transformer: "decoder.weight" was that of decoder.norm, and "0.weight" of out_proj."""
+    model = nn.Transformer(4, 1, 1, 1, 4)
+    names = [f"t.{name}" for name, _ in model.named_parameters()]
+    page = show(random_summary(len(names), names=names), width=1280)
+    table = page.locator("#pairs .table").first
+    assert table.evaluate("node => node.scrollWidth <= node.clientWidth")
+    found = table.locator("tbody [title]")
+    shown = {found.nth(k).get_attribute("title"): found.nth(k).text_content() for k in range(24)}
+    of_modules = {
+        name: label for name, label in shown.items() if name.endswith((".weight", ".bias"))
+    }
+    assert len(of_modules) > 8
+    for name, label in of_modules.items():
+        tail = re.split(r"[.…]", label)[-2:]
+        assert name.split(".")[-1] == tail[1] and name.split(".")[-2].endswith(tail[0])
+    assert sum(len(label) < len(name) for name, label in of_modules.items()) > 8
 
 
 def test_what_is_not_finite_is_shown_as_such(show):

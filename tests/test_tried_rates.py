@@ -98,7 +98,8 @@ def test_a_page_warns_of_a_saddle_and_of_a_promise_but_not_of_good_rates():
         for name, s in {"good": good, "beyond": beyond, "saddle": saddle}.items()
     }
     assert 'class="banner"' not in shown["good"]
-    assert "The step promises more than the whole loss" in shown["beyond"].split("<main>")[0]
+    told = "The step promises more than the whole loss of 1: unless this loss can be negative, "
+    assert told in shown["beyond"].split("<main>")[0]
     assert "D3 is 0 in all groups" in shown["saddle"].split("<main>")[0]
 
 

@@ -245,10 +245,10 @@ def doubt_of(change: float, loss: float) -> str:
     if not -change > loss > 0:
         return ""
     return (
-        f"The step promises more than the whole loss of {loss:.4g}: the model does not hold that "
-        "far. For rates tried on the data, use learning_rates(summary, model=model, "
-        "loss_fn=loss_fn, data=data), with direction=... if the summary was measured along "
-        "another one."
+        f"The step promises more than the whole loss of {loss:.4g}: unless this loss can be "
+        "negative, the model does not hold that far. For rates tried on the data, use "
+        "learning_rates(summary, model=model, loss_fn=loss_fn, data=data), with direction=... if "
+        "the summary was measured along another one."
     )
 
 

@@ -80,7 +80,8 @@ class Inspection:
             ends = [("fastest", forwards[-1]), ("slowest", forwards[0])]
         rows = []
         for word, s in ends:
-            error = "" if errors is None else f" ± {float(errors[s]):.1g}"
+            digit = 0.0 if errors is None else float(f"{float(errors[s]):.1g}")
+            error = "" if errors is None else f" ± {digit:g}"  # 20, not 2e+01
             rows.append([f"  {word}", self.summary.titles[s], f"{eta[s]:.4g}{error}"])
         head = f"Learning rates along the gradient, with {self._strength()}"
         lines = [head, *([text_table(rows)] if rows else [])]

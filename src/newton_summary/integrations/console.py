@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from newton_summary.measuring.advice import Advice, GroupAdvice, error_text
 from newton_summary.measuring.factors import Estimate
-from newton_summary.optimizer.controller import RateController
+from newton_summary.optimizer.controller import RateController, rates_in_words
 
 LIMIT = 10.0  # suggest_lrs looks for factors up to this
 PATIENCE = 2.0  # seconds after which a measurement that still runs is mentioned
@@ -66,7 +66,7 @@ def sentence(advice: Advice, controller: RateController | None = None) -> str:
 
 def steering(controller: RateController) -> str:
     """Return the present rates, their last change, and what it followed from."""
-    said = f"steered: lr {', '.join(f'{rate:.3g}' for rate in controller.rates)}"
+    said = f"steered: lr {rates_in_words(controller.rates)}"
     last = next((record for record in reversed(controller.history) if record.change != 1), None)
     if last is None:
         return said

@@ -181,13 +181,14 @@ class Advice(ShownAsTable):
         if self.rehearsal is None and step:
             lines.append(f"the next step {step}")
         if self.rehearsal is not None:
-            steps, now, then, then_steps, start, held_out = self.rehearsal
+            steps, now, then, then_steps, start, held_out, change = self.rehearsal
             reached, reached_then = told_apart(now, then)
             batches = "held-out batches" if held_out else "the batches it trains on"
+            others = "other rates" if math.isnan(change) else f"lr x{change:.3g}"
             lines.append(
                 f"rehearsal: the loss of {batches} goes from {start:.4g} to {reached} in {steps} "
                 f"steps now, to {reached_then} in {then_steps} "
-                f"{'as suggested' if changed else 'with another rate'}"
+                f"{'as suggested' if changed else f'with {others}'}"
                 f"{step and f', though the next step {step}'}"
             )
             if max(steps, then_steps) < SHORT:

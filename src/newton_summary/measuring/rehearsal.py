@@ -60,6 +60,7 @@ class Rehearsal(NamedTuple):
     then_steps: int  # a larger rate has to be faster
     start: float = math.nan  # before the first step
     held_out: bool = True  # the batches of these losses
+    change: float = math.nan  # of all rates with the best others; nan where it differs by group
 
     @property
     def decides(self) -> bool:
@@ -109,8 +110,8 @@ def rehearse(
         is_lost = (times is None or times[i] < 1) and present[n] > present[0]
         if is_lost and times is not None and other[m] >= present[n]:
             m = n
-        held_out = times is not None and few > 1
-        found.append(Rehearsal(n, present[n], other[m], m, present[0], held_out))
+        held_out, change = times is not None and few > 1, _common(several[i])
+        found.append(Rehearsal(n, present[n], other[m], m, present[0], held_out, change))
         limit = math.inf
         if times is None:
             limit = present[n] - ROUNDING * abs(present[0])
@@ -127,6 +128,11 @@ def _lengths(steps: int, c: float) -> tuple[int, int]:
     if c > 1:
         return steps, max(round(steps / c**RAISE), 1)
     return max(round(steps * c**LOWER), 1), steps
+
+
+def _common(factors: Array) -> float:
+    """Return the factor of all groups; nan if it differs."""
+    return float(factors[0]) if np.allclose(factors, factors[0]) else math.nan
 
 
 def _train(

@@ -30,10 +30,10 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={value!r}: expected a whole number, {least} or more.")
     limits = dict.fromkeys(("lr", "lambda_int", "weight_decay"), math.inf)
     for name, limit in {**limits, "momentum": 1.0, "eta_momentum": 1.0}.items():
-        if not (_is_number(settings[name]) and 0 <= float(settings[name]) < limit):
+        if not (is_number(settings[name]) and 0 <= float(settings[name]) < limit):
             words = "finite" if limit == math.inf else "below 1"
             raise ValueError(f"{name}={settings[name]!r}: expected a number, 0 or more, {words}.")
-    if not (_is_number(settings["budget"]) and 0 < settings["budget"] < 1):
+    if not (is_number(settings["budget"]) and 0 < settings["budget"] < 1):
         raise ValueError(f"budget={settings['budget']!r}: expected a share of the time, 0 to 1.")
     others, whose = {"weight_decay": 0, "budget": BUDGET}, "variant='steered'"
     if settings["variant"] == "steered":
@@ -43,7 +43,8 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={settings[name]!r} is only for {whose}: leave it out.")
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value can be a rate: a number, or a tensor that holds one."""
     return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
 
 

@@ -254,10 +254,14 @@ class RateController(ShownAsTable):
                 "taken the step: the model moves twice, and this step cannot be measured. Call "
                 "only one of them."
             )
-        if self.steps == PERIOD and self._batch is None and not self.history:
+        if self.steps == PERIOD and not self.history:
             warn_user(
                 f"The optimizer has taken {PERIOD} steps, but the controller has seen no batch, "
                 "so it cannot steer: call controller.step(batch) in place of optimizer.step()."
+                if self._batch is None
+                else f"In {PERIOD} steps the optimizer has moved nothing, so there is no rate to "
+                "steer: its lr is 0, or its gradients are zero or missing. Start from an lr above "
+                "0, and call zero_grad() before backward()."
             )
         groups = self.optimizer.param_groups
         check_rates(groups)
@@ -567,7 +571,7 @@ class RateController(ShownAsTable):
 
     def __repr__(self) -> str:
         """Return the present rates, in a line."""
-        rates = ", ".join(f"{rate:.3g}" for rate in self.rates)
+        rates = rates_in_words(self.rates)
         return f"RateController({type(self.optimizer).__name__}, lr {rates}, step {self.steps})"
 
     def _rows(self) -> list[list[str]]:
@@ -577,15 +581,23 @@ class RateController(ShownAsTable):
         return without_middle(rows)
 
     def _said(self) -> str:
-        rates = ", ".join(f"{rate:.3g}" for rate in self.rates)
         if not self.history:
             return repr(self)
         return (
             f"factor: the best multiple of the step, slope / curvature, from their running means\n"
             f"change: what the rate was then multiplied by, to bring the factor to "
             f"{self.set_point:g}; a schedule multiplies it as well\n"
-            f"after {self.steps} steps the learning rate is {rates}"
+            f"after {self.steps} steps the learning rate is {rates_in_words(self.rates)}"
         )
+
+
+def rates_in_words(rates: Iterable[float]) -> str:
+    """Return the different ones of some rates: many groups often have the same.
+
+    >>> rates_in_words([0.01, 0.001, 0.01])
+    '0.01, 0.001'
+    """
+    return ", ".join(dict.fromkeys(f"{rate:.3g}" for rate in rates))
 
 
 def steering_history(records: Iterable[RateRecord], name: str) -> History:
@@ -621,6 +633,11 @@ def _check(optimizer: Optimizer, period: int, set_point: float, gain: float, mem
         raise TypeError(
             f"optimizer has type {type(optimizer).__name__}: expected the torch optimizer that "
             "trains the model, RateController(optimizer, model, loss_fn)."
+        )
+    if hasattr(optimizer, "last_summary"):
+        raise ValueError(
+            f"{type(optimizer).__name__} finds its own rate: call its step(batch) without a "
+            "controller, or steer an optimizer whose lr you choose, such as Adam."
         )
     if isinstance(period, bool) or not isinstance(period, int) or period < 1:
         raise ValueError(f"period={period!r}: expected a number of steps, 1 or more.")

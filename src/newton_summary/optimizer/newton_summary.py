@@ -29,6 +29,7 @@ from newton_summary.optimizer.checks import (
     check_settings,
     extended,
     holds_all,
+    is_number,
 )
 from newton_summary.optimizer.controller import check_rates, steering_history
 from newton_summary.optimizer.curvature import Curvature, Measuring
@@ -43,6 +44,7 @@ from newton_summary.optimizer.update import Update
 from newton_summary.parallel.fsdp import own_memory
 from newton_summary.parallel.processes import find_processes
 from newton_summary.partition import Params, Partition
+from newton_summary.probe.inputs import check_loss_fn
 from newton_summary.probe.probe import Closure, LossFn
 from newton_summary.probe.state import without_gradients
 from newton_summary.solver import LearningRates, learning_rates
@@ -193,6 +195,8 @@ class NewtonSummary(Optimizer):
     ):
         partition = as_partition(partition)
         if loss_fn is not None and not callable(loss_fn):
+            if not is_number(loss_fn):
+                check_loss_fn(loss_fn)  # raises
             if lr is not None:
                 raise TypeError(f"loss_fn={loss_fn!r}: expected a function, loss_fn(model, batch).")
             lr, loss_fn = loss_fn, None

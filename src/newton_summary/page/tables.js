@@ -95,7 +95,7 @@ function drawPairs(panel, run, measured) {
   const left = element("div");
   if (pairs.length) {
     const names = run.groups.map((group) => group.name);
-    const short = shorter(run.groups.map((group) => group.title), 24); // two fit beside the numbers
+    const short = shorter(run.groups.map((group) => group.title), 22); // two fit beside the numbers
     const named = (name) => [element("span", { title: name }, short[names.indexOf(name)] ?? name)];
     const rows = pairs.map(([first, second, interaction, value, distance]) => [
       named(first),

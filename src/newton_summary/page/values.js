@@ -75,7 +75,8 @@ function cut(name, most) {
 
 /**
  * Shorter names. Words between dots are left out, the first ones first, as long as the names stay
- * different and of two words; what is still too long loses its middle.
+ * different and of two words, and never the one that says of what a weight or a bias is; what is
+ * still too long loses its middle.
  */
 function shorter(names, most) {
   let short = names.map((name) => name.split("."));
@@ -83,7 +84,8 @@ function shorter(names, most) {
   for (const word of new Set(short.flatMap((words) => words.slice(0, -1)))) {
     if (/^\d+$/.test(word) || text(short).every((name) => name.length <= most)) continue;
     const fewer = short.map((words) => {
-      const rest = words.filter((w, k) => w !== word || k === words.length - 1);
+      const end = words.length - (/^(weight|bias)\b/.test(words.at(-1)) ? 2 : 1);
+      const rest = words.filter((w, k) => w !== word || k >= end);
       return rest.length > 1 ? rest : words; // "weight" alone would not say of what
     });
     if (new Set(text(fewer)).size === new Set(names).size) short = fewer;

@@ -345,9 +345,14 @@ class Probe:
                 "max_norm=None."
             )
         if not isinstance(loss, Tensor):
-            return TypeError(
-                f"{where} returned {type(loss).__name__}: expected the loss as a tensor."
-            )
+            what, how = type(loss).__name__, "."
+            if loss is None:
+                what, how = "None", ". Does it end with a return statement?"
+            elif isinstance(loss, tuple | list | Mapping):
+                how = ", and nothing else."
+            elif isinstance(loss, int | float):
+                how = ", without .item()."
+            return TypeError(f"{where} returned {what}: expected the loss as a tensor{how}")
         if loss.numel() != 1:
             return ValueError(
                 f"{where} returned a tensor of shape {tuple(loss.shape)}: expected one number, "
