@@ -64,6 +64,9 @@ METHODS: dict[str, Callable[[nn.Module], Any]] = {
     "Adam 3e-3": lambda model: adam(model, 3e-3),
     "Adam 1e-2": lambda model: adam(model, 1e-2),
     "RateController": lambda model: ns.RateController(adam(model, 1e-3), model, loss_fn),
+    "RateController, set_point=1": lambda model: ns.RateController(
+        adam(model, 1e-3), model, loss_fn, set_point=1.0
+    ),
     "NewtonSummary": lambda model: ns.NewtonSummary(model, loss_fn),
 }
 
