@@ -108,7 +108,6 @@ class Op:
     complex: bool = False  # whether a tensor among arguments and results is complex
 
     def __post_init__(self) -> None:
-        """Find the slots."""
         if not self.inputs:
             values = find_values((self.args, self.kwargs))
             self.inputs = [value.slot for value in values if value.slot is not None]
