@@ -708,9 +708,6 @@ ERRORS = {
         ),
         ("% off differences of gradients", nested(lambda m, b: Held.apply(weights(m)).sum())),
     ],
-    "derivatives/sweep/engine.py": [
-        ("a way that its rule does not support", broken_rule),
-    ],
     "derivatives/sweep/recorder.py": [
         ("cannot be recorded", swept(looked_at_only)),
         ("cannot be recorded", swept(replaced)),
@@ -754,6 +751,7 @@ ERRORS = {
         ("cannot be recorded", swept(changed_later)),
         ("cannot be recorded", lambda p: positions_in(torch.ones(2), torch.ones(1).double())),
         ("reaches beyond", swept(beyond)),
+        ("a way that its rule does not support", broken_rule),
     ],
     "figures/charts.py": [
         ("what='x': expected one of", lambda p: figures.heatmap(TWO, what="x")),

@@ -68,13 +68,13 @@ def test_a_norm_that_is_written_out(norm, monkeypatch):
     torch.manual_seed(0)
     model, x = Model(norm), torch.randn(2, 5, 3)
     names = []
-    original = engine.Sweep.run
+    original = engine.WholeSweep.run
 
     def run(self, consume):
         names.extend(op.name for op in self.tape.ops)
         original(self, consume)
 
-    monkeypatch.setattr(engine.Sweep, "run", run)
+    monkeypatch.setattr(engine.WholeSweep, "run", run)
     expected = ns.summarize(model.double(), loss_fn, x.double(), backend="nested")
     actual = ns.summarize(model, loss_fn, x.double(), backend="sweep")
     assert names.count("standardize") == (norm in JOINED)

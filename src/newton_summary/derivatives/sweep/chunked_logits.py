@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from newton_summary.derivatives.sweep.tape import (
     ChunkedLogits,
     Cut,
     Op,
+    Sweep,
     Tangent,
     Tape,
     dots,
@@ -35,9 +35,6 @@ from newton_summary.derivatives.sweep.tape import (
     union,
 )
 from newton_summary.derivatives.sweep.token_runs import LOG_SOFTMAX, Tokens, some_tokens
-
-if TYPE_CHECKING:
-    from newton_summary.derivatives.sweep.engine import Sweep
 
 # Bytes of the logits' derivatives that are taken at a time.
 AT_A_TIME = {"cpu": 2**23}  # which stay in its cache

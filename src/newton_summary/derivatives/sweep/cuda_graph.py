@@ -25,7 +25,6 @@ from torch.utils import _pytree as pytree
 
 from newton_summary.derivatives.sweep.engine import (
     Leaves,
-    Place,
     contributions,
     joined,
     prepared,
@@ -34,6 +33,7 @@ from newton_summary.derivatives.sweep.engine import (
     without_autocast,
 )
 from newton_summary.derivatives.sweep.rules.linear import warn_of_hidden_rows
+from newton_summary.derivatives.sweep.tape import Place
 from newton_summary.derivatives.sweep.tf32 import convolutions_take_tf32, products_take_tf32
 from newton_summary.display.warn import warn_user
 from newton_summary.errors import CannotDifferentiate

@@ -50,26 +50,22 @@ from newton_summary.derivatives.sweep.rules.linear import (
 )
 from newton_summary.derivatives.sweep.sample_runs import find_sample_runs
 from newton_summary.derivatives.sweep.tape import (
+    Adjoints,
     Cut,
-    Groups,
     Op,
+    Place,
+    Sweep,
     Tangent,
     Tape,
-    Value,
-    find_values,
-    gram,
     groups_in,
 )
 from newton_summary.derivatives.sweep.token_runs import find_token_runs, pass_tokens
-from newton_summary.errors import CannotDifferentiate, is_out_of_memory
 from newton_summary.partition import Params, Partition
 from newton_summary.probe.probe import Closure, check_depends, check_finite
 from newton_summary.summary import Summary
 
 SMALL = 2**23  # bytes: stacks that take less together are not counted, divided or split
 LARGE = 2**16  # bytes: smaller values are kept on the tape whoever reads them
-Place = tuple[str, Groups, Groups]  # gbar, Hbar or D3, its groups, and those of Hbar's columns
-Adjoints = dict[int, Tensor | None]  # of the loss, by the slot of a value; None for zero
 
 
 class Leaves:
@@ -112,46 +108,8 @@ class Leaves:
         return parts
 
 
-class Sweep:
-    """The state of a forward sweep over a tape."""
-
-    def __init__(
-        self, tape: Tape, adjoints: Adjoints, leaves: Leaves, order: int, groups: Sequence[int]
-    ):
-        """Start from the tangents of the parameters: U^s, and nothing of second order."""
-        self.tape = tape
-        self.adjoints = adjoints
-        self.order = order
-        self.tangents = leaves.tangents(tape.leaves, set(groups))
-        self.found: list[tuple[Place, Tensor]] = []  # contributions, and where they belong
-
-    # --- what rules use ---------------------------------------------------------------------------
-
-    def tangent(self, value: object) -> Tangent | None:
-        """Return the derivatives of a value; None if they are zero."""
-        if not isinstance(value, Value) or value.slot is None:
-            return None
-        return self.tangents.get(value.slot)
-
-    def moving(self, tree: Any) -> dict[int, Tangent]:
-        """Return the derivatives of all values in a tree that have some, by their slots."""
-        found = {v.slot: self.tangent(v) for v in find_values(tree)}
-        return {slot: t for slot, t in found.items() if slot is not None and t is not None}
-
-    def adjoint(self, value: Value) -> Tensor | None:
-        """Return delta_y of an operation's output; None if the loss does not depend on it."""
-        assert value.slot is not None
-        return self.adjoints.get(value.slot)
-
-    def add_Hbar(self, rows: Groups, columns: Groups, entries: Tensor) -> None:
-        """Add entries to Hbar: Hbar[rows[i], columns[j]] += entries[i, j]."""
-        self.found.append((("Hbar", rows, columns), entries))
-
-    def add_D3(self, groups: Groups, entries: Tensor) -> None:
-        """Add entries to D3."""
-        self.found.append((("D3", groups, ()), entries))
-
-    # --- the sweep --------------------------------------------------------------------------------
+class WholeSweep(Sweep):
+    """A sweep over all of a tape."""
 
     def run(self, consume: bool) -> None:
         """Pass every operation once, in order, and drop what no later one uses.
@@ -180,30 +138,6 @@ class Sweep:
                 op.args, op.kwargs, op.outputs, op.saved = (), {}, [], None
         if cut is not None and cut.index == len(self.tape.ops):
             self.read_gbar(cut)
-
-    def read_gbar(self, cut: Cut) -> None:
-        """Add what is read off at a cut to gbar."""
-        t = self.tangent(cut.value)
-        if t is not None and cut.adjoint is not None:
-            self.found.append((("gbar", t.first, ()), gram(t.y1, cut.adjoint[None])))
-
-    def pass_op(self, op: Op) -> None:
-        """Apply an operation's rule."""
-        try:
-            result = rule_for(op)(self, op, *op.args, **op.kwargs)
-        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            if is_out_of_memory(error):
-                raise
-            raise CannotDifferentiate(
-                f"sweep: {op.name!r} is called in a way that its rule does not support: {error}"
-            ) from error
-        if result is None:
-            return
-        several = isinstance(result, list)
-        outputs, results = (op.outputs, result) if several else ([op.out], [result])
-        for value, tangent in zip(outputs, results, strict=True):
-            if value is not None and tangent is not None and value.slot in self.tape.needed:
-                self.tangents[value.slot] = tangent.to(value.tensor.dtype)
 
 
 class Totals(NamedTuple):
@@ -430,7 +364,7 @@ def prepared(closure: Closure, leaves: Leaves, order: int, stack_limit: int | No
         tape.ops.sort(key=lambda op: not is_view_of_leaf(op, tape))
         forget_unread(tape)
         for op in tape.ops:
-            op.curved = is_curved(op)
+            op.curved, op.rule = is_curved(op), rule_for(op)
         tape.cut = find_cut(tape)
         mark_needed(tape)
         S = len(leaves.partition)
@@ -488,7 +422,8 @@ def contributions(
     Returns:
         All contributions end to end, and where they belong.
     """
-    sweep = Sweep(tape, adjoints, leaves, order, groups)
+    tangents = leaves.tangents(tape.leaves, set(groups))
+    sweep = WholeSweep(tape, adjoints, tangents, order)
     sweep.run(consume)
     entries = joined([entries.reshape(-1) for _, entries in sweep.found])
     return [place for place, _ in sweep.found], entries

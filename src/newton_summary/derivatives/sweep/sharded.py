@@ -18,9 +18,16 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from newton_summary.derivatives.sweep.engine import Adjoints, Leaves, backward, leaf_tangent
+from newton_summary.derivatives.sweep.engine import Leaves, backward, leaf_tangent
 from newton_summary.derivatives.sweep.recorder import Recorder
-from newton_summary.derivatives.sweep.tape import Tangent, Tape, Value, groups_in, map_tree
+from newton_summary.derivatives.sweep.tape import (
+    Adjoints,
+    Tangent,
+    Tape,
+    Value,
+    groups_in,
+    map_tree,
+)
 from newton_summary.derivatives.sweep.torch_functions import look_up
 from newton_summary.parallel.fsdp import Shards, check_shards, rest_hooks, scattered_sum
 from newton_summary.parallel.processes import is_sharded, like_sharded, local_part

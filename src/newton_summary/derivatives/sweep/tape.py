@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from newton_summary.derivatives.sweep.kernels import kernels
-from newton_summary.errors import CannotDifferentiate
+from newton_summary.errors import CannotDifferentiate, is_out_of_memory
 
 if TYPE_CHECKING:
     from newton_summary.derivatives.sweep.token_runs import TokenRun
@@ -106,6 +106,7 @@ class Op:
     wanted: bool = True  # whether a later operation needs the derivatives of the outputs
     finishes: list[int] = field(default_factory=list)  # slots that no later operation needs
     complex: bool = False  # whether a tensor among arguments and results is complex
+    rule: Any = None  # that it is passed with
 
     def __post_init__(self) -> None:
         if not self.inputs:
@@ -215,6 +216,8 @@ def plain(tree: Any) -> Any:
 
 Groups = tuple[int, ...]
 Piece = tuple[Groups, Tensor]  # rows of some groups
+Place = tuple[str, Groups, Groups]  # gbar, Hbar or D3, its groups, and those of Hbar's columns
+Adjoints = dict[int, Tensor | None]  # of the loss, by the slot of a value; None for zero
 
 
 @dataclass(frozen=True)
@@ -438,6 +441,62 @@ class Contributions(Protocol):
 
     def add_D3(self, groups: Groups, entries: Tensor) -> None:
         """Add entries to D3."""
+
+
+class Sweep:
+    """The state of a forward sweep over a tape; at first it has the tangents of the parameters."""
+
+    def __init__(self, tape: Tape, adjoints: Adjoints, tangents: dict[int, Tangent], order: int):
+        self.tape, self.adjoints, self.tangents, self.order = tape, adjoints, tangents, order
+        self.found: list[tuple[Place, Tensor]] = []  # contributions, and where they belong
+
+    def tangent(self, value: object) -> Tangent | None:
+        """Return the derivatives of a value; None if they are zero."""
+        if not isinstance(value, Value) or value.slot is None:
+            return None
+        return self.tangents.get(value.slot)
+
+    def moving(self, tree: Any) -> dict[int, Tangent]:
+        """Return the derivatives of all values in a tree that have some, by their slots."""
+        found = {v.slot: self.tangent(v) for v in find_values(tree)}
+        return {slot: t for slot, t in found.items() if slot is not None and t is not None}
+
+    def adjoint(self, value: Value) -> Tensor | None:
+        """Return delta_y of an operation's output; None if the loss does not depend on it."""
+        assert value.slot is not None
+        return self.adjoints.get(value.slot)
+
+    def add_Hbar(self, rows: Groups, columns: Groups, entries: Tensor) -> None:
+        """Add entries to Hbar: Hbar[rows[i], columns[j]] += entries[i, j]."""
+        self.found.append((("Hbar", rows, columns), entries))
+
+    def add_D3(self, groups: Groups, entries: Tensor) -> None:
+        """Add entries to D3."""
+        self.found.append((("D3", groups, ()), entries))
+
+    def read_gbar(self, cut: Cut) -> None:
+        """Add what is read off at a cut to gbar."""
+        t = self.tangent(cut.value)
+        if t is not None and cut.adjoint is not None:
+            self.found.append((("gbar", t.first, ()), gram(t.y1, cut.adjoint[None])))
+
+    def pass_op(self, op: Op) -> None:
+        """Apply an operation's rule."""
+        try:
+            result = op.rule(self, op, *op.args, **op.kwargs)
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if is_out_of_memory(error):
+                raise
+            raise CannotDifferentiate(
+                f"sweep: {op.name!r} is called in a way that its rule does not support: {error}"
+            ) from error
+        if result is None:
+            return
+        several = isinstance(result, list)
+        outputs, results = (op.outputs, result) if several else ([op.out], [result])
+        for value, tangent in zip(outputs, results, strict=True):
+            if value is not None and tangent is not None and value.slot in self.tape.needed:
+                self.tangents[value.slot] = tangent.to(value.tensor.dtype)
 
 
 def gram(X: Tensor, Y: Tensor, symmetric: bool = False) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -20,6 +20,8 @@ from newton_summary.derivatives.sweep.rules.elementwise import CURVED, PIECEWISE
 from newton_summary.derivatives.sweep.rules.linear import SAME_ORDER
 from newton_summary.derivatives.sweep.tape import (
     Op,
+    Place,
+    Sweep,
     Tangent,
     Tape,
     Unjoined,
@@ -28,9 +30,6 @@ from newton_summary.derivatives.sweep.tape import (
     parts_of,
     union,
 )
-
-if TYPE_CHECKING:
-    from newton_summary.derivatives.sweep.engine import Place, Sweep
 
 # Bytes of the widest derivatives that are taken at a time.
 AT_A_TIME = {"cpu": 2**24}

@@ -22,15 +22,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from newton_summary.derivatives.sweep.rules.attention_tiles import Attention, Heads, Stack
-from newton_summary.derivatives.sweep.tape import Op, Tangent, Value, cast, union
-
-if TYPE_CHECKING:
-    from newton_summary.derivatives.sweep.engine import Sweep
+from newton_summary.derivatives.sweep.tape import Op, Sweep, Tangent, Value, cast, union
 
 
 def in_tiles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> bool:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from newton_summary.derivatives.sweep.rules.products import Product, plus_bias, product
-from newton_summary.derivatives.sweep.tape import Op, Value, cast, parts_of
+from newton_summary.derivatives.sweep.tape import Op, Sweep, Value, cast, parts_of
 from newton_summary.derivatives.sweep.tf32 import convolutions_take_tf32
-
-if TYPE_CHECKING:
-    from newton_summary.derivatives.sweep.engine import Sweep
 
 # Bytes of the result's derivatives that are computed at a time: cuDNN takes memory to work with.
 AT_A_TIME = {"cpu": 2**24}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from newton_summary.derivatives.sweep.rules import fused
 from newton_summary.derivatives.sweep.rules.linear import Rows, on_rows
 from newton_summary.derivatives.sweep.tape import (
     Op,
+    Sweep,
     Tangent,
     Value,
     cast,
@@ -35,9 +36,6 @@ from newton_summary.derivatives.sweep.tape import (
     sums,
 )
 from newton_summary.derivatives.sweep.torch_functions import names
-
-if TYPE_CHECKING:
-    from newton_summary.derivatives.sweep.engine import Sweep
 
 Derivatives = tuple[Tensor, Tensor | None, Tensor | None]
 IN_CACHE = 2**23  # bytes of all arrays that are passed at a time on a CPU

@@ -9,7 +9,7 @@ along x1_s, x1_t. A complex number counts as two real ones.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from newton_summary.derivatives.sweep.rules.per_row import fill
 from newton_summary.derivatives.sweep.tape import (
     Op,
+    Sweep,
     Tangent,
     as_real,
     find_values,
@@ -27,10 +28,6 @@ from newton_summary.derivatives.sweep.tape import (
 )
 from newton_summary.derivatives.sweep.torch_functions import names
 from newton_summary.errors import CannotDifferentiate, is_out_of_memory
-
-if TYPE_CHECKING:
-    from newton_summary.derivatives.sweep.engine import Sweep
-
 
 # Operators that torch differentiates wrongly two or three times; as functions they are in norms.py.
 WRONG = frozenset(

@@ -13,17 +13,14 @@ and its contributions are the cumulants of logsumexp, added up over all steps at
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function
 
-from newton_summary.derivatives.sweep.tape import Op, Tangent, Value, dots, gram
-
-if TYPE_CHECKING:
-    from newton_summary.derivatives.sweep.engine import Sweep
+from newton_summary.derivatives.sweep.tape import Op, Sweep, Tangent, Value, dots, gram
 
 NEVER = -1e30  # the logarithm of 0, such that differences of it are numbers
 WAYS = (slice(2, None), slice(1, -1), slice(0, -2))  # from l, l - 1, l - 2, behind two more

@@ -7,7 +7,7 @@ dimensions shifted by one; the others through ``torch.vmap``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from newton_summary.derivatives.sweep.rules.per_row import ROW_BY_ROW
 from newton_summary.derivatives.sweep.tape import (
     Op,
+    Sweep,
     Tangent,
     Tape,
     Value,
@@ -29,9 +30,6 @@ from newton_summary.derivatives.sweep.torch_functions import dimensions, names
 from newton_summary.display.warn import warn_user
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.probe.eager import mark_approximate
-
-if TYPE_CHECKING:
-    from newton_summary.derivatives.sweep.engine import Sweep
 
 Rule = Callable[..., Any]
 Rows = Callable[[Tensor], Tensor]  # a function of all rows

@@ -8,7 +8,7 @@ x1_s - <x1_s>. The derivatives of logsumexp are the cumulants of x under p: <x1_
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from newton_summary.derivatives.sweep.rules.fused_norms import FusedCentredRows,
 from newton_summary.derivatives.sweep.tape import (
     Contributions,
     Op,
+    Sweep,
     Tangent,
     Value,
     add_up,
@@ -27,9 +28,6 @@ from newton_summary.derivatives.sweep.tape import (
     sums,
 )
 from newton_summary.derivatives.sweep.torch_functions import dimensions
-
-if TYPE_CHECKING:
-    from newton_summary.derivatives.sweep.engine import Sweep
 
 
 def _along(dim: int | None, y: Tensor) -> int:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from newton_summary.derivatives.sweep.tape import Op, Tangent, Value, align, map_tree
+from newton_summary.derivatives.sweep.tape import Op, Sweep, Tangent, Value, align, map_tree
 from newton_summary.derivatives.sweep.torch_functions import names
-
-if TYPE_CHECKING:
-    from newton_summary.derivatives.sweep.engine import Sweep
 
 
 def per_row(sweep: Sweep, op: Op, *args: Any, **kwargs: Any) -> Any:

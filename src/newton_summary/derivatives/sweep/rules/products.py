@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ from newton_summary.derivatives.sweep.rules import fused
 from newton_summary.derivatives.sweep.rules.linear import combine
 from newton_summary.derivatives.sweep.tape import (
     Op,
+    Sweep,
     Tangent,
     Term,
     Value,
@@ -43,10 +44,6 @@ from newton_summary.derivatives.sweep.tape import (
 )
 from newton_summary.derivatives.sweep.tf32 import products_take_tf32
 from newton_summary.errors import CannotDifferentiate
-
-if TYPE_CHECKING:
-    from newton_summary.derivatives.sweep.engine import Sweep
-
 
 LARGE = 2**32  # products of two numbers, in rows times a weight
 LARGE_ON_CPU = 2**21  # the same for oneDNN: with fewer, its call takes longer than what it saves

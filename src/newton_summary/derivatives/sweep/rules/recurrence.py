@@ -7,7 +7,7 @@ The adjoints inside it come from one pass back through the steps.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +25,7 @@ from newton_summary.derivatives.sweep.rules.recurrent_cells import (
     Run,
     runs_of,
 )
-from newton_summary.derivatives.sweep.tape import Op, Tangent, Value, union
-
-if TYPE_CHECKING:
-    from newton_summary.derivatives.sweep.engine import Sweep
+from newton_summary.derivatives.sweep.tape import Op, Sweep, Tangent, Value, union
 
 
 class _Recurrence(torch.autograd.Function):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from newton_summary.derivatives.sweep.rules.products import contribute
 from newton_summary.derivatives.sweep.tape import (
     Op,
+    Sweep,
     Tangent,
     Value,
     add_up,
@@ -28,9 +29,6 @@ from newton_summary.derivatives.sweep.tape import (
     lift,
     pick,
 )
-
-if TYPE_CHECKING:
-    from newton_summary.derivatives.sweep.engine import Sweep
 
 Solve = Callable[[Tensor], Tensor]  # right-hand sides (..., n, m) -> A^-1 of them
 
