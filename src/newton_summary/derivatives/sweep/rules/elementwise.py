@@ -38,6 +38,7 @@ from newton_summary.derivatives.sweep.tape import (
 from newton_summary.derivatives.sweep.torch_functions import names
 
 Derivatives = tuple[Tensor, Tensor | None, Tensor | None]
+LOG2 = math.log(2)
 IN_CACHE = 2**23  # bytes of all arrays that are passed at a time on a CPU
 
 
@@ -160,14 +161,6 @@ def _clamp_slope(x: Tensor, y: Tensor, min: Any = None, max: Any = None) -> Tens
     return ((x >= low) & (x <= high)).to(x.dtype)
 
 
-def _leaky_slope(x: Tensor, y: Tensor, negative_slope: float = 0.01, inplace: Any = None) -> Tensor:
-    return torch.where(x > 0, torch.ones_like(x), negative_slope)
-
-
-def _random_slope(x: Tensor, y: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return torch.where(x < 0, y / torch.where(x < 0, x, 1.0), 1.0)
-
-
 def _hard_slope(low: float, high: float, slope: float) -> Callable[..., Tensor]:
     return lambda x, y, *args, **kwargs: ((x > low) & (x < high)).to(x.dtype) * slope
 
@@ -175,8 +168,10 @@ def _hard_slope(low: float, high: float, slope: float) -> Callable[..., Tensor]:
 PIECEWISE_LINEAR: dict[str, Callable[..., Tensor]] = {
     "relu": lambda x, y, inplace=None: (y > 0).to(y.dtype),
     "relu6": _hard_slope(0, 6, 1),
-    "leaky_relu": _leaky_slope,
-    "rrelu": _random_slope,
+    "leaky_relu": lambda x, y, negative_slope=0.01, inplace=None: torch.where(
+        x > 0, torch.ones_like(x), negative_slope
+    ),
+    "rrelu": lambda x, y, *args, **kwargs: torch.where(x < 0, y / torch.where(x < 0, x, 1.0), 1.0),
     "frac": lambda x, y: torch.ones_like(x),
     "hardtanh": lambda x, y, min_val=-1.0, max_val=1.0, inplace=None: (
         (x > min_val) & (x < max_val)
@@ -231,30 +226,15 @@ def sigmoid(x: Tensor, y: Tensor) -> Three:
     return f1, f1 * (1 - 2 * y), f1 * (1 - 6 * f1)
 
 
-def _scaled_elu(x: Tensor, height: float, slope: float, rate: float) -> Three:
-    """``slope x`` for x > 0, ``height (exp(rate x) - 1)`` otherwise."""
+SELU = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
+
+
+def _elu(x: Tensor, alpha: float = 1.0, slope: float = 1.0, rate: float = 1.0) -> Three:
+    """``slope x`` for x > 0, ``alpha slope (exp(rate x) - 1)`` otherwise."""
+    height = alpha * slope
     f1 = torch.clamp(x, max=0).mul_(rate).exp_().mul_(height * rate)
     f2 = (f1 * rate).masked_fill_(x >= 0, 0)  # none at 0 itself, as in torch
     return f1.masked_fill_(x > 0, slope), f2, f2 if rate == 1 else f2 * rate
-
-
-def _elu(
-    x: Tensor,
-    y: Tensor,
-    alpha: float = 1.0,
-    scale: float = 1.0,
-    input_scale: float = 1.0,
-    inplace: Any = None,
-) -> Three:
-    return _scaled_elu(x, alpha * scale, scale, input_scale)
-
-
-def _selu(x: Tensor, y: Tensor, inplace: Any = None) -> Three:
-    return _elu(x, y, 1.6732632423543772848170429916717, 1.0507009873554804934193349852946)
-
-
-def _celu(x: Tensor, y: Tensor, alpha: float = 1.0, inplace: Any = None) -> Three:
-    return _scaled_elu(x, alpha, 1.0, 1 / alpha)
 
 
 def _gelu(x: Tensor, y: Tensor, approximate: str = "none") -> Three:
@@ -321,15 +301,6 @@ def _power(x: Tensor, y: Tensor, exponent: Any) -> Derivatives:
     return f1, n * (n - 1) * x ** (n - 2), n * (n - 1) * (n - 2) * x ** (n - 3)
 
 
-def _exp(x: Tensor, y: Tensor) -> Three:
-    return y, y, y
-
-
-def _exp2(x: Tensor, y: Tensor) -> Three:
-    c = math.log(2)
-    return y * c, y * c**2, y * c**3
-
-
 def _relative_log(base: float) -> Callable[..., Three]:
     c = 1 / math.log(base)
     return lambda x, y: (torch.full_like(y, c), torch.full_like(y, -c), torch.full_like(y, 2 * c))
@@ -392,9 +363,11 @@ CURVED: dict[str, Callable[..., Derivatives]] = {
     "tanh": tanh,
     "sigmoid": sigmoid,
     "special_expit": sigmoid,
-    "elu": _elu,
-    "selu": _selu,
-    "celu": _celu,
+    "elu": lambda x, y, alpha=1.0, scale=1.0, input_scale=1.0, inplace=None: _elu(
+        x, alpha, scale, input_scale
+    ),
+    "selu": lambda x, y, inplace=None: _elu(x, *SELU),
+    "celu": lambda x, y, alpha=1.0, inplace=None: _elu(x, alpha, 1.0, 1 / alpha),
     "gelu": _gelu,
     "silu": _silu,
     "mish": _mish,
@@ -403,9 +376,9 @@ CURVED: dict[str, Callable[..., Derivatives]] = {
     "hardswish": _hardswish,
     "square": lambda x, y: _power(x, y, 2),
     "pow": _power,
-    "exp": _exp,
-    "exp2": _exp2,
-    "expm1": lambda x, y: _exp(x, y + 1),
+    "exp": lambda x, y: (y, y, y),
+    "exp2": lambda x, y: (y * LOG2, y * LOG2**2, y * LOG2**3),
+    "expm1": lambda x, y: (y + 1,) * 3,
     "log1p": _log1p,
     "sin": _periodic(torch.cos, -1),
     "cos": _periodic(lambda x: -torch.sin(x), -1),

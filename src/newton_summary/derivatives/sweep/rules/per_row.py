@@ -80,28 +80,22 @@ def linear_part(op: Op) -> Callable[..., Any]:
     return func
 
 
-def _pad(x: Tensor, pad: Any, mode: str = "constant", value: Any = None) -> Tensor:
-    return torch._C._nn.pad(x, pad, mode, 0.0 if mode == "constant" else None)
-
-
 def _scatter(x: Tensor, dim: int, index: Tensor, src: Any = None, value: Any = None) -> Tensor:
     given = src if src is not None else value
     return torch.scatter(x, dim, index, given if isinstance(given, Tensor) else 0.0)
 
 
-def _pad_packed(data: Tensor, batch_sizes: Tensor, batch_first: bool, value: Any, n: int) -> Any:
-    return torch._C._VariableFunctions._pad_packed_sequence(data, batch_sizes, batch_first, 0.0, n)
-
-
-def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
-    return torch.index_fill(x, dim, index, value if isinstance(value, Tensor) else 0.0)
-
-
 WITHOUT_CONSTANT: dict[str, Callable[..., Any]] = {
-    "pad": _pad,
+    "pad": lambda x, pad, mode="constant", value=None: torch._C._nn.pad(
+        x, pad, mode, 0.0 if mode == "constant" else None
+    ),
     "scatter": _scatter,
-    "index_fill": _index_fill,
-    "_pad_packed_sequence": _pad_packed,
+    "index_fill": lambda x, dim, index, value: torch.index_fill(
+        x, dim, index, value if isinstance(value, Tensor) else 0.0
+    ),
+    "_pad_packed_sequence": lambda data, sizes, batch_first, value, n: (
+        torch._C._VariableFunctions._pad_packed_sequence(data, sizes, batch_first, 0.0, n)
+    ),
 }
 
 PER_ROW = names("""
