@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -36,11 +37,6 @@ def reconstruction_error(outputs: Tensor, batch: Batch) -> Tensor:
     return F.mse_loss(outputs, images.flatten(1))
 
 
-def mean_value(outputs: Tensor, batch: Batch) -> Tensor:
-    """Mean of the outputs, which are the loss."""
-    return outputs.mean()
-
-
 def right_labels(outputs: Tensor, batch: Batch) -> Tensor:
     """Fraction of the samples whose label is the most likely one."""
     return (outputs.argmax(1) == batch[1]).double().mean()
@@ -62,10 +58,6 @@ class Architecture:
     accuracy: Criterion | None = right_labels
 
 
-def _gpt(width: int = 64, depth: int = 2) -> nn.Module:
-    return models.GPT(len(ADDITION_SYMBOLS), context=8, width=width, depth=depth, heads=4)
-
-
 MODELS = {
     "mlp": Architecture(models.mlp, models.TANH_GAIN),
     "lenet": Architecture(models.lenet, models.TANH_GAIN),
@@ -76,8 +68,14 @@ MODELS = {
     "autoencoder": Architecture(
         models.autoencoder, models.TANH_GAIN, criterion=reconstruction_error, accuracy=None
     ),
-    "gpt": Architecture(_gpt, criterion=answer_loss, accuracy=right_digits),
-    "rosenbrock": Architecture(models.Rosenbrock, criterion=mean_value, accuracy=None),
+    "gpt": Architecture(
+        partial(models.GPT, len(ADDITION_SYMBOLS), 8, width=64, depth=2, heads=4),
+        criterion=answer_loss,
+        accuracy=right_digits,
+    ),
+    "rosenbrock": Architecture(
+        models.Rosenbrock, criterion=lambda outputs, batch: outputs.mean(), accuracy=None
+    ),
 }
 
 

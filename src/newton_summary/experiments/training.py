@@ -260,11 +260,9 @@ class Session:
             return {}
         summary, rates = optimizer.last_summary, optimizer.last_rates
         if summary is not None:
-            eta = optimizer.eta.detach().cpu()
+            found = (summary, optimizer.eta.detach().cpu(), rates.status)
             writer.add_summary(
-                Measured(
-                    self.epoch, "optimizer", summary, eta, rates.status, lambda_int=rates.lambda_int
-                )
+                Measured(self.epoch, "optimizer", *found, lambda_int=rates.lambda_int)
             )
         facts: Row = {
             "refreshes": optimizer.refreshes,
@@ -297,16 +295,8 @@ class Session:
         except (NotFiniteError, CannotDifferentiate) as error:
             return {"measure_error": str(error)}
         rates = learning_rates(summary, config.lambda_int)
-        writer.add_summary(
-            Measured(
-                self.epoch,
-                "full",
-                summary,
-                rates.eta.detach().cpu(),
-                rates.status,
-                lambda_int=rates.lambda_int,
-            )
-        )
+        found = (summary, rates.eta.detach().cpu(), rates.status)
+        writer.add_summary(Measured(self.epoch, "full", *found, lambda_int=rates.lambda_int))
         return {"full_loss": float(summary.loss), "measure_status": rates.status}
 
     def adam_seconds(self) -> float:

@@ -465,7 +465,10 @@ def suggest_lrs(
         lrs = rates_of(optimizer, part, s)
         judged.append(GroupAdvice(name, lrs, own.factor, own.stderr, change, verdict))
     limits = (limits[0] / fraction, limits[1] / fraction)  # of the factors before the fraction
-    pairs = set(map(_rate_and_peak, optimizer.param_groups))
+    pairs = {  # the present rate of a group, and the highest of its schedule
+        (float(g["lr"]), float(g.get("max_lr", g.get("initial_lr", g["lr"]))))
+        for g in optimizer.param_groups
+    }
     return Advice(
         tuple(judged),
         checked.now,
@@ -600,8 +603,3 @@ def _longest(changes: Array, model: FactorModel) -> Array:
     powers = np.geomspace(max(far, 1.0), 1.0, 33)
     several = ((changes**t).clip(*model.limits) for t in powers)
     return next((c for c in several if model.change(c) <= model.change(ones)), changes)
-
-
-def _rate_and_peak(group: dict[str, Any]) -> tuple[float, float]:
-    """Return the present learning rate of a group, and the highest of its schedule."""
-    return float(group["lr"]), float(group.get("max_lr", group.get("initial_lr", group["lr"])))

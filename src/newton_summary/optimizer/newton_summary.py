@@ -659,11 +659,8 @@ class NewtonSummary(Optimizer):
         """
         state = super().state_dict()
         state["state"] = tree_map(own_memory, state["state"])
-        since = self._skipped_since
-        if self._update is not None:
-            since = self._update.skipped - self.skipped_steps
-        elif self._steered is not None:
-            since = self._steered.skipped - self.skipped_steps
+        mover = self._update or self._steered
+        since = self._skipped_since if mover is None else mover.skipped - self.skipped_steps
         counts = (self._curvature.count, self.failed_refreshes, self.skipped_steps, since)
         state[checkpoint.KEY] = {
             "format": checkpoint.FORMAT,

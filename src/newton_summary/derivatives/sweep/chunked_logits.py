@@ -29,12 +29,13 @@ from newton_summary.derivatives.sweep.tape import (
     dots,
     find_values,
     gram,
+    is_of_rows,
     parts_of,
     pick,
     sums,
     union,
 )
-from newton_summary.derivatives.sweep.token_runs import LOG_SOFTMAX, Tokens, some_tokens
+from newton_summary.derivatives.sweep.token_runs import LOG_SOFTMAX, Tokens
 
 # Bytes of the logits' derivatives that are taken at a time.
 AT_A_TIME = {"cpu": 2**23}  # which stay in its cache
@@ -111,10 +112,7 @@ def needed_by_curved(tape: Tape) -> set[int]:
 
 
 def _is_log_softmax_of_rows(op: Op) -> bool:
-    if op.name not in LOG_SOFTMAX:
-        return False
-    dim = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim")
-    return dim in (-1, op.out.tensor.dim() - 1)
+    return op.name in LOG_SOFTMAX and is_of_rows(op)
 
 
 def _keeps_rows(op: Op) -> bool:
@@ -166,11 +164,14 @@ def pass_in_pieces(sweep: Sweep, logits: ChunkedLogits) -> None:
             if delta is not None and op.out.slot is not None:
                 piece.adjoints[op.out.slot] = TOKENS.part(delta, mine)
             if op.name in SAME_ORDER or op.name == "__getitem__":
-                _carry_over(piece, op)
+                if op.inputs[0] in piece.tangents and op.out.slot is not None:  # the same rows
+                    piece.tangents[op.out.slot] = piece.tangents[op.inputs[0]].to(
+                        op.out.tensor.dtype
+                    )
             elif by_adjoint and op is ops[-1]:
-                _pass_log_softmax(piece, some_tokens(op, TOKENS, mine), ops[0], h)
+                _pass_log_softmax(piece, TOKENS.cut_op(op, mine), ops[0], h)
             else:
-                piece.pass_op(some_tokens(op, TOKENS, mine))
+                piece.pass_op(TOKENS.cut_op(op, mine))
             if cut is not None and op.out.slot == cut.slot and cut.adjoint is not None:
                 piece.read_gbar(replace(cut, adjoint=TOKENS.part(cut.adjoint, mine)))
         delta = piece.adjoint(ops[-1].out)
@@ -222,10 +223,3 @@ def _pass_log_softmax(piece: Sweep, op: Op, layer: Op, h: Tangent) -> None:
         if x.second:
             piece.add_D3(x.second, 3 * dots(pick(t.first, left, x.second), x.y2))
     piece.add_D3(t.first, sums(v.mul_(c).mul_(c)))
-
-
-def _carry_over(piece: Sweep, op: Op) -> None:
-    """Pass an operation that only changes the shape: among rows it changes nothing."""
-    t, out = piece.tangents.get(op.inputs[0]), op.out
-    if t is not None and out.slot is not None:
-        piece.tangents[out.slot] = t.to(out.tensor.dtype)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from newton_summary.derivatives.sweep.rules.attention import in_tiles
 from newton_summary.derivatives.sweep.rules.linear import SAME_ORDER
-from newton_summary.derivatives.sweep.tape import Op, Tape, Value
+from newton_summary.derivatives.sweep.tape import Op, Tape, Value, is_of_rows
 
 PRODUCT = frozenset(("matmul", "bmm"))
 SOFTMAX = frozenset(("softmax", "special_softmax", "_safe_softmax"))
@@ -65,7 +65,7 @@ class Joining:
         between: list[Op] = []
         weights, v = op.args
         softmax = self._before_casts(self.maker(weights), between)
-        if softmax is None or softmax.name not in SOFTMAX or not _of_rows(softmax):
+        if softmax is None or softmax.name not in SOFTMAX or not is_of_rows(softmax):
             return None
         between.append(softmax)
         scores = Scores()
@@ -81,7 +81,9 @@ class Joining:
         if not in_tiles(q.tensor, keys.tensor.mT, v.tensor, scores.mask, 0.0):
             return None
         k, transposing = self._transposed(keys)
-        k, v = self._unrepeated(k, v)
+        k_once, v_once = self._before_repeating(k), self._before_repeating(v)
+        if k_once and v_once and k_once.tensor.shape[:3] == v_once.tensor.shape[:3]:
+            k, v = k_once, v_once  # of fewer heads, each repeated for several of queries
         self.gone.update(between, [product])
         slots = [x.slot for x in (q, k, v) if x.slot is not None]
         args, kwargs = (q, k, v, mask), {"scale": scores.factor}
@@ -111,13 +113,6 @@ class Joining:
         self.slots += 1
         return k, [Op("mT", torch.transpose, (keys,), {}, [k], None, [keys.slot])]
 
-    def _unrepeated(self, k: Value, v: Value) -> tuple[Value, Value]:
-        """Return keys and values of fewer heads, if each is repeated for several of queries."""
-        k_once, v_once = self._before_repeating(k), self._before_repeating(v)
-        if k_once is None or v_once is None or k_once.tensor.shape[:3] != v_once.tensor.shape[:3]:
-            return k, v
-        return k_once, v_once
-
     def _before_repeating(self, x: Value) -> Value | None:
         """Return the value before (B, H, 1, T, d) was expanded and reshaped to (B, H n, T, d)."""
         chain = []
@@ -133,11 +128,6 @@ class Joining:
         n = chain[1][2] if len(chain[1]) == 5 else 0
         repeated = [(B, H * n, T, d), (B, H, n, T, d), (B, H, 1, T, d)]
         return x if chain == repeated else None
-
-
-def _of_rows(softmax: Op) -> bool:
-    dim = softmax.args[1] if len(softmax.args) > 1 else softmax.kwargs.get("dim")
-    return dim in (-1, softmax.out.tensor.dim() - 1)
 
 
 def _undone(op: Op, scores: Scores) -> Value | None:

@@ -289,7 +289,10 @@ class Recorder(TorchFunctionMode):
             return self._constant(tensor)
         owner = owner_of(tensor)
         if id(owner) in self.values and tensor.grad_fn.name() == "AsStridedBackward0":
-            return self._read_from_owner(self._value_of(owner), tensor)
+            # What a view has become after the tensor that owns the memory was written to.
+            value, positions = self._value_of(owner), positions_in(owner, tensor)
+            edge = get_gradient_edge(tensor)
+            return self._append("read_view", positions_in, (value,), tensor, edge, positions)
         made_by = f"{tensor.grad_fn.name()} made a tensor of shape {tuple(tensor.shape)}"
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # which means nothing outside
             raise not_recorded(made_by)
@@ -375,11 +378,6 @@ class Recorder(TorchFunctionMode):
         # Autograd sees the view as a part of the new owner: there its adjoint has to be looked for.
         written.edge, written.part = edge, positions
         self._append("write_view", positions_in, (old, written), owner, edge, positions)
-
-    def _read_from_owner(self, owner: Value, view: Tensor) -> Value:
-        """Note what a view has become after the tensor that owns the memory was written to."""
-        positions, edge = positions_in(owner.tensor, view), get_gradient_edge(view)
-        return self._append("read_view", positions_in, (owner,), view, edge, positions)
 
 
 def not_recorded(made_by: str) -> CannotDifferentiate:

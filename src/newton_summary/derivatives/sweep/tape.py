@@ -177,6 +177,12 @@ class Tape:
     hidden: list[Tensor | None] = field(default_factory=list)  # whether masks hide whole rows
 
 
+def is_of_rows(softmax: Op) -> bool:
+    """Whether a softmax is one over the last dimension."""
+    dim = softmax.args[1] if len(softmax.args) > 1 else softmax.kwargs.get("dim")
+    return dim in (-1, softmax.out.tensor.dim() - 1)
+
+
 def find_tensors(tree: Any) -> list[Tensor]:
     """Return every tensor in nested tuples, lists and dicts."""
     return _collect(tree, Tensor, [])

@@ -86,7 +86,21 @@ class Tokens:
 
     def cut_op(self, op: Op, some: slice | Tensor) -> Op:
         """Return an operation as it would have been for some of the tokens."""
-        return some_tokens(op, self, some)
+        y = op.out.tensor
+
+        def cut(x: Any) -> Any:
+            if isinstance(x, Value) and self.has(x.tensor, y):
+                return x.cut(lambda tensor: self.part(tensor, some))
+            return x
+
+        args, kwargs = tuple(cut(x) for x in op.args), op.kwargs
+        if op.name == "standardize" and not isinstance(self, _Channels):
+            args = (args[0], [-1], *args[2:])
+        if op.name in LOG_SOFTMAX:
+            args, kwargs = (args[0], -1), {}  # the last of two dimensions now
+        if op.name == "linear":  # a weight may have as many rows as there are tokens
+            args = (args[0], *op.args[1:])
+        return replace(op, args=args, kwargs=kwargs, outputs=[cut(op.out)])
 
 
 class _Channels(Tokens):
@@ -275,22 +289,3 @@ def some_rows(t: Tangent, axis: Tokens, part: slice | Tensor, slot: int | None =
         for terms in (t.first_terms, t.second_terms)
     )
     return Unjoined(first, second, axis.part(t.y, part, slot=slot))
-
-
-def some_tokens(op: Op, axis: Tokens, part: slice | Tensor) -> Op:
-    """Return an operation as it would have been for some of the tokens."""
-    y = op.out.tensor
-
-    def cut(x: Any) -> Any:
-        if isinstance(x, Value) and axis.has(x.tensor, y):
-            return x.cut(lambda tensor: axis.part(tensor, part))
-        return x
-
-    args, kwargs = tuple(cut(x) for x in op.args), op.kwargs
-    if op.name == "standardize" and not isinstance(axis, _Channels):
-        args = (args[0], [-1], *args[2:])
-    if op.name in LOG_SOFTMAX:
-        args, kwargs = (args[0], -1), {}  # the last of two dimensions now
-    if op.name == "linear":  # a weight may have as many rows as there are tokens
-        args = (args[0], *op.args[1:])
-    return replace(op, args=args, kwargs=kwargs, outputs=[cut(op.out)])

@@ -62,12 +62,6 @@ def same_order(op: Op, x: Value, *args: Any, **kwargs: Any) -> Rows:
 
 
 @on_rows
-def as_complex(op: Op, x: Value) -> Rows:
-    """``view_as_complex``, which wants each pair of numbers side by side, also in the rows."""
-    return lambda rows: torch.view_as_complex(rows.contiguous())
-
-
-@on_rows
 def expand(op: Op, x: Value, *args: Any, **kwargs: Any) -> Rows:
     """Expand: repeat along dimensions of length one."""
     y = op.out.tensor
@@ -395,7 +389,9 @@ LINEAR: dict[str, Rule] = {
     **dict.fromkeys(["T", "mT", "H", "mH", "t"], matrix_transpose),
     "permute": permute,
     "centered": centered,
-    "view_as_complex": as_complex,
+    "view_as_complex": on_rows(
+        lambda op, x: lambda rows: torch.view_as_complex(rows.contiguous())  # pairs side by side
+    ),
     "__getitem__": getitem,
     "__setitem__": setitem,
     **dict.fromkeys(["read_view", "as_strided"], read_view),

@@ -19,7 +19,9 @@ def per_row(sweep: Sweep, op: Op, *args: Any, **kwargs: Any) -> Any:
     Other floating-point tensors among the arguments are additive, and so have zero derivatives;
     but in some operations they are factors. Through vmap, or row by row where vmap cannot.
     """
-    func, keep_constants = linear_part(op), op.name in WITH_FACTORS
+    func, keep_constants = WITHOUT_CONSTANT.get(op.name, op.func), op.name in WITH_FACTORS
+    if str(getattr(func, "__name__", "")).endswith("_"):  # not in place
+        func = getattr(torch, op.name, None) or getattr(Tensor, op.name)
     moving = sweep.moving((args, kwargs))
     if not moving:
         return None
@@ -70,14 +72,6 @@ def fill(tree: Any, given: dict[int, Tensor], keep_constants: bool) -> Any:
         return value.now.detach() if keep else torch.zeros_like(value.tensor)
 
     return map_tree(row, tree)
-
-
-def linear_part(op: Op) -> Callable[..., Any]:
-    """Return the function of a call, without its constant part, and not in place."""
-    func = WITHOUT_CONSTANT.get(op.name, op.func)
-    if str(getattr(func, "__name__", "")).endswith("_"):
-        func = getattr(torch, op.name, None) or getattr(Tensor, op.name)
-    return func
 
 
 def _scatter(x: Tensor, dim: int, index: Tensor, src: Any = None, value: Any = None) -> Tensor:

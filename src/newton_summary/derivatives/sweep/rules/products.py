@@ -157,11 +157,6 @@ def plus_bias(
 # --- layers, matrix products, elementwise products -----------------------------------------------
 
 
-def each_row(multiply: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """Multiply by a stack of matrices; a single one without its first dimension, for speed."""
-    return multiply(rows[0]) if len(rows) == 1 else multiply(rows)
-
-
 def on_tensor_cores(rows: Tensor, weight: Tensor) -> bool:
     """Whether our own product of a layer is faster, which has the precision of float32 too.
 
@@ -190,7 +185,8 @@ def times_transposed(X: Tensor, W: Tensor) -> Tensor:
 def times_each(X: Tensor, matrices: Tensor) -> Tensor:
     """Return X times each of some matrices, (k, *shape of X but its last dimension, columns)."""
     flat = X.reshape(-1, X.shape[-1])
-    products = each_row(lambda matrix: times_transposed(flat, matrix.mT), matrices)
+    # A single one without its first dimension, for speed.
+    products = times_transposed(flat, (matrices[0] if len(matrices) == 1 else matrices).mT)
     return products.reshape(len(matrices), *X.shape[:-1], matrices.shape[-1])
 
 
