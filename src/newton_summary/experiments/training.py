@@ -215,7 +215,10 @@ class Session:
             row |= self._measure(writer, reporter)
             row["measure_seconds"] = max(time.perf_counter() - start, 0.0)
         row["memory_gib"] = peak_memory(self.device)
-        state = self.state_dict() if fine and self._checkpoint_due() else None
+        now, state = time.monotonic(), None
+        is_last = self.epoch == self.config.epochs
+        if fine and (is_last or now - self.saved >= self.checkpoint_seconds):
+            self.saved, state = now, self.state_dict()
         self.ranks.agreed(lambda: writer.add_row(row, state))
         reporter.row(row)
 
@@ -272,12 +275,6 @@ class Session:
         if len(optimizer.partition) <= MANY_GROUPS:
             facts["eta"] = dict(zip(optimizer.partition.names, optimizer.eta.tolist()))
         return facts
-
-    def _checkpoint_due(self) -> bool:
-        now = time.monotonic()
-        due = self.epoch == self.config.epochs or now - self.saved >= self.checkpoint_seconds
-        self.saved = now if due else self.saved
-        return due
 
     def _measure(self, writer: RunWriter, reporter: Reporter) -> Row:
         """Measure along the gradient of the whole training set (Section 6.1)."""

@@ -462,6 +462,10 @@ class Sweep:
             return None
         return self.tangents.get(value.slot)
 
+    def known(self, value: Value) -> Tangent:
+        """Return the derivatives of the only value that an operation depends on."""
+        return self.tangents[value.slot]  # type: ignore[index]
+
     def moving(self, tree: Any) -> dict[int, Tangent]:
         """Return the derivatives of all values in a tree that have some, by their slots."""
         found = {v.slot: self.tangent(v) for v in find_values(tree)}

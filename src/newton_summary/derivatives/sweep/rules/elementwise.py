@@ -52,9 +52,7 @@ def curved(derivatives: Callable[..., Derivatives], relative: bool = False) -> C
     """
 
     def rule(sweep: Sweep, op: Op, x: Value, *args: Any, **kwargs: Any) -> Tangent | None:
-        t = broadcast(sweep.tangent(x), op)
-        if t is None:
-            return None
+        t = broadcast(sweep.known(x), op)
         if relative:
             X = cast(x.now, op.out.tensor.dtype)
             t = t.map(lambda rows: rows / X)
@@ -134,10 +132,10 @@ def given(value: Value) -> Tensor:
     return value.tensor if value.forgotten else value.now
 
 
-def broadcast(t: Tangent | None, op: Op) -> Tangent | None:
+def broadcast(t: Tangent, op: Op) -> Tangent:
     """Spread the derivatives of x out to the shape of y: another argument may have been larger."""
     shape = op.out.tensor.shape
-    if t is None or t.shape == shape:
+    if t.shape == shape:
         return t
     return t.map(lambda rows: lift(rows, len(shape)).expand(len(rows), *shape))
 

@@ -96,13 +96,9 @@ def prepare(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[T
     return _Lattice.apply(lattice, args[0]), lattice  # type: ignore[no-untyped-call]
 
 
-def pass_lattice(
-    sweep: Sweep, op: Op, emitted: Value, blocked: Value, steps: Value
-) -> Tangent | None:
+def pass_lattice(sweep: Sweep, op: Op, emitted: Value, blocked: Value, steps: Value) -> Tangent:
     """Pass all steps."""
-    t = sweep.tangent(emitted)
-    if t is None:
-        return None
+    t = sweep.known(emitted)
     lattice: Lattice = op.saved
     k, third = len(t.first), sweep.order == 3
     e = lattice.of_emitted((t.completed() if third else t).rows)

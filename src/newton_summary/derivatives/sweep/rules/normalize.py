@@ -50,8 +50,8 @@ def softmax(log: bool) -> Callable[..., Tangent | None]:
     def rule(
         sweep: Sweep, op: Op, x: Value, dim: int | None = None, dtype: Any = None, **kwargs: Any
     ) -> Tangent | None:
-        t, y, delta = sweep.tangent(x), op.out.now, sweep.adjoint(op.out)
-        if t is None or x.tensor.dim() == 0:  # of one number: constant
+        t, y, delta = sweep.known(x), op.out.now, sweep.adjoint(op.out)
+        if x.tensor.dim() == 0:  # of one number: constant
             return None
         p, d, weight = _known(y.exp() if log else y), _along(dim, y), None
         if delta is not None and log:
@@ -151,10 +151,7 @@ def _cumulants(sweep: Contributions, t: Tangent, c: Tensor, weight: Tensor) -> N
 
 def logsumexp(sweep: Sweep, op: Op, x: Value, dim: Any, keepdim: bool = False) -> Tangent | None:
     """The logarithm of a sum of exponentials."""
-    t = sweep.tangent(x)
-    if t is None:
-        return None
-    X, ndim = x.now, x.tensor.dim()
+    t, X, ndim = sweep.known(x), x.now, x.tensor.dim()
     if ndim == 0:
         return t
     d = [i % ndim - ndim for i in dimensions(X, dim)]
@@ -185,9 +182,7 @@ def standardize(
     A cell, what is standardized together, has few numbers besides c: v and r, whose derivatives
     along the groups follow from sums over the cell (:class:`Sums`).
     """
-    t = sweep.tangent(x)
-    if t is None:
-        return None
+    t = sweep.known(x)
     X, ndim = cast(x.now, torch.promote_types(x.tensor.dtype, torch.float32)), x.tensor.dim()
     d = [i % ndim - ndim for i in dims]
     c = X - X.mean(d, keepdim=True) if centred else X

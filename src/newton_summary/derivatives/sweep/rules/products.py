@@ -424,9 +424,8 @@ def einsum(sweep: Sweep, op: Op, equation: str, operands: Sequence[Value], *path
     letters = inputs.split(",")
     k = next(c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz" if c not in equation)
     if len(operands) == 1:
-        t = sweep.tangent(operands[0])
-        stacked_equation = f"{k}{inputs}->{k}{output}"
-        return None if t is None else t.map(lambda rows: torch.einsum(stacked_equation, rows))
+        alone = f"{k}{inputs}->{k}{output}"
+        return sweep.known(operands[0]).map(lambda rows: torch.einsum(alone, rows))
     a, b = operands
     A, B = a.now, b.now
     la, lb = letters
