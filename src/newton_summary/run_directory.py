@@ -26,13 +26,7 @@ from typing import Any
 from newton_summary.display.names import dotted_names
 from newton_summary.errors import UserError
 from newton_summary.history import History, Measured
-from newton_summary.storage.reading import (
-    Damaged,
-    content_of,
-    explained,
-    load_json,
-    load_tensors,
-)
+from newton_summary.storage.reading import Damaged, content_of, explained, load_json, load_tensors
 from newton_summary.storage.writing import PREVIOUS
 
 CONFIG, METRICS, SUMMARIES, CHECKPOINT, ENVIRONMENT, MANIFEST = (

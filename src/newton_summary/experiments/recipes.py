@@ -109,14 +109,7 @@ SETUPS = {
     "mlp_mnist": Setup("mlp", "mnist", 200, 3e-4, (1e-4, 1e-2), (3e-2, 1.0)),
     "lenet_cifar10": Setup("lenet", "cifar10", 200, 3e-4, (1e-4, 3e-2), (0.3, 1.0)),
     "vgg_cifar10": Setup(
-        "vgg11",
-        "cifar10",
-        100,
-        1e-5,
-        (3e-4, 3e-2),
-        (0.3, 1.0),
-        sgd=1e-3,
-        tf32=True,
+        "vgg11", "cifar10", 100, 1e-5, (3e-4, 3e-2), (0.3, 1.0), sgd=1e-3, tf32=True
     ),
     "bigmlp_cifar10": Setup("big_mlp", "cifar10", 100, 1e-5, (1e-5, 1e-2), (0.1, 3.0), sgd=1e-3),
 }

@@ -43,22 +43,11 @@ from newton_summary.measuring.slope import loss_and_slope
 from newton_summary.optimizer.checkpoint import check_finite, read_counts, reporting_damage
 from newton_summary.optimizer.curvature import thawed
 from newton_summary.optimizer.steering import Balance, EndSlopes
-from newton_summary.parallel.processes import (
-    Distributed,
-    find_processes,
-    is_sharded,
-    local_part,
-)
+from newton_summary.parallel.processes import Distributed, find_processes, is_sharded, local_part
 from newton_summary.partition import make_partition, trainable, unwrap
 from newton_summary.probe.inputs import LossFn, check_loss_fn
 from newton_summary.probe.probe import Probe
-from newton_summary.probe.state import (
-    Journal,
-    TorchState,
-    copies_of,
-    unmoved,
-    without_gradients,
-)
+from newton_summary.probe.state import Journal, TorchState, copies_of, unmoved, without_gradients
 
 Why = Literal["start", "raise", "lower", "keep", "not finite"]
 

@@ -80,13 +80,7 @@ class FusedCentredRows:
 
     @classmethod
     def make(
-        cls,
-        t: Tangent,
-        c: Tensor,
-        delta: Tensor | None,
-        d: list[int],
-        third: bool,
-        centred: bool,
+        cls, t: Tangent, c: Tensor, delta: Tensor | None, d: list[int], third: bool, centred: bool
     ) -> FusedCentredRows | None:
         """Return them if the rows lie in memory as the kernels need them."""
         sizes = memory_layout(c.shape, d)

@@ -232,13 +232,7 @@ class CentredRows:
     """
 
     def __init__(
-        self,
-        t: Tangent,
-        c: Tensor,
-        delta: Tensor | None,
-        d: list[int],
-        third: bool,
-        centred: bool,
+        self, t: Tangent, c: Tensor, delta: Tensor | None, d: list[int], third: bool, centred: bool
     ):
         self.c, self.delta, self.d, self.third = c, delta, d, third
         rows, k, ndim = t.rows, len(t.first), c.dim()
