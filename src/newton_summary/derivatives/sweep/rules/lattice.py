@@ -76,8 +76,6 @@ class Lattice:
 
 
 class _Lattice(torch.autograd.Function):
-    """The lattice for autograd."""
-
     @staticmethod
     def forward(ctx: Any, lattice: Lattice, emitted: Tensor) -> Tensor:
         ctx.lattice = lattice
