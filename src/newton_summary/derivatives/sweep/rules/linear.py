@@ -261,24 +261,15 @@ def embedding(
 # --- sums ----------------------------------------------------------------------------------------
 
 
-def add(sweep: Sweep, op: Op, a: Any, b: Any, *, alpha: float = 1, out: None = None) -> Any:
-    """``a + alpha b``, with broadcasting."""
-    return combine(sweep, op, [(a, None), (b, times(alpha))])
+def adding(sign: int) -> Rule:
+    """Return the rule of ``a + sign alpha b``, with broadcasting."""
 
+    def rule(sweep: Sweep, op: Op, a: Any, b: Any, alpha: float = 1, out: None = None) -> Any:
+        factor = sign * alpha
+        change = None if isinstance(factor, int) and factor == 1 else lambda rows: rows * factor
+        return combine(sweep, op, [(a, None), (b, change)])
 
-def sub(sweep: Sweep, op: Op, a: Any, b: Any, *, alpha: float = 1, out: None = None) -> Any:
-    """``a - alpha b``, with broadcasting."""
-    return combine(sweep, op, [(a, None), (b, times(-alpha))])
-
-
-def rsub(sweep: Sweep, op: Op, a: Any, b: Any, alpha: float = 1) -> Any:
-    """``b - alpha a``."""
-    return combine(sweep, op, [(b, None), (a, times(-alpha))])
-
-
-def times(factor: float) -> Rows | None:
-    """Return how to multiply all rows; None if nothing is to be done."""
-    return None if isinstance(factor, int) and factor == 1 else lambda rows: rows * factor
+    return rule
 
 
 def combine(sweep: Sweep, op: Op, terms: list[tuple[Any, Rows | None]]) -> Tangent | None:
@@ -404,9 +395,9 @@ LINEAR: dict[str, Rule] = {
     "constant_pad_nd": on_rows(
         lambda op, x, pad, value=0: lambda rows: torch.constant_pad_nd(rows, pad, 0.0)
     ),
-    "add": add,
-    **dict.fromkeys(["sub", "subtract"], sub),
-    "rsub": rsub,
+    "add": adding(1),
+    **dict.fromkeys(["sub", "subtract"], adding(-1)),
+    "rsub": lambda sweep, op, a, b, alpha=1: adding(-1)(sweep, op, b, a, alpha),
     **dict.fromkeys(["neg", "negative"], on_rows(lambda op, x: torch.neg)),
     **dict.fromkeys(["sum", "mean"], reduce),
     **dict.fromkeys(["cat", "concat", "concatenate"], joining(torch.cat)),
