@@ -322,11 +322,6 @@ def where(sweep: Sweep, op: Op, condition: Value, a: Any, b: Any) -> Tangent | N
     return choose(sweep, op, condition, a, b)
 
 
-def masked_fill(sweep: Sweep, op: Op, x: Value, mask: Value, value: Any) -> Tangent | None:
-    """``x``, and ``value`` where the mask is true."""
-    return choose(sweep, op, mask, value, x)
-
-
 def choose(sweep: Sweep, op: Op, condition: Value, a: Any, b: Any) -> Tangent | None:
     """The entries of a where a condition holds, and those of b elsewhere."""
     mask = condition.now.to(torch.bool)
@@ -391,7 +386,7 @@ LINEAR: dict[str, Rule] = {
     "zero": zero,
     "embedding": embedding,
     "where": where,
-    "masked_fill": masked_fill,
+    "masked_fill": lambda sweep, op, x, mask, value: choose(sweep, op, mask, value, x),
     "constant_pad_nd": on_rows(
         lambda op, x, pad, value=0: lambda rows: torch.constant_pad_nd(rows, pad, 0.0)
     ),

@@ -115,11 +115,6 @@ def solution(sweep: Sweep, op: Op, a: Value, b: Value, **kwargs: Any) -> Tangent
     return pass_solution(sweep, op, a, b, *solver(a.now, rows * op.out.tensor.shape[-1]))
 
 
-def inverse(sweep: Sweep, op: Op, a: Value, **kwargs: Any) -> Tangent:
-    """``torch.linalg.inv``."""
-    return pass_solution(sweep, op, a, None, *by_inverse(op.out.now))
-
-
 def triangular_solution(
     sweep: Sweep,
     op: Op,
@@ -235,7 +230,10 @@ def _trace(rows: Tensor) -> Tensor:
 
 
 SOLVES: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(["inverse", "linalg_inv"], inverse),
+    **dict.fromkeys(
+        ["inverse", "linalg_inv"],
+        lambda sweep, op, a, **kwargs: pass_solution(sweep, op, a, None, *by_inverse(op.out.now)),
+    ),
     "linalg_solve": solution,
     "linalg_solve_triangular": triangular_solution,
     "linalg_cholesky": cholesky,

@@ -160,11 +160,6 @@ def triangular_solve(
     return X, A.clone()
 
 
-def linalg_cholesky(A: Tensor, *, upper: bool = False) -> Any:
-    """``torch.linalg.cholesky``: the upper factor is the lower one, transposed."""
-    return torch.linalg.cholesky(A).mT if upper else NotImplemented
-
-
 def cholesky_ex(
     A: Tensor, *, upper: bool = False, check_errors: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -212,7 +207,9 @@ MATRICES: dict[str, Callable[..., Any]] = {
     "linalg_solve_triangular": solve_triangular,
     "triangular_solve": triangular_solve,
     "cholesky": lambda A, upper=False: torch.linalg.cholesky(A, upper=upper),
-    "linalg_cholesky": linalg_cholesky,
+    "linalg_cholesky": lambda A, *, upper=False: (
+        torch.linalg.cholesky(A).mT if upper else NotImplemented
+    ),
     "linalg_cholesky_ex": cholesky_ex,
     "cholesky_solve": cholesky_solve,
     "cholesky_inverse": cholesky_inverse,
