@@ -22,10 +22,10 @@ METHODS = {
 }
 
 
-def read():
+def read(file="optimizers.jsonl"):
     """Return the final losses by training, schedule and seed, then by method."""
     found = {}
-    for line in (ROOT / "benchmarks/results/optimizers.jsonl").open():
+    for line in (ROOT / "benchmarks/results" / file).open():
         cell = json.loads(line)
         key = cell["training"], cell["schedule"], cell["seed"]
         found.setdefault(key, {})[cell["method"]] = cell["loss"]
@@ -78,3 +78,19 @@ def test_training():
         if name == "all":
             trainings, schedule = TRAININGS, "constant, linear"
         check(cells, "newton -", trainings, schedule)
+
+
+def test_set_points():
+    best = {
+        key: min(loss for name, loss in losses.items() if name.startswith("adam "))
+        for key, losses in read().items()
+    }
+    tried = read("set_points.jsonl")
+    rows = rows_of("docs/steer.md", "set point \\| constant \\| worst")[2:]
+    assert len(rows) == 3
+    for name, *cells in rows:
+        method = f"steer{100 * float(name.split(',')[0]):.0f} 0.001"
+        for kind, mean, worst in (("constant", *cells[:2]), ("linear", *cells[2:])):
+            ratios = [x[method] / best[key] for key, x in tried.items() if key[1] == kind]
+            assert len(ratios) == 42 and float(worst) == pytest.approx(max(ratios), 0.05)
+            assert float(mean) == pytest.approx(math.exp(fmean(map(math.log, ratios))), abs=0.00501)
