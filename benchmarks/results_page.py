@@ -11,6 +11,7 @@ contain is shown as "not run".
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import statistics
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -45,6 +46,7 @@ T = TypeVar("T")
 Cell = tuple[str, str]  # what was measured, and the verdict
 NOT_RUN, PARTLY = "not run", "partly"
 NOTES = Path(__file__).parent / "results" / "notes.md"  # why, written by hand
+STEPS = Path(__file__).parent / "results" / "step_lengths.jsonl"  # of benchmarks/step_lengths.py
 JUMP = 1.5  # an epoch whose training loss is this many times that of the epoch before
 COMPARABLE = 2.0  # ratio of losses
 LONGER = 1.1  # ratio of times: epochs of one setup differ by less
@@ -344,11 +346,40 @@ def _unstable(runs: Runs) -> Cell | None:
         return None
     some = {s: sum(jumps(run) > 0 or run.diverged for run in group) for s, group in ours.items()}
     text = "; ".join(f"{n} of {len(ours[s])} on {_setup(s)}" for s, n in some.items())
-    return (
-        f"runs with a jump of the loss by {JUMP} in an epoch, or that diverged: {text}. Their cause "
-        "is not measured: step sizes are stored once an epoch.",
-        PARTLY if any(some.values()) else verdict(False),
+    text = f"runs with a jump of the loss by {JUMP} in an epoch, or that diverged: {text}. "
+    calm, lost = longest_steps(STEPS)
+    if not calm or not lost:
+        return f"{text}Their cause is not measured.", PARTLY if any(some.values()) else verdict(
+            False
+        )
+    text += (
+        f"LeNet on a CPU, the longest ten steps of a seed over the median ones until then: "
+        f"{', '.join(f'{x:.0f}' for x in sorted(lost))} where the loss then rises by a tenth above its "
+        f"lowest, {min(calm):.0f} to {max(calm):.0f} in the {len(calm)} other seeds."
     )
+    return text, verdict(any(some.values()) and min(lost) > 2 * max(calm))
+
+
+def longest_steps(file: Path) -> tuple[list[float], list[float]]:
+    """Return how far ten steps moved at most, over the median until then, for each seed.
+
+    First those of seeds whose loss never rises by a tenth above its lowest, then the others.
+    """
+    seeds: dict[int, list[dict[str, Any]]] = {}
+    for line in file.read_text().splitlines() if file.is_file() else ():
+        row = json.loads(line)
+        seeds.setdefault(row["seed"], []).append(row)
+    calm, lost = [], []
+    for rows in seeds.values():
+        losses = [row["loss"] for row in rows]
+        rises = any(loss > 1.1 * min(losses[: i + 1]) for i, loss in enumerate(losses))
+        moved = [row["moved"] for row in rows]
+        before = [
+            statistics.median(x for epoch in moved[:i] for x in epoch) for i in range(1, len(rows))
+        ]
+        longest = max(max(epoch) / median for epoch, median in zip(moved[1:], before, strict=True))
+        (lost if rises else calm).append(longest)
+    return calm, lost
 
 
 def _comparable(runs: Runs, column: str, factor: float) -> Cell | None:

@@ -1,6 +1,7 @@
 """benchmarks/results_page.py: verdicts from runs whose numbers are known."""
 
 import importlib.util
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -186,3 +187,25 @@ def test_the_page_without_runs_is_the_page_of_the_documentation_or_shows_runs(tm
     assert not list(tmp_path.iterdir())
     written = (SCRIPT.parent.parent / "docs" / "results.md").read_text()
     assert page.partition("No runs are stored.")[0] in written
+
+
+def test_the_cause_of_instabilities_is_read_from_the_lengths_of_steps(tmp_path, monkeypatch):
+    """Seed 0 is calm; seed 1 takes ten steps a hundred times as long, and its loss rises."""
+    rows = [
+        {"seed": seed, "epoch": epoch, "loss": loss, "moved": moved}
+        for seed, losses, lengths in (
+            (0, (2.0, 1.0, 1.05), ([1.0, 2.0, 3.0], [1.0, 4.0], [2.0, 2.0])),
+            (1, (2.0, 1.0, 1.2), ([1.0, 2.0, 3.0], [2.0, 200.0], [2.0, 3.0])),
+        )
+        for epoch, (loss, moved) in enumerate(zip(losses, lengths, strict=True), start=1)
+    ]
+    file = tmp_path / "step_lengths.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert results_page.longest_steps(file) == ([2.0], [100.0])
+    runs = results_page.Runs([run("lenet_cifar10_newton_summary", [2.0, 1.0, 1.9])])
+    monkeypatch.setattr(results_page, "STEPS", file)
+    said = claim(results_page.training_claims(runs), "very large step sizes")
+    assert "100 where the loss then rises" in said[0] and said[1] == "reproduced"
+    monkeypatch.setattr(results_page, "STEPS", tmp_path / "missing.jsonl")
+    said = claim(results_page.training_claims(runs), "very large step sizes")
+    assert "not measured" in said[0] and said[1] == "partly"
