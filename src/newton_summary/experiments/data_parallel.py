@@ -110,6 +110,15 @@ class RankGroup:
             dist.broadcast_object_list(box)
         return box[0]  # type: ignore[return-value]
 
+    def first_on_each_machine(self, compute: Callable[[], T]) -> T:
+        """Return what every process computes: first the first of each machine, then the others.
+
+        For computations that leave files behind for the others.
+        """
+        early = self.agreed(lambda: compute() if self.local_rank == 0 else None)
+        late = self.agreed(lambda: compute() if self.local_rank != 0 else early)
+        return late  # type: ignore[return-value]
+
 
 @contextmanager
 def assemble(device: torch.device) -> Iterator[RankGroup]:
@@ -117,8 +126,7 @@ def assemble(device: torch.device) -> Iterator[RankGroup]:
     if not torchrun.launched():
         yield RankGroup()
         return
-    local_rank, local_size = torchrun.on_machine()
-    own_gpus = torch.cuda.device_count() >= local_size
+    own_gpus = torch.cuda.device_count() >= torchrun.local_size()
     backend = "nccl" if device.type == "cuda" and own_gpus else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -126,7 +134,7 @@ def assemble(device: torch.device) -> Iterator[RankGroup]:
     if started:
         dist.init_process_group(backend)
     try:
-        yield RankGroup(dist.get_rank(), dist.get_world_size(), local_rank)
+        yield RankGroup(dist.get_rank(), dist.get_world_size(), torchrun.local_rank())
     finally:
         if started:
             # Torch 2.6 holds Python's lock while it waits for the threads of gloo, and one

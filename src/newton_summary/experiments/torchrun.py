@@ -15,7 +15,11 @@ def rank() -> int:
     return int(os.environ["RANK"]) if launched() else 0
 
 
-def on_machine() -> tuple[int, int]:
-    """Return the rank of this process on its machine, and how many processes that has."""
-    rank, size = (os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    return (int(rank or 0), int(size or 1)) if launched() else (0, 1)
+def local_rank() -> int:
+    """Return the rank of this process on its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0")) if launched() else 0
+
+
+def local_size() -> int:
+    """Return the number of processes on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if launched() else 1

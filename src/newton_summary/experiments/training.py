@@ -136,9 +136,7 @@ class Session:
         self.ranks = ranks = ranks or RankGroup()
         dtype = getattr(torch, config.dtype)
         load = partial(load_dataset, config.data, dtype, device)
-        # The first process of each machine leaves files for the others.
-        early = ranks.agreed(lambda: load() if ranks.local_rank == 0 else None)
-        self.data: Dataset = ranks.agreed(lambda: load() if early is None else early)
+        self.data: Dataset = ranks.first_on_each_machine(load)
         self.task: Task = initial_task(config, self.data, device)
         _check_fit(self.task, self.data, config)
         _check_divisible(self.task, ranks)
@@ -389,7 +387,7 @@ def find_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and torchrun.launched() and torch.cuda.is_available():
         # Each process has its own.
-        return torch.device("cuda", torchrun.on_machine()[0] % torch.cuda.device_count())
+        return torch.device("cuda", torchrun.local_rank() % torch.cuda.device_count())
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).tolist()  # fails on a meta device
