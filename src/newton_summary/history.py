@@ -151,11 +151,19 @@ class History(ShownAsTable):
             )
         if not trials and not math.isnan(rates.real_change):
             trials = [Trial(1.0, rates.model_change, rates.real_change)]
-        kept = replace(summary, parts=()).to("cpu")  # many batches over many epochs add up
-        eta, error = rates.eta.detach().cpu(), rates.eta_stderr
-        error = None if error is None else error.detach().cpu()
-        found = (kept, eta, rates.status, error, tuple(trials), rates.lambda_int)
-        self.measured.append(Measured(epoch, kind, *found))
+        error = rates.eta_stderr
+        self.measured.append(
+            Measured(
+                epoch,
+                kind,
+                replace(summary, parts=()).to("cpu"),  # many batches over many epochs add up
+                rates.eta.detach().cpu(),
+                rates.status,
+                None if error is None else error.detach().cpu(),
+                tuple(trials),
+                rates.lambda_int,
+            )
+        )
 
     def add_value(self, metric: str, epoch: float, value: float) -> None:
         """Append a point to a curve."""

@@ -219,8 +219,15 @@ def joint_gain(summary: Summary, lambda_int: float = 1.0) -> JointGain:
         cube = rates.radius**3 if lambda_int > 0 else 0.0  # without D3 the radius is nan
         return rates.model_change + lambda_int / 6 * cube
 
-    changes = (joint.model_change, diagonal.model_change, model(joint), model(diagonal))
-    return JointGain(*changes, joint, diagonal, float(summary.loss))
+    return JointGain(
+        joint.model_change,
+        diagonal.model_change,
+        model(joint),
+        model(diagonal),
+        joint,
+        diagonal,
+        float(summary.loss),
+    )
 
 
 # --- pairs ----------------------------------------------------------------------------------------
