@@ -212,6 +212,7 @@ class History(ShownAsTable):
         return without_middle(rows)
 
     def _said(self) -> str:
+        """Return where the curves end."""
         ends = {metric: points[-1] for metric, points in self.curves.items() if points}
         return "\n".join(
             f"{metric}: {y:.6g} at {self.unit} {x:g}" for metric, (x, y) in ends.items()

@@ -304,10 +304,12 @@ class Summary(ShownAsTable):
         return change if order == 1 else change + 0.5 * eta @ self.hessian() @ eta
 
     def _html_rows(self) -> str:
+        """Return the table, and a heat map of ``Hbar``."""
         maps = [] if self.Hbar is None else [html_heatmap(self.titles, self.Hbar)]
         return side_by_side([super()._html_rows(), *maps])
 
     def _rows(self) -> list[list[str]]:
+        """Return the diagonal of every order by group."""
         columns = [["group", *self.names]]
         for title, values in (
             ("gbar", self.gbar),

@@ -34,6 +34,7 @@ class ShownAsTable:
         return "\n".join(filter(None, (self._title(), table, self._said())))
 
     def _repr_html_(self) -> str:
+        """Return the same for a notebook."""
         title, said = (paragraph(x) if x else "" for x in (self._title(), self._said()))
         return title + self._html_rows() + said
 

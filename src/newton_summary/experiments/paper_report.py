@@ -57,6 +57,7 @@ def make_report(
 
 
 def _interactive(runs: Sequence[Run], out: Path) -> list[Path]:
+    """Write the interactive page, where plotly is installed."""
     if importlib.util.find_spec("plotly") is None:
         warnings.warn(
             "no page without plotly: run pip install -e '.[report]' in your clone", stacklevel=3

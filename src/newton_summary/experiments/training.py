@@ -200,6 +200,7 @@ class Session:
         return float(self.ranks.total(total)) / len(self.data.train)
 
     def _complete(self, row: Row, writer: RunWriter, reporter: Reporter) -> None:
+        """Evaluate, measure and write the present epoch."""
         fine = row["train_loss"] is None or math.isfinite(row["train_loss"])
         row["status"] = "ok" if fine else "diverged"
         start = time.perf_counter()
@@ -473,6 +474,7 @@ def _memory_errors() -> Iterator[None]:
 
 @torch.no_grad()
 def _check_fit(task: Task, data: Dataset, config: ExperimentConfig) -> None:
+    """Raise a UserError if the model cannot take the samples."""
     training = task.model.training
     batch = next(data.train.parts(2))
     try:

@@ -104,6 +104,7 @@ def block_of(summary: Summary, matrix: torch.Tensor, name: str | None) -> Block:
 
 
 def _titled(summary: Summary, block: Block) -> Block:
+    """Return a block with titles in place of names."""
     titles = dict(zip(summary.names, summary.titles, strict=True))
     rows, columns = (tuple(titles[n] for n in names) for names in (block.rows, block.columns))
     return Block(rows, columns, block.values)

@@ -217,6 +217,7 @@ def _facts(
     seconds: float,
     lambda_int: float,
 ) -> dict[str, str]:
+    """Describe how it was measured."""
     from newton_summary import __version__
 
     model = built.model

@@ -244,6 +244,7 @@ class SummaryCallback(Monitor, Callback):
 
 
 def _adapted(logger: Any) -> Logger:
+    """Wrap a Lightning logger as one of ours."""
     kind = type(logger).__name__
     if kind == "TensorBoardLogger":
         return TensorBoard(logger.experiment)

@@ -253,6 +253,7 @@ class Monitor:
     def _measure_at(
         self, epoch: float, model: nn.Module, data: Any, optimizer: Optimizer | None
     ) -> LearningRates:
+        """Measure, and add to the history."""
         if optimizer is None or isinstance(optimizer, NewtonSummary):
             summary = summarize(
                 model, self._loss, data, partition=self.partition or "canonical", **self.options
@@ -306,6 +307,7 @@ class Monitor:
     def _note_facts(
         self, model: nn.Module, measured: Measured, optimizer: Optimizer | None
     ) -> None:
+        """Record in the history how it was measured."""
         model = unwrap(model)
         if self.history.name == UNNAMED:
             self.history.name = type(model).__name__

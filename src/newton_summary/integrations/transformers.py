@@ -201,6 +201,7 @@ class SummaryCallback(Monitor, TrainerCallback):
 
 
 def _plain(optimizer: Any) -> Any:
+    """Return the torch optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
@@ -209,6 +210,7 @@ def _checkpoint(args: Any, state: Any) -> Path:
 
 
 def _loggers(args: Any) -> list[Logger]:
+    """Return the loggers named in the Trainer's arguments."""
     found: list[Logger] = []
     if "tensorboard" in args.report_to:
         from torch.utils.tensorboard import SummaryWriter

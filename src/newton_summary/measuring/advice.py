@@ -416,6 +416,7 @@ def suggest_lrs(
         live = moved & has_effect(summary, max_change)
 
         def try_factors(factors: Sequence[Array]) -> list[float]:
+            """Return the real change of the loss by each of several steps."""
             etas = [torch.from_numpy(c) for c in factors]
             return real_changes(model, loss_fn, data, summary, etas, part, direction=u, **same)
 
@@ -503,6 +504,7 @@ def _next_step(optimizer: Optimizer, probe: Probe) -> tuple[Params, set[str]]:
 def _best_strength(
     models: Sequence[FactorModel], try_factors: Callable[..., list[float]]
 ) -> FactorModel:
+    """Return the model whose minimum lowers the loss most."""
     if len(models) == 1 or not models[0].live.any():
         return models[0]
     minima: dict[bytes, tuple[FactorModel, Array]] = {}

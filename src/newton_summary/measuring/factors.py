@@ -163,6 +163,7 @@ class FactorModel:
         return gain < -2 * error
 
     def _all(self, values: Array, other: float = 1.0) -> Array:
+        """Return values of the live groups as those of all groups."""
         every = np.full(len(self.live), other)
         every[self.live] = values
         return every

@@ -499,6 +499,7 @@ def _mean_tensor(
     order: int,
     compute: Callable[[Closure, Contraction, int], Tensor],
 ) -> Tensor:
+    """Average a tensor over all batches, weighted by their numbers of samples."""
     mean, samples = None, 0
     with Journal(), probe:
         u = find_direction(direction, probe)

@@ -84,6 +84,7 @@ def _same_gradient(whole: Evaluation, pair: Sequence[Evaluation], eps: float) ->
 
 
 def _gradient(probe: Probe, parts: Sequence[Evaluation]) -> tuple[float, list[Tensor]]:
+    """Return the mean loss over parts of a batch, and its gradient."""
     leaves, samples = list(probe.params.values()), sum(part.size for part in parts)
     loss, mean = 0.0, [torch.zeros_like(p) for p in leaves]
     for part in parts:
@@ -95,4 +96,5 @@ def _gradient(probe: Probe, parts: Sequence[Evaluation]) -> tuple[float, list[Te
 
 
 def _is_close(mean: float, loss: float, eps: float) -> bool:
+    """Return whether two losses are the same but for rounding."""
     return abs(mean - loss) <= LOSS * eps * abs(loss)

@@ -133,6 +133,7 @@ def learning_rates(
 
 
 def _absolute(summary: Summary, rates: LearningRates) -> LearningRates:
+    """Return |Hbar|^-1 gbar for a model without minimum."""
     g, H, _ = arrays_of(summary, rates.diagonal)
     if not (np.isfinite(g).all() and np.isfinite(H).all()):
         return rates

@@ -418,6 +418,7 @@ class NewtonSummary(Optimizer):
             self._evaluating = wanted
 
     def _step_of_paper(self, data: Data) -> None:
+        """Make a step of Algorithm 2."""
         if self._schedule.rests:
             self._schedule.advance()
             return
@@ -450,6 +451,7 @@ class NewtonSummary(Optimizer):
             self._take_over(steered)
 
     def _take_over(self, steered: Steered) -> None:
+        """Store the results of a refresh."""
         if steered.history[-1].why == "not finite":
             self._fail(self._not_finite(), steered.reason)
         elif steered.summary is not None:
@@ -472,6 +474,7 @@ class NewtonSummary(Optimizer):
             raise
 
     def _not_finite(self) -> LearningRates:
+        """Return the rates of a loss that is not finite."""
         nan = torch.full((len(self.partition),), math.nan)
         return LearningRates(nan, math.nan, "not-finite", self.partition.names)
 

@@ -86,6 +86,7 @@ def _leave_out_common_folders(histories: list[History]) -> None:
 
 
 def _history(source: object) -> History:
+    """Return a source as a history."""
     if isinstance(source, History):
         return source
     if isinstance(source, RateController | NewtonSummary):

@@ -105,6 +105,7 @@ def doubt_about(measured: Measured) -> str:
 
 
 def _inverse(summary: Summary) -> tuple[Tensor | None, str | None]:
+    """Return the inverse of Hbar, or None and the reason."""
     try:
         return summary.to(torch.float64).inverse(without_dead=True), None
     except ValueError as error:

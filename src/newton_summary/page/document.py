@@ -87,6 +87,7 @@ def _banner(histories: Sequence[History]) -> str:
 
 
 def _lead(histories: Sequence[History]) -> str:
+    """Return a sentence on what was measured."""
     texts = []
     for history in histories:
         if not history.measured:

@@ -302,6 +302,7 @@ def find_ranks(distributed: str | bool | Any, device: torch.device, sharded: boo
 
 
 def _difference(known: Sequence[Mapping[str, str]], numbers: Sequence[int]) -> str:
+    """Return in words the first thing in which the facts of ranks differ."""
     first = known[0]
     number, a, b, name = next(
         (number, first.get(name, "missing"), facts.get(name, "missing"), name)

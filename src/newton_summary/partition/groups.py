@@ -294,6 +294,7 @@ class Partition(ShownAsTable):
         return repr(self)
 
     def _rows(self) -> list[tuple[str, ...]]:
+        """Return number, name, modules, role, entries and parameters of each group."""
         rows = [("", "group", "module", "role", "entries", "parameters")]
         aliases = {} if self.model is None else aliases_of(self.model)
         for s, (name, kind, size) in enumerate(
@@ -304,6 +305,7 @@ class Partition(ShownAsTable):
         return without_middle(rows)
 
     def _module_types(self, s: int) -> str:
+        """Return the types of the modules that own the parameters of a group."""
         if self.names[s] in self.types:  # a module, such as a block
             return self.types[self.names[s]]
         paths = (module_path(member.name) for member in self.members[s])

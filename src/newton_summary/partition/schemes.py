@@ -244,6 +244,7 @@ def _named_spec(spec: str) -> Callable[[nn.Module], Mapping[str, Sequence[Any]]]
 
 
 def _match_patterns(spec: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Turn patterns into lists of names."""
     names = list(trainable(model))
     groups: dict[str, Any] = {}
     for group, rule in spec.items():
@@ -271,6 +272,7 @@ def _match_patterns(spec: Mapping[str, Any], model: nn.Module) -> dict[str, Any]
 def _search(
     pattern: str | re.Pattern[str], names: list[str], group: str, model: nn.Module
 ) -> list[str]:
+    """Return the names in which a pattern is found."""
     try:
         found = [name for name in names if re.search(pattern, name)]
     except re.error as error:

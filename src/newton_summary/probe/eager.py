@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 
 class _Here(threading.local):
+    """What this thread is doing."""
+
     measuring = False
     approximate = False  # whether the loss that is measured has another gradient than torch says
 

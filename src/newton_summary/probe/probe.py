@@ -295,6 +295,7 @@ class Probe:
         self.random.restore(before)
 
     def _warn(self, message: str) -> None:
+        """Warn once in a measurement."""
         kind = message[:40]
         if kind not in self._warned:
             self._warned.add(kind)

@@ -300,6 +300,7 @@ class Recorder(TorchFunctionMode):
         return self._new_value(tensor, get_gradient_edge(tensor))
 
     def _wrap(self, x: Any) -> Any:
+        """Replace a tensor by its value."""
         return self._value_of(x) if isinstance(x, Tensor) else x
 
     def _append(

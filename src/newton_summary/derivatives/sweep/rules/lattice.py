@@ -76,6 +76,8 @@ class Lattice:
 
 
 class _Lattice(torch.autograd.Function):
+    """The lattice for autograd."""
+
     @staticmethod
     def forward(ctx: Any, lattice: Lattice, emitted: Tensor) -> Tensor:
         ctx.lattice = lattice
