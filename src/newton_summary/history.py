@@ -189,6 +189,7 @@ class History(ShownAsTable):
     # --- views ------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
+        """Return the name, and the numbers of measurements and curves."""
         counts = {"measurement": len(self.measured), "curve": len(self.curves)}
         text = ", ".join(f"{n} {word}{'' if n == 1 else 's'}" for word, n in counts.items())
         return f"History({self.name!r}, {text})"

@@ -70,6 +70,7 @@ class Summary(ShownAsTable):
     parts: tuple[Summary, ...] = ()  # the batches' own summaries, with stderr=True
 
     def __post_init__(self) -> None:
+        """Check types and shapes."""
         for name, value, ndim in (
             ("gbar", self.gbar, 1),
             ("Hbar", self.Hbar, 2),
@@ -464,6 +465,7 @@ class SummaryWindow:
         self._summaries: deque[Summary] = deque(maxlen=size)
 
     def __len__(self) -> int:
+        """Return the number of summaries in the window."""
         return len(self._summaries)
 
     @property

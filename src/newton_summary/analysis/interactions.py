@@ -262,6 +262,7 @@ class StrongestPairs(ShownAsTable):
     undefined: int  # number of pairs without one: H_ss = 0, or entries that are not finite
 
     def __len__(self) -> int:
+        """Return the number of pairs."""
         return len(self.pairs)
 
     def __getitem__(self, index: int) -> Pair:
@@ -269,6 +270,7 @@ class StrongestPairs(ShownAsTable):
         return self.pairs[index]
 
     def __iter__(self) -> Iterator[Pair]:
+        """Iterate over the pairs."""
         return iter(self.pairs)
 
     def _rows(self) -> list[list[str]]:

@@ -29,6 +29,7 @@ class ShownAsTable:
         return html_table(self._rows(), right=self._right)
 
     def __str__(self) -> str:
+        """Return the title, the table and the words."""
         rows = self._rows()
         table = text_table(rows, right=self._right) if len(rows) > 1 else ""
         return "\n".join(filter(None, (self._title(), table, self._said())))

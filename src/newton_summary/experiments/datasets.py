@@ -33,9 +33,11 @@ class Split:
     targets: Tensor  # (N,) or (N, positions)
 
     def __len__(self) -> int:
+        """Return N."""
         return len(self.inputs)
 
     def __getitem__(self, index: Tensor | slice) -> Split:
+        """Return some of the samples."""
         return Split(self.inputs[index], self.targets[index])
 
     def parts(self, size: int) -> Iterator[Batch]:
@@ -84,9 +86,11 @@ class Batches:
         self.used = len(split) // self.size * self.size if drop_last else len(split)
 
     def __len__(self) -> int:
+        """Return the number of batches."""
         return -(-self.used // self.size)
 
     def __iter__(self) -> Iterator[Batch]:
+        """Draw an order, and yield the batches."""
         n = len(self.split)
         order = torch.randperm(n, generator=self.generator) if self.shuffle else torch.arange(n)
         order = order[: self.used].to(self.split.inputs.device)

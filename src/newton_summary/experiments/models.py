@@ -32,6 +32,7 @@ class NTK(nn.Module):
     """A weight that is a parameter of unit size times gain / sqrt(fan_in), as in NTK theory."""
 
     def __init__(self, weight: Tensor, gain: float):
+        """Take the scale from the shape of the weight."""
         super().__init__()
         self.scale = gain / math.sqrt(weight[0].numel())
 
@@ -179,6 +180,7 @@ class Attention(nn.Module):
     """Causal self-attention with several heads."""
 
     def __init__(self, width: int, heads: int):
+        """One linear layer for queries, keys and values together."""
         super().__init__()
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width)
@@ -197,6 +199,7 @@ class GPTBlock(nn.Module):
     """Attention and a perceptron, each after a layer norm and added to its input."""
 
     def __init__(self, width: int, heads: int):
+        """The perceptron is four times as wide."""
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
         self.attn = Attention(width, heads)

@@ -55,6 +55,7 @@ class Outcome:
     memory_gib: float
 
     def __str__(self) -> str:
+        """Return the numbers at the best validation loss, in a line."""
         train = "" if math.isnan(self.train_loss) else f"train {self.train_loss:.4g}, "
         share = "" if math.isnan(self.test_accuracy) else f" ({self.test_accuracy:.2%})"
         epochs = "1 epoch" if self.epochs == 1 else f"{self.epochs} epochs"
@@ -133,6 +134,7 @@ class Spread:
         return statistics.stdev(self.finite) if len(self.finite) > 1 else math.nan
 
     def __str__(self) -> str:
+        """Return mean ± standard deviation."""
         if not self.finite:
             return "-"
         text = f"{self.mean:.4g}"

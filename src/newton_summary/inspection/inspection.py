@@ -44,6 +44,7 @@ class Inspection:
     found: bool  # whether lambda_int was found by trials
 
     def __str__(self) -> str:
+        """Return what was measured, the slowest and fastest groups, and the strongest pairs."""
         facts = self.history.facts
         lines = [
             facts["model"],

@@ -150,6 +150,7 @@ class Advice(ShownAsTable):
         return self.groups[self._partition.index(name)]
 
     def __repr__(self) -> str:
+        """Return the number of groups, and how often each verdict occurs."""
         verdicts = [group.verdict for group in self.groups]
         counts = ", ".join(f"{verdicts.count(v)} {v}" for v in VERDICTS if v in verdicts)
         return f"Advice({len(verdicts)} group{'' if len(verdicts) == 1 else 's'}: {counts})"

@@ -559,6 +559,7 @@ class RateController(ShownAsTable):
         return steering_history(self.history, type(self.optimizer).__name__)
 
     def __repr__(self) -> str:
+        """Return the present rates, in a line."""
         rates = rates_in_words(self.rates)
         return f"RateController({type(self.optimizer).__name__}, lr {rates}, step {self.steps})"
 

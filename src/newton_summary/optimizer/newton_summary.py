@@ -571,6 +571,7 @@ class NewtonSummary(Optimizer):
         return history
 
     def __repr__(self) -> str:
+        """Return the settings, and a table of the groups."""
         head = ("name", *OF_GROUPS, "eta")
         rows = [[_shown(group[key]) for key in head] for group in self.param_groups]
         table = text_table(without_middle([list(head), *rows]), right=range(1, len(head)))

@@ -97,6 +97,7 @@ class Partition(ShownAsTable):
         return tuple(tuple(group) for group in groups)
 
     def __len__(self) -> int:
+        """Return S, the number of groups."""
         return len(self.names)
 
     @property
@@ -287,6 +288,7 @@ class Partition(ShownAsTable):
         return cls(names, params, labels, types=types)
 
     def __repr__(self) -> str:
+        """Return the number of groups and of parameters."""
         plural = "" if len(self) == 1 else "s"
         return f"Partition({len(self)} group{plural}, {sum(self.sizes):,} parameters)"
 

@@ -405,6 +405,7 @@ class RandomState:
     State = tuple[Any, ...]
 
     def __init__(self, devices: Iterable[torch.device], generators: Sequence[torch.Generator] = ()):
+        """Track the CPU, the given devices, and the generators of a data loader."""
         self.devices = sorted({d for d in devices if d.type not in ("cpu", "meta")}, key=str)
         self.generators = generators
         self._known: RandomState.State | None = None  # the present state, if nobody has drawn since

@@ -38,6 +38,7 @@ class Joining:
     """Which operation made each value on a tape, and how many use it."""
 
     def __init__(self, tape: Tape):
+        """Look at all operations."""
         self.tape = tape
         self.makers = {v.slot: op for op in tape.ops for v in op.outputs if v is not None}
         self.users = Counter(slot for op in tape.ops for slot in op.inputs)

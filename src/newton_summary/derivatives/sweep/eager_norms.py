@@ -20,6 +20,7 @@ class JoiningNorms(Joining):
     """What makes and uses the values of a tape, to find norms."""
 
     def __init__(self, tape: Tape):
+        """Look at all operations."""
         super().__init__(tape)
         self.takers = {slot: op for op in tape.ops for slot in op.inputs}  # the last one of each
 

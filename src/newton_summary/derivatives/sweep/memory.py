@@ -50,6 +50,7 @@ class StackTooLarge(Exception):
     """The stack of a batch would need more memory than it may take."""
 
     def __init__(self, needed: int, limit: int):
+        """Store how much is needed, and the limit."""
         super().__init__(
             f"The stack needs {needed / 2**30:.2f} GiB, but the limit is {limit / 2**30:.2f}."
         )

@@ -436,6 +436,7 @@ class Circumstances:
     """What an operation depends on besides its arguments, so that it can be rerun identically."""
 
     def __init__(self, args: Any):
+        """Remember the random state, and how autocast is set, on CPU and the arguments' device."""
         device = next((t.device for t in find_tensors(args) if t.device.type != "cpu"), None)
         self.cpu = torch.get_rng_state()
         self.device = device

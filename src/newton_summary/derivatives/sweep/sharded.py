@@ -228,6 +228,7 @@ class Tangents(dict[int, Tangent]):
         self.slots = {s: n for s, n in slots.items() if not groups.isdisjoint(groups_in(labels[n]))}
 
     def __contains__(self, slot: object) -> bool:
+        """Return whether a value has derivatives."""
         return slot in self.slots or super().__contains__(slot)
 
     def get(self, slot: int, default: Any = None) -> Any:
@@ -240,5 +241,6 @@ class Tangents(dict[int, Tangent]):
         return leaf_tangent(U, label, self.groups)
 
     def __missing__(self, slot: int) -> Tangent:
+        """Return the derivatives of a parameter."""
         found: Tangent = self.get(slot)
         return found

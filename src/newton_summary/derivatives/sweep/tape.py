@@ -109,6 +109,7 @@ class Op:
     rule: Any = None  # that it is passed with
 
     def __post_init__(self) -> None:
+        """Find the slots."""
         if not self.inputs:
             values = find_values((self.args, self.kwargs))
             self.inputs = [value.slot for value in values if value.slot is not None]

@@ -98,6 +98,7 @@ class Attention:
     out: Tensor | None  # where the derivatives of the result go
 
     def __post_init__(self) -> None:
+        """Start the sums."""
         self.wide = torch.promote_types(self.q.dtype, torch.float32)
         self.S = len(self.groups)
         self.Hbar = torch.zeros(self.S, self.S, dtype=self.wide, device=self.q.device)
@@ -185,6 +186,7 @@ class Tile:
     """Some queries of some heads, and the keys that they may attend to."""
 
     def __init__(self, a: Attention, keys: Keys, b: slice, h: slice, rows: slice):
+        """Take them."""
         self.a, self.keys, self.b, self.h, self.rows = a, keys, b, h, rows
         self.take(slice(0, min(a.heads.T, rows.stop) if a.causal else a.heads.T))
         self.q = self.some(a.q)[0] * a.factor  # (N, R, d)

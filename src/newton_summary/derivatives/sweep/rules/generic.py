@@ -63,6 +63,7 @@ class Local:
     """One operation as a function of the inputs that move."""
 
     def __init__(self, sweep: Sweep, op: Op, args: Any, kwargs: Any):
+        """Find the inputs that move, and their tangents."""
         self.sweep, self.op, self.args, self.kwargs = sweep, op, args, kwargs
         moving = sweep.moving((args, kwargs))
         self.slots, tangents = list(moving), list(moving.values())
