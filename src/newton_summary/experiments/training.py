@@ -215,10 +215,7 @@ class Session:
             row |= self._measure(writer, reporter)
             row["measure_seconds"] = max(time.perf_counter() - start, 0.0)
         row["memory_gib"] = peak_memory(self.device)
-        now, state = time.monotonic(), None
-        is_last = self.epoch == self.config.epochs
-        if fine and (is_last or now - self.saved >= self.checkpoint_seconds):
-            self.saved, state = now, self.state_dict()
+        state = self.state_dict() if fine and self._checkpoint_due() else None
         self.ranks.agreed(lambda: writer.add_row(row, state))
         reporter.row(row)
 
@@ -263,9 +260,11 @@ class Session:
             return {}
         summary, rates = optimizer.last_summary, optimizer.last_rates
         if summary is not None:
-            found = (summary, optimizer.eta.detach().cpu(), rates.status)
+            eta = optimizer.eta.detach().cpu()
             writer.add_summary(
-                Measured(self.epoch, "optimizer", *found, lambda_int=rates.lambda_int)
+                Measured(
+                    self.epoch, "optimizer", summary, eta, rates.status, lambda_int=rates.lambda_int
+                )
             )
         facts: Row = {
             "refreshes": optimizer.refreshes,
@@ -275,6 +274,12 @@ class Session:
         if len(optimizer.partition) <= MANY_GROUPS:
             facts["eta"] = dict(zip(optimizer.partition.names, optimizer.eta.tolist()))
         return facts
+
+    def _checkpoint_due(self) -> bool:
+        now = time.monotonic()
+        due = self.epoch == self.config.epochs or now - self.saved >= self.checkpoint_seconds
+        self.saved = now if due else self.saved
+        return due
 
     def _measure(self, writer: RunWriter, reporter: Reporter) -> Row:
         """Measure along the gradient of the whole training set (Section 6.1)."""
@@ -292,8 +297,16 @@ class Session:
         except (NotFiniteError, CannotDifferentiate) as error:
             return {"measure_error": str(error)}
         rates = learning_rates(summary, config.lambda_int)
-        found = (summary, rates.eta.detach().cpu(), rates.status)
-        writer.add_summary(Measured(self.epoch, "full", *found, lambda_int=rates.lambda_int))
+        writer.add_summary(
+            Measured(
+                self.epoch,
+                "full",
+                summary,
+                rates.eta.detach().cpu(),
+                rates.status,
+                lambda_int=rates.lambda_int,
+            )
+        )
         return {"full_loss": float(summary.loss), "measure_status": rates.status}
 
     def adam_seconds(self) -> float:

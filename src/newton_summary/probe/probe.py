@@ -413,14 +413,19 @@ def check_finite(loss: Tensor) -> None:
 
 def check_depends(loss: Tensor, params: Mapping[str, Tensor] | None = None) -> None:
     """Raise if the loss does not depend on any parameter."""
-    wanted = None if params is None else {id(p) for p in params.values()}
-    nodes = [loss] if loss.grad_fn is None else graph_nodes(loss.grad_fn)
-    ends = (id(getattr(node, "variable", node)) for node in nodes)
-    if not loss.requires_grad or (wanted is not None and wanted.isdisjoint(ends)):
+    if not loss.requires_grad or (params is not None and not _reaches(loss, params.values())):
         raise ValueError(
             "The loss does not depend on the parameters through differentiable operations. Does "
             "loss_fn use the model it is given, without .detach(), .item() or torch.no_grad()?"
         )
+
+
+def _reaches(loss: Tensor, params: Iterable[Tensor]) -> bool:
+    """Return whether one of the parameters is a leaf of the graph of the loss."""
+    wanted = {id(p) for p in params}
+    if loss.grad_fn is None:
+        return id(loss) in wanted
+    return any(id(getattr(node, "variable", None)) in wanted for node in graph_nodes(loss.grad_fn))
 
 
 def graph_nodes(root: Any) -> Iterator[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -154,10 +154,8 @@ class Run:
         reverse: Whether the last step comes first.
     """
 
-    forward: Callable[[], None]  # goes through the steps
-    backward: Callable[..., None]  # goes back through them
-    derivatives: Callable[..., Iterator[list[Tensor]]]  # yields the rows of the state after each
     values: Tensor  # of the gates
+
     y: Tensor  # h after each step
     results: State  # copies of y and of the last c: the loss may write to them
     gates_adjoint: Tensor  # of the gates of the input
@@ -176,6 +174,10 @@ class Run:
             return torch.cat([states[1:], start[None]])
         return torch.cat([start[None], states[:-1]])
 
+    def forward(self) -> None:
+        """Go through the steps."""
+        raise NotImplementedError
+
     def go_back(self, deltas: Sequence[Tensor | None]) -> None:
         """Find the adjoints in all steps, given those of the results; nothing if they are known."""
         if all(delta is None for delta in deltas):
@@ -183,6 +185,16 @@ class Run:
         elif len(deltas) != len(self.deltas) or not all(map(_same, deltas, self.deltas)):
             self.backward(*deltas)
         self.deltas = deltas
+
+    def backward(self, *deltas: Tensor | None) -> None:
+        """Go back through the steps."""
+        raise NotImplementedError
+
+    def derivatives(
+        self, jets: Jets, rows: list[Tensor], of_input: Gates, of_state: Gates
+    ) -> Iterator[list[Tensor]]:
+        """Yield the rows of the state after each step."""
+        raise NotImplementedError
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
