@@ -171,16 +171,13 @@ def _switch(original: Callable[..., Any], instead: Callable[..., Any]) -> Callab
 
 
 def _noting_own(original: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that makes the handle of a hook and keeps its number if this measures."""
+    """Return a function that makes the handle of a hook, and notes its number in a measurement."""
 
-    @wraps(original)
-    def switch(self: RemovableHandle, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if is_measuring():
-            _here.hooks.add(self.id)
+    def make_and_note(handle: RemovableHandle, *args: Any, **kwargs: Any) -> None:
+        original(handle, *args, **kwargs)
+        _here.hooks.add(handle.id)
 
-    setattr(switch, "is_switch", True)  # noqa: B010
-    return switch
+    return _switch(original, make_and_note)
 
 
 def is_own_hook(number: int) -> bool:
