@@ -29,7 +29,7 @@ from newton_summary.measuring.rehearsal import Rehearsal, rehearse
 from newton_summary.measuring.trial_steps import real_changes
 from newton_summary.parallel.processes import Distributed, find_processes
 from newton_summary.partition import Params, Partition, Spec
-from newton_summary.probe.directions import borrowed
+from newton_summary.probe.directions import borrowed, measures_itself
 from newton_summary.probe.inputs import NumSamples
 from newton_summary.probe.probe import LossFn, Probe
 from newton_summary.probe.state import Journal, unmoved
@@ -379,7 +379,7 @@ def suggest_lrs(
             f"optimizer has type {type(optimizer).__name__}: expected the torch optimizer that "
             "trains the model, suggest_lrs(model, loss_fn, data, optimizer)."
         )
-    if hasattr(optimizer, "last_summary"):
+    if measures_itself(optimizer):
         raise ValueError(
             f"{type(optimizer).__name__} finds its own rates: pass an optimizer whose lr you "
             "choose, such as Adam."

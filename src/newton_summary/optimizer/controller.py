@@ -45,6 +45,7 @@ from newton_summary.optimizer.curvature import thawed
 from newton_summary.optimizer.steering import Balance, EndSlopes
 from newton_summary.parallel.processes import Distributed, find_processes, is_sharded, local_part
 from newton_summary.partition import make_partition, trainable, unwrap
+from newton_summary.probe.directions import measures_itself
 from newton_summary.probe.inputs import LossFn, check_loss_fn
 from newton_summary.probe.probe import Probe
 from newton_summary.probe.state import Journal, TorchState, copies_of, unmoved, without_gradients
@@ -623,7 +624,7 @@ def _check(optimizer: Optimizer, period: int, set_point: float, gain: float, mem
             f"optimizer has type {type(optimizer).__name__}: expected the torch optimizer that "
             "trains the model, RateController(optimizer, model, loss_fn)."
         )
-    if hasattr(optimizer, "last_summary"):
+    if measures_itself(optimizer):
         raise ValueError(
             f"{type(optimizer).__name__} finds its own rate: call its step(batch) without a "
             "controller, or steer an optimizer whose lr you choose, such as Adam."

@@ -113,6 +113,11 @@ def _unknown_name(name: str, params: Params, model: nn.Module) -> str:
     )
 
 
+def measures_itself(optimizer: object) -> bool:
+    """Whether an optimizer is NewtonSummary, which is made of this module and finds its rates."""
+    return hasattr(optimizer, "last_summary")
+
+
 @contextmanager
 def borrowed(optimizer: Optimizer, params: Params) -> Iterator[Callable[[Params], Params]]:
     """Yield a function from gradients to what the optimizer's next step would subtract.
@@ -124,7 +129,7 @@ def borrowed(optimizer: Optimizer, params: Params) -> Iterator[Callable[[Params]
     Raises:
         ValueError: If the optimizer lacks a parameter, or needs to evaluate the loss (LBFGS).
     """
-    if hasattr(optimizer, "last_summary"):
+    if measures_itself(optimizer):
         raise ValueError(
             f"{type(optimizer).__name__} cannot give a direction: it measures the loss in its own "
             "step. Use 'gradient', a mapping from parameter name to tensor, or another optimizer."
