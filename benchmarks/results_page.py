@@ -349,9 +349,8 @@ def _unstable(runs: Runs) -> Cell | None:
     text = f"runs with a jump of the loss by {JUMP} in an epoch, or that diverged: {text}. "
     calm, lost = longest_steps(STEPS)
     if not calm or not lost:
-        return f"{text}Their cause is not measured.", PARTLY if any(some.values()) else verdict(
-            False
-        )
+        said = PARTLY if any(some.values()) else verdict(False)
+        return f"{text}Their cause is not measured.", said
     text += (
         f"LeNet on a CPU, the longest ten steps of a seed over the median ones until then: "
         f"{', '.join(f'{x:.0f}' for x in sorted(lost))} where the loss then rises by a tenth above its "

@@ -272,6 +272,9 @@ def adding(sign: int) -> Rule:
     return rule
 
 
+subtract = adding(-1)
+
+
 def combine(sweep: Sweep, op: Op, terms: list[tuple[Any, Rows | None]]) -> Tangent | None:
     """Return the sum of values, each after a linear function of its rows, with broadcasting."""
     y = op.out.tensor
@@ -391,8 +394,8 @@ LINEAR: dict[str, Rule] = {
         lambda op, x, pad, value=0: lambda rows: torch.constant_pad_nd(rows, pad, 0.0)
     ),
     "add": adding(1),
-    **dict.fromkeys(["sub", "subtract"], adding(-1)),
-    "rsub": lambda sweep, op, a, b, alpha=1: adding(-1)(sweep, op, b, a, alpha),
+    **dict.fromkeys(["sub", "subtract"], subtract),
+    "rsub": lambda sweep, op, a, b, alpha=1: subtract(sweep, op, b, a, alpha),
     **dict.fromkeys(["neg", "negative"], on_rows(lambda op, x: torch.neg)),
     **dict.fromkeys(["sum", "mean"], reduce),
     **dict.fromkeys(["cat", "concat", "concatenate"], joining(torch.cat)),
