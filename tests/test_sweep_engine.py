@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from newton_summary import Partition, Summary, learning_rates, make_partition, summarize
 from newton_summary.derivatives.sweep import summarize_sweep
+from newton_summary.derivatives.sweep.tape import Tangent, add_tangents
 from newton_summary.derivatives.sweep.tf32 import convolutions_take_tf32, products_take_tf32
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.probe.probe import Probe
@@ -1159,3 +1160,27 @@ def test_rounding_is_read_where_torch_sets_it_today(chosen: str) -> None:
     finally:
         for flag, value in zip(flags, before, strict=True):
             flag.fp32_precision = value
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (((0, 1), (1,)), ((2, 0, 1), (0, 1))),  # one has all groups of the other
+        (((3, 0), (0, 3)), ((0, 3), ())),
+        (((0, 1), (0,)), ((0, 2), (2,))),  # neither has
+        (((0, 1), (0,)), ((0, 1), (1,))),
+    ],
+)
+def test_tangents_of_other_groups_add_up(one: Any, other: Any) -> None:
+    torch.manual_seed(0)
+    a, b = (Tangent(*groups, torch.randn(sum(map(len, groups)), 2, 3)) for groups in (one, other))
+    for x, y in ((a, b), (b, a)):
+        total = add_tangents([x, y])
+        for groups, rows, terms in (
+            (total.first, total.y1, [(x.first, x.y1), (y.first, y.y1)]),
+            (total.second, total.y2, [(x.second, x.y2), (y.second, y.y2)]),
+        ):
+            assert {*groups} == {s for found, _ in terms for s in found}
+            for s, row in zip(groups, rows, strict=True):
+                expected = sum(found[g.index(s)] for g, found in terms if s in g)
+                torch.testing.assert_close(row, expected, rtol=0, atol=0)

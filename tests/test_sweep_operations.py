@@ -237,14 +237,15 @@ def test_convolutions_by_columns_are_convolutions(n: int) -> None:
 CONVERSIONS = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "cpu", "cuda"}
 # What we write on the tape ourselves, and functions that torch does not list.
 INTERNAL = {
-    *("read_view", "write_view", "standardize", "centered"),
+    *("read_view", "write_view", "standardize", "centered", "rotated"),
     *("recurrence", "ctc_lattice"),
 }
 UNLISTED = {
     *("_pack_padded_sequence", "_pad_packed_sequence", "_safe_softmax", "_sparse_mm"),
     *("segment_reduce", "_grouped_mm"),
 }
-ELSEWHERE = {"as_strided_scatter", "_grouped_mm"}  # see test_sweep_engine.py
+# See test_sweep_engine.py and test_sweep_eager_rotary.py.
+ELSEWHERE = {"as_strided_scatter", "_grouped_mm", "rotated"}
 
 
 def test_every_entry_of_the_tables_is_an_operation_of_torch() -> None:

@@ -34,6 +34,7 @@ from torch import Tensor
 from newton_summary.derivatives.sweep.chunked_logits import find_chunked_logits, pass_in_pieces
 from newton_summary.derivatives.sweep.eager_attention import SOFTMAX, Joining
 from newton_summary.derivatives.sweep.eager_norms import JoiningNorms
+from newton_summary.derivatives.sweep.eager_rotary import JoiningRotations
 from newton_summary.derivatives.sweep.memory import (
     StackTooLarge,
     default_limit,
@@ -360,6 +361,8 @@ def prepared(closure: Closure, leaves: Leaves, order: int, stack_limit: int | No
             Joining(tape).run()
         if "rsqrt" in present:
             JoiningNorms(tape).run()
+        if {"cat", "neg"} <= present:
+            JoiningRotations(tape).run()
         # Views of parameters come first: between other operations they would end a run of tokens.
         tape.ops.sort(key=lambda op: not is_view_of_leaf(op, tape))
         forget_unread(tape)

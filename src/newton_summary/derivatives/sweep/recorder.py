@@ -49,7 +49,7 @@ READ_NOTHING = {*SAME_ORDER, *POOLING} | set(
     names("""
     add sub subtract neg negative sum mean cat concat concatenate stack transpose T mT t permute
     expand expand_as broadcast_to __getitem__ split chunk unbind read_view write_view
-    embedding where masked_fill
+    embedding where masked_fill rotated
 """)
 )
 READ_ARGUMENTS = elementwise.OF_ARGUMENT | set(

@@ -115,7 +115,8 @@ class Samples(Tokens):
         place, shape, result = self.places[x.slot], x.tensor.shape, y.tensor.shape
         dim, entries = place
         if op.name in ALIGNED:
-            last = 3 if op.name in ATTENTION else 0  # dimensions in which a sample is one thing
+            # The last dimensions in which a sample is one thing.
+            last = 3 if op.name in ATTENTION else int(op.name == "rotated")
             moved = Where(dim + len(result) - len(shape), entries)
             return moved if dim < len(shape) - last and (entries == 1 or not last) else None
         if op.name in JOINS:

@@ -417,10 +417,28 @@ def add_tangents(tangents: Sequence[Tangent]) -> Tangent:
         for t in tangents[1:]:
             total = total + t.rows
         return Tangent(tangents[0].first, tangents[0].second, total)
+    if len(tangents) == 2:
+        fewer, more = sorted(tangents, key=lambda t: len(t.first) + len(t.second))
+        if {*fewer.first} <= {*more.first} and {*fewer.second} <= {*more.second}:
+            return _added_to(more, fewer)
     first, second = [(t.first, t.y1) for t in tangents], [(t.second, t.y2) for t in tangents]
     added = add_up(first, second, tangents[0].rows[0])
     assert added is not None
     return added
+
+
+def _added_to(more: Tangent, fewer: Tangent) -> Tangent:
+    """Add two tangents, of which one has all groups of the other: each number is written once."""
+    result = Tangent(more.first, more.second, torch.empty_like(more.rows))
+    for mine, theirs, x, y, out in (
+        (more.first, fewer.first, more.y1, fewer.y1, result.y1),
+        (more.second, fewer.second, more.y2, fewer.y2, result.y2),
+    ):
+        for there, here in stretches(theirs, mine):
+            torch.add(x[there], y[here], out=out[there])
+        for there, _ in stretches(tuple(s for s in mine if s not in theirs), mine):
+            out[there].copy_(x[there])
+    return result
 
 
 def parts_of(n: int, at_a_time: int) -> Iterator[slice]:

@@ -37,7 +37,9 @@ AT_A_TIME_ELSEWHERE = 2**30
 WITHOUT_LAYER_ELSEWHERE = 2**28  # in a run that reads no weights for each piece
 ONE_VALUE = {*CURVED, *RELATIVE, *PIECEWISE_LINEAR, *SAME_ORDER, "neg", "negative"}
 LOG_SOFTMAX = ("log_softmax", "special_log_softmax")
-TWO_VALUES = {*("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide")}
+TWO_VALUES = {
+    *("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "rotated")
+}
 
 
 class Tokens:

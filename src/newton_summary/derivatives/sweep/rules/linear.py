@@ -110,6 +110,30 @@ def without_mean(rows: Tensor, dim: int) -> Tensor:
     return gaps.mul_(moves)
 
 
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
+    """Turn the halves of the last dimension into each other: a rotary embedding."""
+    half = x.shape[-1] // 2
+    y = torch.mul(x, cos, out=out)
+    y[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    y[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return y
+
+
+@on_rows
+def rotate(op: Op, x: Value, cos: Value, sin: Value) -> Rows:
+    """A rotary embedding; on a CPU row by row, as a row stays in the cache."""
+
+    def turn(rows: Tensor) -> Tensor:
+        if rows.is_cuda:
+            return rotated(rows, cos.now, sin.now)
+        turned = torch.empty_like(rows)
+        for row, out in zip(rows, turned, strict=True):
+            rotated(row, cos.now, sin.now, out)
+        return turned
+
+    return turn
+
+
 # --- masks that are added ------------------------------------------------------------------------
 
 # Scores plus ``torch.finfo(dtype).min`` are lost in rounding. In a row of which some entries are
@@ -378,6 +402,7 @@ LINEAR: dict[str, Rule] = {
     **dict.fromkeys(["T", "mT", "H", "mH", "t"], matrix_transpose),
     "permute": permute,
     "centered": centered,
+    "rotated": rotate,
     "view_as_complex": on_rows(
         lambda op, x: lambda rows: torch.view_as_complex(rows.contiguous())  # pairs side by side
     ),
