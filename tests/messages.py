@@ -286,8 +286,8 @@ def apart(p):
     return copy.deepcopy(p.model), p.batch
 
 
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+def sgd(model, lr=0.1):
+    return torch.optim.SGD(model.parameters(), lr=lr)
 
 
 def ascent(model):
@@ -776,6 +776,10 @@ ERRORS = {
     "display/names.py": [("no argument 'microbatches'", newton(microbatches=3))],
     "measuring/advice.py": [
         ("has been applied already", applied_twice),
+        (
+            "next step .* not finite .*: ask with a smaller lr",
+            lambda p: ns.suggest_lrs(p.model, OURS, p.batch, sgd(p.model, lr=1e200)),
+        ),
     ],
     "measuring/exact_loss.py": [],
     "measuring/lambda_int.py": [

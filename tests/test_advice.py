@@ -497,6 +497,19 @@ def test_wrong_use_is_told():
     assert all(p.requires_grad for p in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:.*not finite")
+@pytest.mark.parametrize("lr", [1e110, 1e160, 1e300])
+@pytest.mark.parametrize("partition", [None, "canonical"])
+def test_an_absurd_rate_is_not_called_one_without_effect(lr, partition):
+    """The third derivative overflows first, then the second."""
+    model = make_net()
+    sgd = torch.optim.SGD(model.parameters(), lr=lr)
+    with pytest.raises(
+        ns.NotFiniteError, match=r"D3 (is|are) not finite .*: ask with a smaller lr"
+    ):
+        ns.suggest_lrs(model, loss_fn, DATA, sgd, partition)
+
+
 def test_a_warning_names_the_callers_line():
     model = make_net()
     adam = torch.optim.Adam(model.parameters())

@@ -38,7 +38,7 @@ class CannotDifferentiate(NewtonSummaryError):
 
 
 class NotFiniteError(NewtonSummaryError, ValueError):
-    """The loss is infinite or nan.
+    """The loss is infinite or nan, or its derivatives along an optimizer's next step are.
 
     >>> import torch
     >>> from newton_summary import summarize

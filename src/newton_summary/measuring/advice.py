@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from newton_summary.derivatives import Backend
 from newton_summary.display.names import check_arguments, first_names
 from newton_summary.display.table import ShownAsTable
+from newton_summary.errors import NotFiniteError
 from newton_summary.measuring.factors import Estimate, FactorModel, Verdict, has_effect
 from newton_summary.measuring.lambda_int import STRENGTHS
 from newton_summary.measuring.measurement import agree, find_partition, open_probe, summarize
@@ -34,7 +35,7 @@ from newton_summary.probe.inputs import NumSamples
 from newton_summary.probe.probe import LossFn, Probe
 from newton_summary.probe.state import Journal, unmoved
 from newton_summary.solver import Array, LearningRates, check_strength, learning_rates
-from newton_summary.summary import Summary
+from newton_summary.summary import Summary, not_finite
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -349,6 +350,9 @@ def suggest_lrs(
     Returns:
         The advice.
 
+    Raises:
+        NotFiniteError: If the loss is not finite, or its derivatives along the next step are not.
+
     >>> _ = torch.manual_seed(0)
     >>> model = nn.Linear(3, 1)
     >>> x, y = torch.randn(64, 3), torch.randn(64, 1)
@@ -412,6 +416,11 @@ def suggest_lrs(
             stderr=True,
             **measuring,
         )
+        if wrong := not_finite(summary):
+            raise NotFiniteError(
+                f"Along the optimizer's next step {wrong}, as where it is far too long: ask with a "
+                "smaller lr."
+            )
         sizes = part.inner(u, u).detach().double().cpu().numpy()
         moved = sizes > 0
         live = moved & has_effect(summary, max_change)
