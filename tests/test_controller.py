@@ -217,6 +217,15 @@ def test_the_error_is_zero_where_the_factor_is_at_the_set_point():
     assert balance.error(0.1, 1.0, 0.9) == pytest.approx(0.2)  # (0.3 - 0.2) / (0.3 + 0.2)
 
 
+@pytest.mark.parametrize(
+    ("slope", "curvature", "factor"),
+    [(-1, 1e-6, 0), (-1, 0, 0), (-1, -1, 0), (1, 0, math.inf), (1, -1e-6, math.inf)],
+)
+def test_no_factor_is_negative(slope, curvature, factor):
+    """Where steps lead uphill, as at the end of a schedule, none is the best."""
+    assert filled(slope, curvature).factor(0.1) == factor
+
+
 @pytest.mark.parametrize(("slope", "curvature", "sign"), [(1, -1, 1), (1, 0, 1), (-1, 1, -1)])
 def test_the_error_is_bounded_for_all_signs(slope, curvature, sign):
     assert filled(slope, curvature).error(1.0, 1.0, 0.9) == pytest.approx(sign)
@@ -827,6 +836,15 @@ def test_it_prints_its_record():
     assert lines[-3].startswith("factor: ") and "the factor to 0.65; a schedule" in lines[-2]
     assert lines[-1].startswith("after 4 steps the learning rate is")
     assert repr(controller).startswith("RateController(Adam, lr ")
+
+
+@pytest.mark.parametrize(("factor", "told"), [(2.0, True), (math.inf, False), (math.nan, False)])
+def test_the_console_tells_a_factor_that_is_a_number(factor, told):
+    model = make_net()
+    controller = ns.RateController(torch.optim.Adam(model.parameters()), model, cross_entropy)
+    controller.history.append(ns.RateRecord(3, 1e-3, 0.9, 0.2, 0.1, factor, 1.1, "raise"))
+    assert ("raise, the best step was x2)" in steering(controller)) == told
+    assert "raise)" in steering(controller) or told
 
 
 def test_it_prints_a_rate_that_many_groups_share_once():

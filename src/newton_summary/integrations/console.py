@@ -70,7 +70,7 @@ def steering(controller: RateController) -> str:
     last = next((record for record in reversed(controller.history) if record.change != 1), None)
     if last is None:
         return said
-    factor = "" if math.isnan(last.factor) else f", the best step was x{last.factor:.2g}"
+    factor = f", the best step was x{last.factor:.2g}" if math.isfinite(last.factor) else ""
     return f"{said} (last change after step {last.step}: x{last.change:.3g}, {last.why}{factor})"
 
 

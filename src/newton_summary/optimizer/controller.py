@@ -42,7 +42,7 @@ from newton_summary.measuring.param_groups import held_by
 from newton_summary.measuring.slope import loss_and_slope
 from newton_summary.optimizer.checkpoint import check_finite, read_counts, reporting_damage
 from newton_summary.optimizer.curvature import thawed
-from newton_summary.optimizer.steering import Balance, EndSlopes
+from newton_summary.optimizer.steering import Balance, EndSlopes, best_multiple
 from newton_summary.parallel.processes import Distributed, find_processes, is_sharded, local_part
 from newton_summary.partition import make_partition, trainable, unwrap
 from newton_summary.probe.directions import measures_itself
@@ -80,7 +80,7 @@ class RateRecord:
     loss: float  # before the step, of the batch that it was measured on
     slope: float  # along the step
     curvature: float  # along the step
-    factor: float  # slope / curvature, from their running means
+    factor: float  # slope / curvature, from their running means; 0 where that slope is negative
     change: float  # what the rate was multiplied by
     why: Why
 
@@ -414,7 +414,7 @@ class RateController(ShownAsTable):
         # Where a schedule begins below its peak, what was found is for the peak.
         shape = self._rate / (self.multiplier * self._peak_lr())
         self._place(at(best * shape))
-        factor = slope / curvature if curvature else math.inf
+        factor = best_multiple(slope, curvature)
         self._change(loss, slope, curvature, factor, best * shape, "start")
         self._started = True
         self._due = self.steps + 1
@@ -574,7 +574,8 @@ class RateController(ShownAsTable):
         if not self.history:
             return repr(self)
         return (
-            f"factor: the best multiple of the step, slope / curvature, from their running means\n"
+            f"factor: the best multiple of the step, slope / curvature, from their running means; "
+            f"0 where the mean slope is negative\n"
             f"change: what the rate was then multiplied by, to bring the factor to "
             f"{self.set_point:g}; a schedule multiplies it as well\n"
             f"after {self.steps} steps the learning rate is {rates_in_words(self.rates)}"

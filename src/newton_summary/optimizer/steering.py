@@ -20,6 +20,17 @@ ROUNDING = 1e-12  # of the square of a mean: less is no variance
 UNREAD = 100  # slopes that may be left on the device
 
 
+def best_multiple(slope: float, curvature: float) -> float:
+    """Return slope / curvature of a step: 0 if it leads uphill, infinite without a minimum.
+
+    >>> best_multiple(3.0, 2.0), best_multiple(-3.0, 2.0), best_multiple(3.0, -2.0)
+    (1.5, 0.0, inf)
+    """
+    if curvature <= 0:
+        return math.inf if slope > 0 else 0.0
+    return max(slope / curvature, 0.0)
+
+
 @dataclass
 class Balance:
     """Running means of slope and curvature along steps, each for a learning rate of 1.
@@ -47,8 +58,8 @@ class Balance:
         self.weight += new * (1 - self.weight)
 
     def factor(self, rate: float) -> float:
-        """Return slope / curvature of a step with this rate: its best multiple."""
-        return self.slope / (self.curvature * rate) if self.curvature else math.inf
+        """Return the best multiple of a step with this rate."""
+        return best_multiple(self.slope, self.curvature * rate)
 
     def stderr(self, memory: float) -> float:
         """Return the standard error of the mean slope.
