@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import math
 import subprocess
 import sys
 import textwrap
@@ -507,12 +508,20 @@ def test_a_budget_makes_measurements_rarer_and_smaller(tmp_path):
     assert seen[0.1][1] == 32  # two batches, the fewest with an error
 
 
-def test_a_measurement_that_is_skipped_for_the_budget_is_told_once(capsys):
+@pytest.mark.parametrize(
+    ("last", "then"),
+    [
+        (math.inf, "next measurement after epoch 8 or so"),
+        (7, "next measurement after epoch 7 or so"),  # at the end
+        (6, "the training is probably too short for another measurement"),
+    ],
+)
+def test_a_measurement_that_is_skipped_for_the_budget_is_told_once(last, then, capsys):
     """Two measurements of 1 s fit after 20 s of training: after epoch 7, and 8 is asked for."""
     now = [0.0]
     monitor = Monitor(every_n_epochs=2, budget=0.1)
     monitor.budget.clock = lambda: now[0]
-    monitor.budget.start()
+    monitor.plan(Plain(), math.inf, last)
     assert monitor.is_due(0)
     with monitor.budget.measuring():
         now[0] += 1.0
@@ -523,7 +532,18 @@ def test_a_measurement_that_is_skipped_for_the_budget_is_told_once(capsys):
     assert due == [False] * 7 + [True]
     told = capsys.readouterr().err
     assert told.count("newton_summary") == 1
-    assert "epoch 2: not measured, for the budget; next measurement after epoch 8 or so" in told
+    assert f"epoch 2: not measured, for the budget; {then}\n" in told
+
+
+@pytest.mark.parametrize(
+    ("limit", "last"), [({"max_epochs": 2}, 2), ({"max_epochs": -1, "max_steps": 6}, 2)]
+)
+def test_the_last_epoch_is_known(limit, last, tmp_path, monkeypatch):
+    """Three batches an epoch."""
+    known = []
+    monkeypatch.setattr(SummaryCallback, "plan", lambda self, *given: known.append(given[1:]))
+    fit(Plain(), tmp_path, [quick()], **limit)
+    assert known == [(6, last)]
 
 
 def test_measurements_and_steering_share_a_budget():

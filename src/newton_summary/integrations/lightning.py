@@ -6,6 +6,7 @@ Works with the packages ``lightning`` and ``pytorch_lightning``, which have the 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -145,7 +146,11 @@ class SummaryCallback(Monitor, Callback):
         """Check that the report can be written; start to steer."""
         self.check_report()
         self.console.enabled &= trainer.is_global_zero
-        self.plan(pl_module, trainer.estimated_stepping_batches * trainer.accumulate_grad_batches)
+        batches = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
+        last = trainer.max_epochs
+        if last < 0:  # a number of steps is the limit, of batches that may be without end
+            last = batches / trainer.num_training_batches or math.inf
+        self.plan(pl_module, batches, last)
         self._waiting, self._found = [], None
         if self.adjust:
             if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:

@@ -147,6 +147,7 @@ class Monitor:
         self._warned = self._skipped = False
         self._last_used: Summary | None = None  # the optimizer's, as it was last added
         self._batches = 0  # measured on last
+        self._last = math.inf  # epoch of the training, if known
         self._steered: Mapping[str, Any] | None = None  # state of a controller not yet made
 
     def batch_loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -163,21 +164,22 @@ class Monitor:
         if epoch and not (is_due or epoch in self.history.epochs or self._skipped):
             self._skipped = True
             pace = max(self.budget.training, 1e-9) / epoch
-            periods = self.budget.needed(self._batches) / pace / self.every_n_epochs
-            later = math.ceil(periods) * self.every_n_epochs
-            self.console.say(
-                f"epoch {epoch:g}: not measured, for the budget; next measurement after epoch "
-                f"{later:g} or so"
-            )
+            soonest = self.budget.needed(self._batches) / pace
+            later = min(math.ceil(soonest / self.every_n_epochs) * self.every_n_epochs, self._last)
+            then = f"next measurement after epoch {later:g} or so"
+            if soonest > self._last:
+                then = "the training is probably too short for another measurement"
+            self.console.say(f"epoch {epoch:g}: not measured, for the budget; {then}")
         return is_due
 
     def has_time(self, epoch: float) -> bool:
         """Return whether nothing was measured yet after this many epochs, and the budget allows."""
         return epoch not in self.history.epochs and self.budget.allows(self._batches)
 
-    def plan(self, model: nn.Module, batches: float) -> None:
-        """Prepare for training on a number of batches: choose groups that the budget allows."""
+    def plan(self, model: nn.Module, batches: float, epochs: float) -> None:
+        """Prepare for training to some epoch: choose groups that the budget allows."""
         self.budget.start()
+        self._last = epochs
         if self.partition is not None:
             given = self.partition
             self.partition = self.budget.affordable(model, given, batches)

@@ -126,7 +126,8 @@ class SummaryCallback(Monitor, TrainerCallback):
                 "train with as loss_fn=..., with loss_fn(model, batch) -> mean loss."
             )
         model = unwrap(kwargs["model"])
-        self.plan(model, state.max_steps * args.gradient_accumulation_steps)
+        batches = state.max_steps * args.gradient_accumulation_steps
+        self.plan(model, batches, state.num_train_epochs)
         self.steer(_plain(kwargs["optimizer"]), model, self.batch_loss)
         if self.is_due(state.epoch or 0):
             self._measure(args, state, **kwargs)
