@@ -59,6 +59,14 @@ def test_microbatches_are_the_whole_batch(problem, backend, microbatch):
     assert_same(parts, whole)
 
 
+def test_a_sum_over_samples_is_told_where_its_batches_are_split(problem):
+    def summed(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+    with pytest.warns(UserWarning, match="not the mean over its parts.*or is a sum over samples"):
+        summarize(problem.model, summed, problem.batch, microbatch=3)
+
+
 def test_tensors_and_taylor_terms_take_batches_and_microbatches_too(problem):
     batches = cut(problem.batch, 1, 3, N)
     for function in (derivative_tensor, taylor_terms):

@@ -289,8 +289,9 @@ class Probe:
                         "The loss of a batch is not the mean over its parts of "
                         f"microbatch={self.microbatch} samples ({loss:.6g} for two parts "
                         f"together, {mean:.6g} on average): it depends on the batch as a whole, "
-                        "as a mean over tokens that are not padding does. Measuring the mean over "
-                        "the parts; use microbatch=None to measure whole batches."
+                        "as a mean over tokens that are not padding does, or is a sum over "
+                        "samples. Measuring the mean over the parts; use microbatch=None to "
+                        "measure whole batches."
                     )
         self.random.restore(before)
 
