@@ -550,6 +550,13 @@ def test_a_model_without_minimum_goes_to_the_limit():
     assert not advice.rates.ok and advice.groups[0].change == 10.0
     assert advice.then.real < advice.now.real < 0 and "≥x10" in str(advice)
     assert "D3 is 0 in all groups" in str(advice)
+    assert "quadratic, and only max_change limits the best next step" in str(advice)
+
+
+def test_a_model_with_a_minimum_is_limited_by_it():
+    advice = valley_advice(lr=0.09, apart=0.0, shared=0.0)
+    assert advice.rates.no_cubic and advice.rates.ok
+    assert str(advice).count("D3 is 0 in all groups") == 1 and "only max_change" not in str(advice)
 
 
 def test_where_nothing_moves_nothing_is_said_about_D3():

@@ -240,7 +240,11 @@ class Advice(ShownAsTable):
             if any(g.verdict == v for g in self.groups)
         ]
         if self.rates.no_cubic and self.summary.gbar.any():  # not where nothing moves
-            lines.append("D3 is 0 in all groups, as with ReLU and squared error.")
+            limited = "" if self.rates.ok else ", and only max_change limits the best next step"
+            lines.append(
+                "D3 is 0 in all groups, as with ReLU and squared error: the model of the loss is "
+                f"quadratic{limited}"
+            )
         return "\n".join(lines)
 
     def kept_undecided(self, group: GroupAdvice) -> bool:
