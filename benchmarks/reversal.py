@@ -68,6 +68,7 @@ METHODS: dict[str, Callable[[nn.Module], Any]] = {
         adam(model, 1e-3), model, loss_fn, set_point=1.0
     ),
     "NewtonSummary": lambda model: ns.NewtonSummary(model, loss_fn),
+    "NewtonSummary, careful": lambda model: ns.NewtonSummary(model, loss_fn, variant="careful"),
 }
 
 
@@ -89,7 +90,7 @@ def train(method: str, seed: int, norm_first: bool, decays: bool) -> float:
             else:
                 stepper.step(batch)
             schedule.step()
-    if method == "NewtonSummary":
+    if method.startswith("NewtonSummary"):
         stepper.eval()  # the mean of the last steps
     model.train(False)
     with torch.no_grad():

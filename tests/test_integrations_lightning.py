@@ -553,6 +553,12 @@ def test_measurements_and_steering_share_a_budget():
     assert callback.budget.share + steering == pytest.approx(0.05)
 
 
+def test_options_of_the_controller_are_passed_on():
+    callback, module = quick(adjust={"set_point": 1.0}, budget=0.05), Plain()
+    callback.steer(torch.optim.Adam(module.parameters()), module, training_loss)
+    assert callback.controller.set_point == 1.0 and callback.controller.period == 80
+
+
 @pytest.mark.parametrize("share", [0, -1, "x"])
 def test_a_wrong_budget_is_refused(share):
     with pytest.raises(ValueError, match=r"budget=.*such as 0\.05"):

@@ -571,3 +571,25 @@ def test_the_papers_algorithm_recommends_what_its_user_can_do():
     assert "D3 is 0 in all groups" in said[0]
     assert "NewtonSummary(model, loss_fn), which steers" in said[0]
     assert "learning_rates(" not in said[0]
+
+
+def test_careful_steps_are_shorter():
+    """Least squares with noise, which decides how long steps may be."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4000, 8, generator=generator, dtype=torch.float64)
+    y = x.sum(1, keepdim=True) + torch.randn(4000, 1, generator=generator, dtype=torch.float64)
+
+    def loss(model, batch):
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    rates = {}
+    for variant in ("steered", "careful"):
+        model = nn.Linear(8, 1, dtype=torch.float64)
+        sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
+        opt = ns.NewtonSummary(model, loss, direction=sgd, variant=variant)
+        for batch in zip(x.split(20), y.split(20), strict=True):
+            opt.zero_grad()
+            loss(model, batch).backward()
+            opt.step(batch)
+        rates[variant] = 1e-3 * opt.eta.item()
+    assert rates["careful"] < 0.7 * rates["steered"]

@@ -90,7 +90,7 @@ class Monitor:
         lambda_int: Strength of the cubic term; by default found by trials, and found again when a
             trial fails.
         adjust: Whether callbacks steer the learning rate during training, with a
-            :class:`newton_summary.RateController`.
+            :class:`newton_summary.RateController`; or its options, as ``{"set_point": 1.0}``.
         budget: The most time that measuring may take, as a share of training time: callbacks then
             measure in fewer epochs, on fewer batches, with fewer groups.
         report: Where callbacks write the report at the end; None for no report. A relative path is
@@ -120,7 +120,7 @@ class Monitor:
         loss_fn: LossFn | None = None,
         partition: Partition | Spec | None = None,
         lambda_int: float | None = None,
-        adjust: bool = False,
+        adjust: bool | Mapping[str, Any] = False,
         budget: float | None = None,
         report: str | Path | None = REPORT,
         loggers: Sequence[Logger] = (),
@@ -342,8 +342,10 @@ class Monitor:
             return
         # Two gradients a measurement.
         share = self.budget.share
-        period = PERIOD if share is None else max(PERIOD, math.ceil(2 / share))
-        self.controller = RateController(optimizer, model, loss_fn, period=period)
+        options: dict[str, Any] = {"period": PERIOD if share is None else max(PERIOD, math.ceil(2 / share))}
+        if isinstance(self.adjust, Mapping):
+            options |= self.adjust
+        self.controller = RateController(optimizer, model, loss_fn, **options)
         if self._steered is not None:
             self.controller.load_state_dict(self._steered)
         self._recorded = len(self.controller.history)

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from newton_summary.measuring.param_groups import held_by
+from newton_summary.optimizer.steering import SET_POINT
 from newton_summary.partition import Partition, make_partition
 
-Variant = Literal["steered", "as-run", "as-published"]
+Variant = Literal["steered", "careful", "as-run", "as-published"]
 
-
+SET_POINTS: dict[Variant, float] = {"steered": SET_POINT, "careful": 1.0}  # those that steer
 BUDGET = 0.25  # the share of the time that refreshes may take, if nothing else is said
 
 
@@ -36,7 +37,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     if not (is_number(settings["budget"]) and 0 < settings["budget"] < 1):
         raise ValueError(f"budget={settings['budget']!r}: expected a share of the time, 0 to 1.")
     others, whose = {"weight_decay": 0, "budget": BUDGET}, "variant='steered'"
-    if settings["variant"] == "steered":
+    if settings["variant"] in SET_POINTS:
         others, whose = {"eta_momentum": 0}, "the paper's algorithm"
     for name, default in others.items():
         if settings[name] != default:

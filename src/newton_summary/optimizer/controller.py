@@ -42,7 +42,7 @@ from newton_summary.measuring.param_groups import held_by
 from newton_summary.measuring.slope import loss_and_slope
 from newton_summary.optimizer.checkpoint import check_finite, read_counts, reporting_damage
 from newton_summary.optimizer.curvature import thawed
-from newton_summary.optimizer.steering import Balance, EndSlopes, best_multiple
+from newton_summary.optimizer.steering import SET_POINT, Balance, EndSlopes, best_multiple
 from newton_summary.parallel.processes import Distributed, find_processes, is_sharded, local_part
 from newton_summary.partition import make_partition, trainable, unwrap
 from newton_summary.probe.directions import measures_itself
@@ -107,7 +107,8 @@ class RateController(ShownAsTable):
         model: The model that it trains.
         loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a batch.
         period: Measure every ``period``-th step.
-        set_point: Where to keep the factor. A smaller one means longer steps.
+        set_point: Where to keep the factor. A smaller one means longer steps; 1 is the careful
+            choice.
         gain: The rate changes by at most ``exp(gain)``, up or down, at a measurement ten steps or
             less after the last one; by its square after twenty.
         memory: How much of the running means such a measurement keeps; its square after twenty.
@@ -143,7 +144,7 @@ class RateController(ShownAsTable):
         loss_fn: LossFn,
         *,
         period: int = PERIOD,
-        set_point: float = 0.65,
+        set_point: float = SET_POINT,
         gain: float = 0.5,
         memory: float = 0.9,
         distributed: Distributed = "auto",

@@ -23,6 +23,7 @@ from newton_summary.history import History
 from newton_summary.optimizer import checkpoint
 from newton_summary.optimizer.checks import (
     BUDGET,
+    SET_POINTS,
     Variant,
     as_partition,
     check_direction,
@@ -66,8 +67,10 @@ COMMON = (  # settings that all groups share
     "diagonal",
     "budget",
 )
+STEERED = {"lr": 1.0, "lambda_int": 0.0, "summary_window": 10, "warmup": 0}
 DEFAULTS: dict[Variant, dict[str, Any]] = {  # what depends on the variant
-    "steered": {"lr": 1.0, "lambda_int": 0.0, "summary_window": 10, "warmup": 0},
+    "steered": STEERED,
+    "careful": STEERED,
     "as-run": {"lr": 0.3, "lambda_int": 1.0, "summary_window": 3, "warmup": 3},
     "as-published": {"lr": 0.3, "lambda_int": 1.0, "summary_window": 3, "warmup": 0},
 }
@@ -95,8 +98,8 @@ class NewtonSummary(Optimizer):
     The direction ``u`` is Adam's step, the update ``theta - lr * eta u``. At a *refresh*, every ten
     steps or more, the summary of the loss along the last step is measured on the next batch, which
     had no part in that step, and steers ``eta`` in the same way as :class:`RateController` (see
-    there): slope over curvature, the best multiple of a step, is kept at 0.65. In between, a step
-    costs the same as one of Adam.
+    there): slope over curvature, the best multiple of a step, is kept at 0.65, or at 1 if the
+    variant is ``"careful"``. In between, a step costs the same as one of Adam.
 
     Pass the batch to ``step``, or a list of batches if gradients are accumulated. Or omit
     ``loss_fn`` and call ``opt.step(lambda: loss_fn(model, batch))``: the closure is evaluated when
@@ -128,7 +131,7 @@ class NewtonSummary(Optimizer):
         loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a batch passed to :meth:`step`.
             A number in its place is ``lr``.
         lambda_int: Strength of the cubic term; 0 leaves it out, and with it the third derivatives.
-            ``"steered"`` has 0 by default, and uses it for :attr:`last_rates` only.
+            If steered, it is 0 by default, and used for :attr:`last_rates` only.
         momentum: Adam's first beta; in the paper's algorithm mu of u <- mu u + gradient.
         eta_momentum: mu_eta of Algorithm 2, eta~ <- mu_eta eta~ + (eta)_+; 0 if steered.
         summary_period: Steps from one refresh to the next, tau. By default 15, or more if the
@@ -141,10 +144,11 @@ class NewtonSummary(Optimizer):
         curvature: ``(loss_fn, loader)``: ``loss_fn(model, batch)`` returns the mean loss of a batch
             from the loader. Each summary uses one batch. The loader starts over when it ends, and
             draws from its own random numbers.
-        lr: Factor on all rates, the paper's lambda_1 and lambda_t. ``"steered"`` compensates for a
+        lr: Factor on all rates, the paper's lambda_1 and lambda_t. Steering compensates for a
             constant one, so that only the shape of a schedule matters.
-        variant: ``"steered"``; or the paper's algorithm ``"as-run"`` or ``"as-published"``, see
-            :meth:`paper`.
+        variant: ``"steered"``; ``"careful"``, with shorter steps, for models that long ones harm,
+            such as an encoder with a decoder (docs/limits.md); or the paper's algorithm
+            ``"as-run"`` or ``"as-published"``, see :meth:`paper`.
         diagonal: Leave out the interactions between groups (App. K).
         weight_decay: That of AdamW: each step multiplies the parameters by
             1 - lr * eta * weight_decay. Not in the paper's algorithm.
@@ -216,11 +220,11 @@ class NewtonSummary(Optimizer):
             "weight_decay": weight_decay,
             "budget": budget,
             "summary_period": 10,
-            **DEFAULTS.get(variant, DEFAULTS["steered"]),
+            **DEFAULTS.get(variant, STEERED),
             **{name: value for name, value in given.items() if value is not None},
         }
         check_settings(settings)
-        steered = variant == "steered"
+        steered = variant in SET_POINTS
         if steered and summary_period is None:
             order = 3 if settings["lambda_int"] > 0 else 2
             settings["summary_period"] = period_within(budget, len(partition), order)
@@ -267,7 +271,8 @@ class NewtonSummary(Optimizer):
         settings = self.param_groups[0]
         memory = 1 - 1 / max(settings["summary_window"], 1.001)
         given = (self.partition, self.param_groups, self.direction, self._curvature, self.state)
-        return Steered(*given, settings["summary_period"], memory)
+        set_point = SET_POINTS[settings["variant"]]
+        return Steered(*given, settings["summary_period"], set_point, memory)
 
     @classmethod
     def paper(

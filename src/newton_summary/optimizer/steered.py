@@ -65,6 +65,7 @@ class Steered(RateController):
         curvature: Measures summaries.
         state: Where Adam keeps its state, and each parameter its mean.
         period: Steps from one refresh to the next.
+        set_point: Where to keep the factor.
         memory: How much of the running means a refresh keeps.
 
     Attributes:
@@ -79,6 +80,7 @@ class Steered(RateController):
         curvature: Curvature,
         state: Any,
         period: int,
+        set_point: float,
         memory: float,
     ):
         assert partition.model is not None
@@ -87,8 +89,15 @@ class Steered(RateController):
         params = list(partition.params.values())
         optimizer = given or AdamW(params, lr=1.0, weight_decay=0.0, fused=_fusable(params))
         self._base = [float(group["lr"]) for group in optimizer.param_groups]
-        how = {"period": period, "memory": memory, "distributed": curvature.distributed}
-        super().__init__(optimizer, partition.model, _not_yet, **how)  # type: ignore[arg-type]
+        super().__init__(
+            optimizer,
+            partition.model,
+            _not_yet,
+            period=period,
+            set_point=set_point,
+            memory=memory,
+            distributed=curvature.distributed,
+        )
         self._first_lrs = [float(group["lr"]) for group in groups]
         self._shapes = [p.shape for p in self._held.values()]
         if given is None:
