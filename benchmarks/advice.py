@@ -47,6 +47,7 @@ ABOUT_RIGHT = defaultdict(
     lambda: 3e-3,
     {
         "BigMLP": 3e-4,
+        "table": 1e-2,
         **dict.fromkeys(
             ["MLP, ReLU, squared error", "autoencoder", "MLP, ReLU", "ViT", "VGG-11'"], 1e-3
         ),
@@ -230,14 +231,21 @@ def train(cell: Cell, folder: Path) -> Cell:
     return cell | {"last_lr": optimizer.param_groups[0]["lr"]}
 
 
+def starts(name: str) -> dict[str, float]:
+    return {start: float(f"{ABOUT_RIGHT[name] * k:.0e}") for start, k in STARTS.items()}
+
+
 def cells(args: argparse.Namespace) -> list[Cell]:
     """All cells, one method after the other."""
     found = []
     for method, seed, name in itertools.product(args.methods, args.seeds, args.trainings or EVERY):
         if method == "prodigy" and not importlib.util.find_spec("prodigyopt"):
             continue
-        starts = [float(f"{ABOUT_RIGHT[name] * k:.0e}") for k in STARTS.values()]
-        rates = {"adam": RATES, "order": [ABOUT_RIGHT[name]], **dict.fromkeys(BATCHES, starts)}
+        rates = {
+            "adam": sorted({*RATES, *starts(name).values()}),
+            "order": [ABOUT_RIGHT[name]],
+            **dict.fromkeys(BATCHES, starts(name).values()),
+        }
         cell = {"training": name, "method": method, "seed": seed}
         found += [cell | ({"lr": lr} if lr else {}) for lr in rates.get(method, [None])]
     return found
@@ -279,11 +287,10 @@ def summary(every: list[Cell]) -> str:
     rows: dict[str, list[tuple[str, float, float]]] = defaultdict(list)  # training, ratio, worse
     for (name, _), found in runs.items():
         rates = {lr: final(cell) for (method, lr), cell in found.items() if method == "adam"}
-        if len(rates) < len(RATES):
+        if not {*RATES, *starts(name).values()} <= rates.keys():
             continue
-        best = min(rates.values())
-        for start, k in STARTS.items():
-            lr = float(f"{ABOUT_RIGHT[name] * k:.0e}")
+        best = min(rates[lr] for lr in RATES)
+        for start, lr in starts(name).items():
             rows[f"no advice, {start}"].append((name, rates[lr] / best, math.nan))
             for method in BATCHES:
                 if (method, lr) in found:
