@@ -342,7 +342,9 @@ class Monitor:
             return
         # Two gradients a measurement.
         share = self.budget.share
-        options: dict[str, Any] = {"period": PERIOD if share is None else max(PERIOD, math.ceil(2 / share))}
+        options: dict[str, Any] = {
+            "period": PERIOD if share is None else max(PERIOD, math.ceil(2 / share))
+        }
         if isinstance(self.adjust, Mapping):
             options |= self.adjust
         self.controller = RateController(optimizer, model, loss_fn, **options)
