@@ -117,18 +117,21 @@ class KFAC(Optimizer):
             if layer.weight in update and "A" in self.state[layer.weight]:
                 natural |= self._precondition(layer)
         if natural and math.isfinite(self.kl_clip):
-            inner = torch.stack([(v * update[p]).sum() for p, v in natural.items()]).sum()
+            products = torch._foreach_mul(list(natural.values()), [update[p] for p in natural])
+            inner = torch.stack([product.sum() for product in products]).sum()
             scale = (math.sqrt(self.kl_clip) / (group["lr"] * inner.sqrt())).clamp(max=1)
-            natural = {p: v * scale for p, v in natural.items()}
-        decays = group["steps"] >= 20 * self.covariance_period
-        for p, u in (update | natural).items():
-            if self.weight_decay and decays:
-                u = u + self.weight_decay * p
-            state = self.state[p]
-            if "momentum" not in state:
-                state["momentum"] = torch.zeros_like(p)
-            state["momentum"].mul_(group["momentum"]).add_(u)
-            p.sub_(state["momentum"] * group["lr"])
+            natural = dict(zip(natural, torch._foreach_mul(list(natural.values()), scale)))
+        update |= natural
+        parameters, changes = list(update), list(update.values())
+        if self.weight_decay and group["steps"] >= 20 * self.covariance_period:
+            changes = torch._foreach_add(changes, parameters, alpha=self.weight_decay)
+        for p in parameters:
+            if "momentum" not in self.state[p]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+        momenta = [self.state[p]["momentum"] for p in parameters]
+        torch._foreach_mul_(momenta, group["momentum"])
+        torch._foreach_add_(momenta, changes)
+        torch._foreach_add_(parameters, momenta, alpha=-group["lr"])
         group["steps"] += 1
 
     def _invert(self) -> None:
