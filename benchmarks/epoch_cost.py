@@ -1,6 +1,7 @@
 """What an epoch costs with NewtonSummary, over one with Adam: refreshes, steps and gradients.
 
     python benchmarks/epoch_cost.py --device cuda --out benchmarks/results/epoch-cost-h200.json
+    python benchmarks/epoch_cost.py --device cuda --parts epochs --data DATA
 
 The fourteen trainings of optimizers.py with ``NewtonSummary(model, loss_fn)`` against Adam as torch
 makes it, and the paper's four setups with ``NewtonSummary.paper``, a group for each tensor and
@@ -8,7 +9,8 @@ batches of 100, against that and against torch's fused Adam, which the recipes u
 has a model of its own; rounds of 60 steps go by turns, so that a change in the load meets all of
 them, and the median round counts. The first steps, when refreshes are closer together, are left
 out. Only the shapes of the data matter: without the files of CIFAR-10, and for the paper's setups,
-other numbers take their place.
+other numbers take their place. With ``--parts epochs``, whole epochs of the paper's recipes go by
+turns, on their own data.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -30,12 +33,16 @@ from torch.optim import Adam, Optimizer
 
 import newton_summary as ns
 from newton_summary.experiments.models import big_mlp, lenet, mlp, vgg11
+from newton_summary.experiments.recipes import RECIPES
+from newton_summary.experiments.recipes import SETUPS as RECIPES_OF
+from newton_summary.experiments.training import Reporter, Session
 from newton_summary.probe.inputs import LossFn
 
 STEPS = 60  # of a round: four refreshes of the suite's, six of the paper's
 WARM_UP = 90  # steps
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[], None]
+Times = dict[str, dict[str, float]]  # ms a step, by network and optimizer
 SETUPS = {  # the network, its images, and whether products are rounded to TF32
     "MLP / MNIST": (mlp, (784,), False),
     "LeNet / CIFAR-10": (lenet, (3, 32, 32), False),
@@ -126,26 +133,57 @@ def of_paper(device: str) -> Iterable[tuple[str, dict[str, Step]]]:
         yield name, made
 
 
+def epochs_of_recipes(device: str, data: Path | None, rounds: int) -> Times:
+    """Return the time of a step, in milliseconds, over whole epochs of the paper's recipes."""
+    found: Times = {}
+    for setup, about in RECIPES_OF.items():
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = about.tf32
+        sessions = {}
+        for kind, way in (("fused Adam", "adam"), ("NewtonSummary", "newton_summary")):
+            config = RECIPES[f"{setup}_{way}"]()
+            config = replace(config, data=replace(config.data, root=data, download=False))
+            sessions[kind] = Session(config, torch.device(device))
+        times: dict[str, list[float]] = {kind: [] for kind in sessions}
+        for _ in range(1 + rounds):
+            for kind, session in sessions.items():
+                start = now(device)
+                session.train_epoch(Reporter())
+                session.epoch += 1
+                times[kind].append((now(device) - start) / len(session.batches) * 1e3)
+        found[setup] = {kind: statistics.median(some[1:]) for kind, some in times.items()}
+        say(setup, found[setup])
+    return found
+
+
+def say(name: str, times: dict[str, float]) -> None:
+    ours = times["NewtonSummary"]
+    ratios = (f"{kind} {time:.2f} ({ours / time:.2f})" for kind, time in times.items())
+    print(f"{name:28}" + ", ".join(ratios), flush=True)
+
+
 def main() -> None:
     """Measure, print, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--parts", nargs="*", default=["suite", "paper"])
+    parser.add_argument(
+        "--parts", nargs="*", default=["suite", "paper"], choices=("suite", "paper", "epochs")
+    )
+    parser.add_argument("--data", type=Path, help="folder with the official files, for epochs")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    found: dict[str, Times] = {}
     with tempfile.TemporaryDirectory() as folder:
         cases = {"suite": of_suite(args.device, Path(folder)), "paper": of_paper(args.device)}
         for part in args.parts:
             print(f"{part}: ms a step, and NewtonSummary's over each")
+            if part == "epochs":
+                found[part] = epochs_of_recipes(args.device, args.data, args.rounds)
+                continue
             found[part] = {}
             for name, steps in cases[part]:
-                times = by_turns(steps, args.rounds, args.device)
-                found[part][name] = times
-                ours = times["NewtonSummary"]
-                said = (f"{kind} {time:.2f} ({ours / time:.2f})" for kind, time in times.items())
-                print(f"{name:28}" + ", ".join(said), flush=True)
+                found[part][name] = by_turns(steps, args.rounds, args.device)
+                say(name, found[part][name])
     if args.out is not None:
         hardware = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
         about = {"date": f"{date.today()}", "hardware": hardware, "torch": torch.__version__}
