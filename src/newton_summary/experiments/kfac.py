@@ -122,9 +122,10 @@ class KFAC(Optimizer):
             scale = (math.sqrt(self.kl_clip) / (group["lr"] * inner.sqrt())).clamp(max=1)
             natural = dict(zip(natural, torch._foreach_mul(list(natural.values()), scale)))
         update |= natural
-        parameters, changes = list(update), list(update.values())
+        parameters = list(update)
+        changes = list(update.values())
         if self.weight_decay and group["steps"] >= 20 * self.covariance_period:
-            changes = torch._foreach_add(changes, parameters, alpha=self.weight_decay)
+            changes = list(torch._foreach_add(changes, parameters, alpha=self.weight_decay))
         for p in parameters:
             if "momentum" not in self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)
