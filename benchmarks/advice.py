@@ -351,7 +351,8 @@ def _by_training(rows: dict[str, list[tuple[str, float, float]]]) -> list[str]:
 
 def _promises(every: list[Cell]) -> str:
     """Say how often a suggestion was predicted, or turned out, to be worse than before."""
-    said = [one for cell in every for one in cell.get("advice", ())]
+    shown = [c for c in every if c.get("lr") in starts(c["training"]).values()]  # in the tables
+    said = [one for cell in shown for one in cell.get("advice", ())]
     predicted = sum(one["then"][0] > one["now"][0] for one in said)
     real = sum(one["then"][1] > one["now"][1] and one["change"] != 1 for one in said)
     changed = sum(one["change"] != 1 for one in said)

@@ -673,6 +673,25 @@ def test_a_rate_that_does_not_train_is_lowered_though_its_next_step_is_the_best(
     assert kept.groups[0].change != group.change and kept.then.real <= kept.now.real
 
 
+@pytest.mark.parametrize(("end", "is_lowered"), [(1.1, False), (1.3, True)])
+def test_a_rate_that_trains_is_not_lowered_against_the_prediction(monkeypatch, end, is_lowered):
+    """The present rate is the best for the next step; smaller ones get further from 1.2."""
+
+    def train(probe, optimizer, batches, factors, lengths, seen):
+        return {n: 1.2 if n == 0 else 0.9 if (factors < 1).any() else end for n in lengths}
+
+    best = valley_advice(lr=0.1, apart=0.0, shared=0.0).groups[0].factor * 0.1
+    monkeypatch.setattr(rehearsal, "_train", train)
+    advice = valley_advice(lr=best, apart=0.0, shared=0.0)
+    assert [g.factor for g in advice.groups] == pytest.approx([1.0, 1.0])
+    assert {g.verdict for g in advice.groups} == {"lower" if is_lowered else "keep"}
+    assert (advice.then.predicted > advice.now.predicted) == is_lowered
+    assert not advice.rehearsal.asked_for and advice.rehearsal.then == 0.9
+    told = "keep: a smaller rate got further in the rehearsal, but its next step is predicted to be"
+    assert (told in str(advice)) != is_lowered
+    assert "rehearsal: the loss of the batches it trains on goes from 1.2 to" in str(advice)
+
+
 @pytest.mark.filterwarnings("ignore:Standard errors need at least two batches")
 @pytest.mark.parametrize(("count", "which"), [(1, "the batches it trains on"), (2, "held-out")])
 def test_a_single_batch_is_not_held_out(count, which):

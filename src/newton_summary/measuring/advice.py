@@ -120,8 +120,9 @@ class Advice(ShownAsTable):
     Attributes:
         groups: One :class:`GroupAdvice` for each group.
         now: The change of the loss by a step with the present rates.
-        then: The change by a step with the suggested rates: above ``now`` only where the present
-            rates fail in the rehearsal.
+        then: The change by a step with the suggested rates: above ``now`` only for smaller rates
+            that got further in the rehearsal, and predicted to be only where the present ones fail
+            in it.
         together: The factor, with its error, of the groups that are too noisy one by one; None if
             that is noise as well, or if trials decide otherwise.
         rehearsal: The loss after some steps with the present rates and with the best others; None
@@ -182,7 +183,7 @@ class Advice(ShownAsTable):
         if self.rehearsal is None and step:
             lines.append(f"the next step {step}")
         if self.rehearsal is not None:
-            steps, now, then, then_steps, start, held_out, change = self.rehearsal
+            steps, now, then, then_steps, start, held_out, change, _ = self.rehearsal
             reached, reached_then = told_apart(now, then)
             batches = "held-out batches" if held_out else "the batches it trains on"
             others = "other rates" if math.isnan(change) else f"lr x{change:.3g}"
@@ -229,6 +230,9 @@ class Advice(ShownAsTable):
             meanings["keep"] = (
                 f"another rate got further in the rehearsal, but a change by less than x{WORTH:g} "
                 f"is not sure to help in the end"
+                if self.rehearsal.asked_for
+                else "a smaller rate got further in the rehearsal, but its next step is predicted "
+                "to be worse: ask again after some training"
             )
         if self.rehearsal is not None and any(self.kept_undecided(g) for g in self.groups):
             meanings["keep"] = (
@@ -318,8 +322,8 @@ def suggest_lrs(
     The direction is the optimizer's next step, so a factor of 1 means that the present learning
     rate is the best one for that step, given the curvature of the loss and the interactions between
     groups. The factors minimise the measured model inside the limits ``1 / max_change`` and
-    ``max_change``, and the step is tried on the data: nothing is suggested that is predicted, or
-    turns out, to be worse than the present rates, unless these fail in the rehearsal.
+    ``max_change``, and the step is tried on the data: nothing is suggested that is predicted to be
+    worse than the present rates, unless these fail in the rehearsal.
 
     The best next step is not the best rate for training, so the factors say which rates to raise
     and which to lower, and a rehearsal says how far: a short training run on a copy, with the
@@ -592,9 +596,10 @@ class _Trials:
         return _Checked(chosen, now, tried[compared[best]], None, rehearsal)
 
     def lower(self, checked: _Checked, changes: Array) -> _Checked:
-        """Rehearse smaller rates where the present ones stay, whatever the next step says.
+        """Rehearse smaller rates where the present ones stay.
 
-        That step is unlike later ones: early in training, momentum has yet to build up.
+        Later steps may be unlike the next one: early in training, momentum has yet to build up. If
+        the present rates do not train, smaller ones are taken whatever is predicted for that step.
         """
         tried = checked.rehearsal
         was_rehearsed = tried is not None and tried.decides and (changes < 1).any()
@@ -602,9 +607,11 @@ class _Trials:
             return checked
         smaller = [self.lowest, self.lowest**0.5]
         rehearsal, best = self.by_training(smaller, unasked=True)
-        if best is None:
+        if rehearsal is None or best is None:
             return replace(checked, rehearsal=checked.rehearsal or rehearsal)
         then = Change(self.model.change(smaller[best]), *self.by_step([smaller[best]]))
+        if then.predicted > checked.now.predicted and rehearsal.now < rehearsal.start:
+            return replace(checked, rehearsal=rehearsal)
         return _Checked(smaller[best], checked.now, then, "lower", rehearsal)
 
 

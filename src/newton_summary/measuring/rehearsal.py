@@ -14,7 +14,7 @@ that is larger in some group must not raise it. Batches that nobody has trained 
 
 A smaller rate that the derivatives do not ask for has to be twice as fast as the present one, on
 the batches that were trained on, which favours large rates. It is if the present rate does not
-train.
+train. Where that one does train, the next step may not be predicted to be worse.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Rehearsal(NamedTuple):
     start: float = math.nan  # before the first step
     held_out: bool = True  # the batches of these losses
     change: float = math.nan  # of all rates with the best others; nan where it differs by group
+    asked_for: bool = True  # by derivatives
 
     @property
     def decides(self) -> bool:
@@ -110,8 +111,9 @@ def rehearse(
         is_lost = (times is None or times[i] < 1) and present[n] > present[0]
         if is_lost and times is not None and other[m] >= present[n]:
             m = n
-        held_out, change = times is not None and few > 1, _common(several[i])
-        found.append(Rehearsal(n, present[n], other[m], m, present[0], held_out, change))
+        asked_for, change = times is not None, _common(several[i])
+        held_out = asked_for and few > 1
+        found.append(Rehearsal(n, present[n], other[m], m, present[0], held_out, change, asked_for))
         limit = math.inf
         if times is None:
             limit = present[n] - ROUNDING * abs(present[0])
