@@ -33,6 +33,11 @@ def of_a_part(x: Tensor) -> Tensor:
     return torch.cat((turned * COS[:, ::2] + halves * SIN[:, ::2], rest), -1)
 
 
+def by_keywords(x: Tensor) -> Tensor:
+    left, right = x.chunk(chunks=2, dim=-1)
+    return x * COS + torch.cat(tensors=(-right, left), dim=-1) * SIN
+
+
 def wrong_half(x: Tensor) -> Tensor:
     return x * COS + torch.cat((-x[..., :2], x[..., 2:]), dim=-1) * SIN
 
@@ -54,8 +59,20 @@ def by_one_sine(x: Tensor) -> Tensor:
     return x * COS + torch.cat((-x[..., 2:], x[..., :2]), dim=-1) * SIN[:, :1]
 
 
-JOINED = {by_slices: 1, by_chunks: 1, of_a_part: 1}
-OTHERS = (wrong_half, of_rows, half_used_twice, of_another, by_one_sine)
+def of_other_samples(x: Tensor) -> Tensor:
+    others = [1, 0, 2, 4, 5, 3]
+    return x * COS + torch.cat((-x[others, :, 2:], x[others, :, :2]), dim=-1) * SIN
+
+
+def of_a_number(x: Tensor) -> Tensor:
+    return x.sum() * COS + torch.cat((-x[..., 2:], x[..., :2]), dim=-1) * SIN
+
+
+JOINED = {by_slices: 1, by_chunks: 1, of_a_part: 1, by_keywords: 1}
+OTHERS = (
+    *(wrong_half, of_rows, half_used_twice, of_another, by_one_sine),
+    *(of_other_samples, of_a_number),
+)
 
 
 class Model(nn.Module):

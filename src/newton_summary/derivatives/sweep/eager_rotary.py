@@ -40,7 +40,9 @@ class JoiningRotations(Joining):
     def _halves_of(self, x: Value | None, halves: Value | None) -> list[Op] | None:
         """Return the operations of cat(-x[..., d/2:], x[..., :d/2]); None if it is not that."""
         cat = self.maker(halves)
-        if x is None or cat is None or cat.name not in JOINS or len(cat.args[0]) != 2:
+        if x is None or x.tensor.dim() == 0:
+            return None
+        if cat is None or cat.name not in JOINS or len(cat.args[0]) != 2:
             return None
         dim = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
         negative, left = cat.args[0]
@@ -76,13 +78,16 @@ def _fit(y: Value, x: Value | None, *factors: Value) -> bool:
 
 def _columns(op: Op | None, x: Value, part: Value) -> list[int]:
     """Return which columns of x an operation takes as this part; none if it does anything else."""
-    if op is None or op.name not in VIEWS or [v.slot for v in find_values(op.args)] != [x.slot]:
+    if op is None or op.name not in VIEWS:
         return []
-    shape = x.tensor.shape
+    given, shape = (op.args, op.kwargs), x.tensor.shape
+    if [v.slot for v in find_values(given)] != [x.slot]:
+        return []
     numbers = torch.arange(shape[-1]).expand(shape)
-    parts = op.func(*map_tree(lambda y: numbers if isinstance(y, Value) else y, op.args))
+    args, kwargs = map_tree(lambda y: numbers if isinstance(y, Value) else y, given)
+    parts = op.func(*args, **kwargs)
     taken = parts if isinstance(parts, Tensor) else parts[op.outputs.index(part)]
-    if taken.shape[:-1] != shape[:-1] or 0 in shape:
-        return []
+    if taken.shape[:-1] != shape[:-1] or 0 in shape or not taken._is_view():
+        return []  # an index of several numbers is no view: it may also reorder rows
     found: list[int] = taken[(0,) * (len(shape) - 1)].tolist()
     return found
