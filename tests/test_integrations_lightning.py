@@ -536,14 +536,20 @@ def test_a_measurement_that_is_skipped_for_the_budget_is_told_once(last, then, c
 
 
 @pytest.mark.parametrize(
-    ("limit", "last"), [({"max_epochs": 2}, 2), ({"max_epochs": -1, "max_steps": 6}, 2)]
+    ("limit", "batches", "last"),
+    [
+        ({"max_epochs": 2}, 6, 2),
+        ({"max_epochs": -1, "max_steps": 6}, 6, 2),
+        ({"max_epochs": 9, "max_steps": 6}, 6, 2),
+        ({"max_epochs": 9, "max_steps": 5, "accumulate_grad_batches": 2}, 10, 2.5),
+    ],
 )
-def test_the_last_epoch_is_known(limit, last, tmp_path, monkeypatch):
+def test_the_last_epoch_is_known(limit, batches, last, tmp_path, monkeypatch):
     """Three batches an epoch."""
     known = []
     monkeypatch.setattr(SummaryCallback, "plan", lambda self, *given: known.append(given[1:]))
     fit(Plain(), tmp_path, [quick()], **limit)
-    assert known == [(6, last)]
+    assert known == [(batches, last)]
 
 
 def test_measurements_and_steering_share_a_budget():
@@ -557,6 +563,18 @@ def test_options_of_the_controller_are_passed_on():
     callback, module = quick(adjust={"set_point": 1.0}, budget=0.05), Plain()
     callback.steer(torch.optim.Adam(module.parameters()), module, training_loss)
     assert callback.controller.set_point == 1.0 and callback.controller.period == 80
+
+
+def test_no_options_of_the_controller_are_its_defaults():
+    callback, module = quick(adjust={}), Plain()
+    callback.steer(torch.optim.Adam(module.parameters()), module, training_loss)
+    assert callback.controller.set_point == 0.65
+
+
+@pytest.mark.parametrize("adjust", [1.0, "yes", None])
+def test_something_else_than_options_is_refused(adjust):
+    with pytest.raises(TypeError, match=r"adjust=.*: expected True or False, or options"):
+        quick(adjust=adjust)
 
 
 @pytest.mark.parametrize("share", [0, -1, "x"])

@@ -146,11 +146,11 @@ class SummaryCallback(Monitor, Callback):
         """Check that the report can be written; start to steer."""
         self.check_report()
         self.console.enabled &= trainer.is_global_zero
-        batches = trainer.estimated_stepping_batches * trainer.accumulate_grad_batches
-        last = trainer.max_epochs
-        if last < 0:  # a number of steps is the limit, of batches that may be without end
-            last = batches / trainer.num_training_batches or math.inf
-        self.plan(pl_module, batches, last)
+        steps, accumulated = trainer.estimated_stepping_batches, trainer.accumulate_grad_batches
+        last = math.inf if trainer.max_epochs < 0 else trainer.max_epochs
+        if math.isfinite(trainer.num_training_batches):  # max_steps may come first
+            last = steps / math.ceil(trainer.num_training_batches / accumulated)
+        self.plan(pl_module, steps * accumulated, last)
         self._waiting, self._found = [], None
         if self.adjust:
             if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:

@@ -132,12 +132,18 @@ class Monitor:
         for what, number in (("every_n_epochs", every_n_epochs), ("num_batches", num_batches)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ValueError(f"{what}={number!r}: expected a whole number, 1 or more.")
+        if not isinstance(adjust, bool | Mapping):
+            raise TypeError(
+                f"adjust={adjust!r}: expected True or False, or options of RateController, such as "
+                '{"set_point": 1.0}.'
+            )
         super().__init__()  # of the framework's callback
         self.every_n_epochs, self.num_batches = every_n_epochs, num_batches
         self.data, self.loss_fn = data, loss_fn
         self.partition, self.lambda_int = partition, lambda_int
-        self.adjust, self.budget = adjust, Budget(budget)
-        if adjust and self.budget.share is not None:
+        self.adjust = adjust or isinstance(adjust, Mapping)  # without options: those by default
+        self.budget = Budget(budget)
+        if self.adjust and self.budget.share is not None:
             self.budget.share /= 2  # the other half is the controller's
         self.report, self.figures = report, figures
         self.loggers, self.console = list(loggers), Console(console)
