@@ -510,6 +510,21 @@ def test_an_absurd_rate_is_not_called_one_without_effect(lr, partition):
         ns.suggest_lrs(model, loss_fn, DATA, sgd, partition)
 
 
+@pytest.mark.filterwarnings("ignore:.*not finite", "ignore:Standard errors")
+def test_an_absurd_rate_is_not_called_a_division_by_zero():
+    """A parameter without gradient has the loss evaluated after a part of the step."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 1), torch.randn(8, 3)
+    model.unused = nn.Parameter(torch.ones(2))
+    sgd = torch.optim.SGD(model.parameters(), lr=1e30)
+
+    def squared_error(model, batch):
+        return (model(batch) - 1).square().mean() + 0 * model.unused.sum()
+
+    with pytest.raises(ns.NotFiniteError, match="ask with a smaller lr"):
+        ns.suggest_lrs(model, squared_error, x, sgd)
+
+
 def test_a_warning_names_the_callers_line():
     model = make_net()
     adam = torch.optim.Adam(model.parameters())

@@ -514,7 +514,10 @@ def _next_step(optimizer: Optimizer, probe: Probe) -> tuple[Params, set[str]]:
     if still:
         with unmoved(probe.params.values()):
             probe.step({name: 1e-3 * x for name, x in u.items()})
-            later = probe.gradient()
+            try:
+                later = probe.gradient()
+            except NotFiniteError:  # far too long a step, as its derivatives tell
+                return u, set()
         still = {name for name in still if later[name].any()}
     return u, still
 
