@@ -81,7 +81,7 @@ def work(rank: int, count: int, folder: str, rounds: int) -> None:
     loss_fn = classification_loss
     partition = ns.make_partition(model)
     S, P = len(partition), sum(partition.sizes)
-    options: dict[str, Any] = {"curvature": (loss_fn, [mine]), "lr": 1e-6, "warmup": 1}
+    options: dict[str, Any] = {"curvature": (loss_fn, [mine]), "lr": 1e-6}
     plain = ns.NewtonSummary(partition, summary_period=10**9, **options)
     fresh = ns.NewtonSummary(partition, summary_period=1, **options)
 

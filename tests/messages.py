@@ -893,7 +893,7 @@ ERRORS = {
         (r"call train\(\) before step", stepped(evaluating)),
         ("as published has no warm-up", paper(variant="as-published", warmup=2)),
         (
-            "is only for variant='steered'",
+            "direction is only for variant='steered' or 'careful'",
             lambda p: newton(variant="as-run", direction=sgd(p.model))(p),
         ),
         ("Set weight_decay in", lambda p: newton(direction=sgd(p.model), weight_decay=0.1)(p)),

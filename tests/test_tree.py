@@ -142,9 +142,7 @@ def walks():
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     batch = torch.randn(5, 3).double(), torch.randn(5, 2).double()
     partition = ns.make_partition(net)
-    optimizer = ns.NewtonSummary(
-        partition, curvature=(loss_fn, [batch]), summary_period=1, warmup=1
-    )
+    optimizer = ns.NewtonSummary(partition, curvature=(loss_fn, [batch]), summary_period=1)
     paper = ns.NewtonSummary.paper(
         partition, curvature=(loss_fn, [batch]), summary_period=1, warmup=1
     )

@@ -230,7 +230,9 @@ class NewtonSummary(Optimizer):
             settings["summary_period"] = period_within(budget, len(partition), order)
         if direction is not None:
             if not steered:
-                raise ValueError(f"direction={direction!r} is only for variant='steered'.")
+                raise ValueError(
+                    "direction is only for variant='steered' or 'careful': leave it out."
+                )
             if weight_decay:
                 raise ValueError("Set weight_decay in the optimizer that is the direction.")
             check_direction(direction, partition)
