@@ -68,10 +68,37 @@ def of_a_number(x: Tensor) -> Tensor:
     return x.sum() * COS + torch.cat((-x[..., 2:], x[..., :2]), dim=-1) * SIN
 
 
+def with_alpha(x: Tensor) -> Tensor:
+    return torch.add(x * COS, torch.cat((-x[..., 2:], x[..., :2]), dim=-1) * SIN, alpha=2)
+
+
+def by_several_angles(x: Tensor) -> Tensor:
+    cos, sin = (torch.stack([y, y + 0.1])[:, None] for y in (COS, SIN))
+    return x * cos + torch.cat((-x[..., 2:], x[..., :2]), dim=-1) * sin
+
+
+def by_rounded_angles(x: Tensor) -> Tensor:
+    cos, sin = COS.float(), SIN.float()
+    return x * cos + torch.cat((-x[..., 2:], x[..., :2]), dim=-1) * sin
+
+
+def of_odd_width(x: Tensor) -> Tensor:
+    three = x[..., :3]
+    other = torch.cat((-three[..., 1:], three[..., :1]), dim=-1)
+    return torch.cat((three * COS[:, :3] + other * SIN[:, :3], x[..., 3:]), dim=-1)
+
+
+def by_joined_tokens(x: Tensor) -> Tensor:
+    two = x[:, :1, :2]
+    halves = torch.cat((-two[..., 1:], two[..., :1]), dim=1)
+    return torch.cat((two * COS[:1, :2] + halves * SIN[:2, :2], x[:, :2, 2:]), dim=-1)
+
+
 JOINED = {by_slices: 1, by_chunks: 1, of_a_part: 1, by_keywords: 1}
 OTHERS = (
     *(wrong_half, of_rows, half_used_twice, of_another, by_one_sine),
-    *(of_other_samples, of_a_number),
+    *(of_other_samples, of_a_number, with_alpha, by_several_angles, of_odd_width),
+    *(by_rounded_angles, by_joined_tokens),
 )
 
 

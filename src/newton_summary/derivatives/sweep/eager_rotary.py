@@ -38,13 +38,15 @@ class JoiningRotations(Joining):
         return None
 
     def _halves_of(self, x: Value | None, halves: Value | None) -> list[Op] | None:
-        """Return the operations of cat(-x[..., d/2:], x[..., :d/2]); None if it is not that."""
+        """Return the operations of cat(-x[..., d/2:], x[..., :d/2]); None if it is not that.
+
+        Joined along another dimension, they would not have the shape that :func:`_fit` asks for.
+        """
         cat = self.maker(halves)
-        if x is None or x.tensor.dim() == 0:
+        if x is None or x.tensor.dim() == 0 or cat is None:
             return None
-        if cat is None or cat.name not in JOINS or len(cat.args[0]) != 2:
+        if cat.name not in JOINS or len(cat.args[0]) != 2:
             return None
-        dim = cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)
         negative, left = cat.args[0]
         negation, taking_left = self.maker(negative), self.maker(left)
         if negation is None or taking_left is None or negation.name not in ("neg", "negative"):
@@ -52,7 +54,7 @@ class JoiningRotations(Joining):
         taking_right = self.maker(negation.args[0])
         columns = _columns(taking_right, x, negation.args[0]) + _columns(taking_left, x, left)
         d = x.tensor.shape[-1]
-        if taking_right is None or dim not in (-1, x.tensor.dim() - 1) or d % 2:
+        if taking_right is None or d % 2:
             return None
         swapped = [*range(d // 2, d), *range(d // 2)]
         return [cat, negation, taking_left, taking_right] if columns == swapped else None
@@ -72,8 +74,7 @@ def _fit(y: Value, x: Value | None, *factors: Value) -> bool:
     if x is None or x.tensor.shape != y.tensor.shape:
         return False
     columns = x.tensor.shape[-1:]
-    like = [f.tensor.shape[-1:] == columns and f.tensor.dtype == x.tensor.dtype for f in factors]
-    return all(like) and all(factor.readable for factor in factors)
+    return all(f.tensor.shape[-1:] == columns and f.tensor.dtype == x.tensor.dtype for f in factors)
 
 
 def _columns(op: Op | None, x: Value, part: Value) -> list[int]:
