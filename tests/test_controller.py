@@ -940,7 +940,7 @@ def test_a_first_step_uphill_is_a_short_one():
     optimizer.param_groups[0]["maximize"] = True  # refused where a controller is made
     train(model, optimizer, controller, [batch, batch])
     start = controller.history[0]
-    assert start.why == "start" and start.slope < 0
+    assert start.why == "start" and start.slope < 0 and start.factor == 0
     assert start.change * 10.0 * float(slope) == pytest.approx(1e-3 * float(size), rel=1e-6)
 
 

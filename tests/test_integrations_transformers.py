@@ -114,6 +114,15 @@ def test_training_is_the_same_to_the_bit(make, dataset, tmp_path):
         assert value.equal(with_it.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("limit", [{"num_train_epochs": 2}, {"max_steps": 6}])
+def test_the_last_epoch_is_known(limit, tmp_path, monkeypatch):
+    """Three batches an epoch."""
+    known = []
+    monkeypatch.setattr(SummaryCallback, "plan", lambda self, *given: known.append(given[1:]))
+    fit(Classifier(), Points(), tmp_path, [quick()], **limit)
+    assert known == [(6, 2)]
+
+
 def test_numbers_are_those_of_training_mode(tmp_path):
     """Against the whole Hessian of a copy in training mode, although models start in the other.
 

@@ -27,9 +27,9 @@ def best_multiple(slope: float, curvature: float) -> float:
     >>> best_multiple(3.0, 2.0), best_multiple(-3.0, 2.0), best_multiple(3.0, -2.0)
     (1.5, 0.0, inf)
     """
-    if curvature <= 0:
-        return math.inf if slope > 0 else 0.0
-    return max(slope / curvature, 0.0)
+    if slope <= 0:
+        return 0.0
+    return math.inf if curvature <= 0 else slope / curvature
 
 
 @dataclass
