@@ -420,6 +420,23 @@ def flat_norm(model):
     return sum((p - p.detach()).square().sum() for p in model.parameters())
 
 
+@pytest.mark.parametrize("variant", ["steered", "careful", "as-run", "as-published"])
+def test_the_paper_s_arguments_are_taken_by_all_variants(variant):
+    """Those that have no meaning for a variant have no effect there."""
+    model, warmup = make_net(), 0 if variant == "as-published" else 3
+    opt = ns.NewtonSummary(
+        ns.make_partition(model, "canonical"),
+        **{"lr": 0.3, "lambda_int": 1.0, "momentum": 0.9, "eta_momentum": 0.0},
+        **{"summary_period": 10, "summary_window": 3, "warmup": warmup},
+        direction=None,
+        curvature=(loss_fn, TRAIN),
+        variant=variant,
+    )
+    before = flat(model)
+    train(model, opt, 32)
+    assert not torch.equal(flat(model), before) and opt.last_rates is not None
+
+
 # --- bad input ------------------------------------------------------------------------------------
 
 
@@ -441,8 +458,6 @@ def flat_norm(model):
         ({"budget": 0.0}, "budget"),
         ({"direction": torch.optim.SGD([torch.zeros(1)]), "weight_decay": 0.1}, "weight_decay"),
         ({"eta_momentum": 0.5}, "only for the paper's algorithm"),
-        ({"warmup": 3}, "only for the paper's algorithm"),
-        ({"warmup": 3, "variant": "careful"}, "only for the paper's algorithm"),
         (PAPER | {"weight_decay": 0.1}, "is only for variant='steered' or 'careful'"),
         (PAPER | {"budget": 0.5}, "is only for variant='steered' or 'careful'"),
         (PAPER | {"direction": torch.optim.SGD([torch.zeros(1)])}, "'steered' or 'careful'"),

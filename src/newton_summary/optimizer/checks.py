@@ -38,7 +38,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         raise ValueError(f"budget={settings['budget']!r}: expected a share of the time, 0 to 1.")
     others, whose = {"weight_decay": 0, "budget": BUDGET}, "variant='steered' or 'careful'"
     if settings["variant"] in SET_POINTS:
-        others, whose = {"eta_momentum": 0, "warmup": 0}, "the paper's algorithm"
+        others, whose = {"eta_momentum": 0}, "the paper's algorithm"
     for name, default in others.items():
         if settings[name] != default:
             raise ValueError(f"{name}={settings[name]!r} is only for {whose}: leave it out.")
