@@ -506,13 +506,44 @@ def test_the_peak_of_a_schedule(make, peak):
     assert found[1] == pytest.approx(found[0], rel=1e-6)
 
 
-def test_a_warmup_from_zero_starts_with_the_first_step_that_moves():
-    model = make_net()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = LambdaLR(sgd, lambda t: min(1.0, t / 4))
-    controller = ns.RateController(sgd, model, cross_entropy)
-    train(model, sgd, controller, batches(6), after=schedule.step)
-    assert controller.history[0].why == "start" and controller.history[0].step == 2
+WARM_UPS = {  # the learning rates of a schedule, and what the optimizer is made with
+    "from zero": ([0.1 * min(1.0, t / 4) for t in range(16)], 0.1),
+    "from the first step": ([0.1 * min(1.0, (t + 1) / 4) for t in range(16)], 0.1),
+    "then a decay": ([0.1 * min(1.0, t / 4, (20 - t) / 10) for t in range(16)], 0.1),
+    "to a lower peak": ([min(t + 1, (20 - t) / 2) / 100 for t in range(16)], 10.0),
+    "below the peak": ([0.1] * 16, 0.4),
+}
+
+
+@pytest.mark.parametrize("kind", ["controller", "Adam inside", "SGD inside"])
+@pytest.mark.parametrize("name", WARM_UPS)
+def test_until_the_peak_of_a_schedule_rates_are_those_of_the_peak(name, kind):
+    """The training is that with a schedule that begins at its peak."""
+    lrs, made_with = WARM_UPS[name]
+    peak = max(lrs)
+    from_peak = [peak] * lrs.index(peak) + lrs[lrs.index(peak) :]
+
+    def trained(lrs, made_with):
+        model = make_net()
+        sgd = torch.optim.SGD(model.parameters(), lr=made_with)
+        if kind == "controller":
+            optimizer, stepper = sgd, ns.RateController(sgd, model, cross_entropy)
+        else:
+            direction = torch.optim.SGD(model.parameters(), lr=0.5) if "SGD" in kind else None
+            optimizer = ns.NewtonSummary(model, cross_entropy, lr=made_with, direction=direction)
+            stepper = optimizer
+        for lr, batch in zip(lrs, batches(16), strict=True):
+            optimizer.zero_grad()
+            cross_entropy(model, batch).backward()
+            optimizer.param_groups[0]["lr"] = lr
+            stepper.step(batch)
+            assert optimizer.param_groups[0]["lr"] == lr
+        rates = stepper.rates if kind == "controller" else [float(stepper.eta[0]) * lr]
+        return torch.cat([p.detach().flatten() for p in model.parameters()]), rates
+
+    (found, rate), (expected, expected_rate) = trained(lrs, made_with), trained(from_peak, peak)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    assert rate == pytest.approx(expected_rate, rel=1e-9)
 
 
 def test_clipped_steps_are_measured_as_they_are():

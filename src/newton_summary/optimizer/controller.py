@@ -97,8 +97,10 @@ class RateController(ShownAsTable):
 
     The optimizer's learning rates are multiplied while it takes a step, and restored: schedulers
     and loggers see their own, and the shape of a schedule multiplies the rates found here
-    (``controller.rates``). All parameter groups have the same multiplier. Weight decay, gradient
-    clipping and whatever else the optimizer does are part of the measured step.
+    (``controller.rates``) from its peak on. A warm-up is left out: until the peak, the rates are
+    those of the peak, which measurements keep from being too high. All parameter groups have the
+    same multiplier. Weight decay, gradient clipping and whatever else the optimizer does are part
+    of the measured step.
 
     Args:
         optimizer: Any torch optimizer that moves along a direction times its learning rate, such as
@@ -115,7 +117,8 @@ class RateController(ShownAsTable):
         distributed: As for :func:`summarize`.
 
     Attributes:
-        multiplier: What the optimizer's learning rates are multiplied by.
+        multiplier: What the optimizer's learning rates are multiplied by, from the peak of a
+            schedule on.
         history: A :class:`RateRecord` for each measurement; ``print(controller)`` shows them.
         steps: How many steps the optimizer has taken.
 
@@ -158,6 +161,8 @@ class RateController(ShownAsTable):
         self.history: list[RateRecord] = []
         self.steps = 0
         self._first_lrs: list[float] = []
+        self._highest = 0.0  # learning rate of the optimizer so far
+        self._rises = True  # the schedule has not come to its peak
         self._find_parameters()
         self._balance = Balance()
         self._envelope = 0.0  # highest multiplier so far, falling like 1 / sqrt(steps)
@@ -233,7 +238,36 @@ class RateController(ShownAsTable):
     @property
     def rates(self) -> list[float]:
         """The learning rates of the next step, one for each parameter group."""
-        return [float(group["lr"]) * self.multiplier for group in self.optimizer.param_groups]
+        return [float(lr) * self.multiplier for lr in self._lrs_from_peak()]
+
+    @property
+    def _scheduled(self) -> list[dict[str, Any]]:
+        """The parameter groups that schedulers change."""
+        return self.optimizer.param_groups
+
+    def _own_lrs(self) -> list[Any]:
+        """Return the learning rates that the optimizer would take a step with."""
+        return self._lrs_from_peak()
+
+    def _lrs_from_peak(self) -> list[Any]:
+        """Return the learning rates of the schedule; until it has come to its peak, those there."""
+        lrs = [group["lr"] for group in self._scheduled]
+        if not self._rises:
+            return lrs
+        highest, peaks = max(map(float, lrs)), self._peaks()
+        if highest == 0:
+            return [lr + peak for lr, peak in zip(lrs, peaks, strict=True)]
+        return [lr * (max(peaks) / highest) for lr in lrs]
+
+    def _note_schedule(self) -> None:
+        """See whether the schedule has come to its peak, which may be lower than expected."""
+        lr, peak = max(float(group["lr"]) for group in self._scheduled), max(self._peaks())
+        if self._rises and lr < self._highest:
+            self.multiplier *= peak / self._highest
+            self._envelope *= peak / self._highest
+            self._rises = False
+        self._highest = max(self._highest, lr)
+        self._rises &= self._highest < (1 - 1e-6) * peak
 
     @without_gradients
     def _before_hook(self, *_: Any) -> None:
@@ -256,7 +290,9 @@ class RateController(ShownAsTable):
             )
         groups = self.optimizer.param_groups
         check_rates(groups)
-        self._lrs = [(group, group["lr"], group["lr"] * self.multiplier) for group in groups]
+        self._note_schedule()
+        own = zip(groups, self._own_lrs(), strict=True)
+        self._lrs = [(group, group["lr"], lr * self.multiplier) for group, lr in own]
         for group, _, multiplied in self._lrs:
             group["lr"] = multiplied
         self._follow(max(float(group["lr"]) for group in groups))
@@ -412,11 +448,8 @@ class RateController(ShownAsTable):
             s = min(target, 10 * s)
         # Steps grow by 1 / (1 - momentum) while the velocity builds up.
         best = (best or s) * (1 - self._momentum)
-        # Where a schedule begins below its peak, what was found is for the peak.
-        shape = self._rate / (self.multiplier * self._peak_lr())
-        self._place(at(best * shape))
-        factor = best_multiple(slope, curvature)
-        self._change(loss, slope, curvature, factor, best * shape, "start")
+        self._place(at(best))
+        self._change(loss, slope, curvature, best_multiple(slope, curvature), best, "start")
         self._started = True
         self._due = self.steps + 1
 
@@ -475,11 +508,15 @@ class RateController(ShownAsTable):
 
     def _peak_lr(self) -> float:
         """Return the largest learning rate of the optimizer's schedule, without the multiplier."""
-        groups = zip(self.optimizer.param_groups, self._first_lrs, strict=True)
-        return max(
+        return max(self._peaks()) if self._rises else self._highest
+
+    def _peaks(self) -> list[float]:
+        """Return how high the learning rate of each group is expected to rise."""
+        groups = zip(self._scheduled, self._first_lrs, strict=True)
+        return [
             max(float(group.get("initial_lr", first)), float(group.get("max_lr", 0.0)))
             for group, first in groups
-        )
+        ]
 
     def _change(
         self, loss: float, slope: float, curvature: float, factor: float, change: float, why: Why
@@ -499,6 +536,8 @@ class RateController(ShownAsTable):
             "started": self._started,
             "rate": self._rate,
             "first_lrs": list(self._first_lrs),
+            "highest": self._highest,
+            "rises": self._rises,
             "balance": asdict(self._balance),
             "envelope": self._envelope,
             "before": None if self._before is None else [x.clone() for x in self._before],
@@ -528,7 +567,8 @@ class RateController(ShownAsTable):
             read_counts(state["ends"], "count", "agreed")
             balance = Balance(**state["balance"])
             history = [RateRecord(**record) for record in state["history"]]
-            numbers = [float(state[name]) for name in ("multiplier", "rate", "envelope")]
+            names = ("multiplier", "rate", "envelope", "highest")
+            numbers = [float(state[name]) for name in names]
             first_lrs = [float(lr) for lr in state["first_lrs"]]
             values = [numbers, first_lrs, list(asdict(balance).values())]
             check_finite([*values, before, list(asdict(ends).values())], "The state")
@@ -536,8 +576,9 @@ class RateController(ShownAsTable):
                 raise ValueError(
                     f"The state has the multiplier {numbers[0]}: expected a number above 0."
                 )
-        self.multiplier, self._rate, self._envelope = numbers
-        self.steps, self._due, self._started = steps, due, bool(state["started"])
+        self.multiplier, self._rate, self._envelope, self._highest = numbers
+        self.steps, self._due = steps, due
+        self._started, self._rises = bool(state["started"]), bool(state["rises"])
         self._first_lrs, self._balance, self.history = first_lrs, balance, history
         self._before, self._ends = before, ends
 

@@ -134,7 +134,9 @@ class Steered(RateController):
     @property
     def eta(self) -> float:
         """What the direction is multiplied by, except for ``lr``; 0 before the start."""
-        return self.multiplier if self._started else 0.0
+        lr = max(float(group["lr"]) for group in self.groups)
+        lifted = max(map(float, self._lrs_from_peak())) / lr if lr else 1.0
+        return self.multiplier * lifted if self._started else 0.0
 
     def go_on_from(self, other: Steered) -> None:
         """Adopt the rate of a controller of fewer parameters, and measure the next step."""
@@ -142,6 +144,7 @@ class Steered(RateController):
             name: getattr(other, name)
             for name in ("multiplier", "history", "steps", "_balance", "_envelope", "_started")
         }
+        self._highest, self._rises = other._highest, other._rises
         self._first_lrs[: len(other._first_lrs)] = other._first_lrs
         self._skipped, self._due = other.skipped, other.steps + 1
 
@@ -152,6 +155,7 @@ class Steered(RateController):
 
     def advance(self) -> None:
         """Take one step of the optimizer, with the rates lr * eta."""
+        self._note_schedule()
         if self._adam is None and self.given is None and FusedAdam.can_move(self._held):
             self._adam = FusedAdam(self._held, self._state)
         self._check_gradients()
@@ -173,7 +177,7 @@ class Steered(RateController):
 
     def _step_of_adam(self, adam: FusedAdam) -> None:
         """Take a step of Adam, without waiting for an accelerator."""
-        rates = [float(group["lr"]) * self.multiplier for group in self.groups]
+        rates = self.rates
         self._follow(max(rates))
         adam.step(self.groups, rates)
         if adam.found.device.type == "cpu" and adam.found.item():
@@ -207,6 +211,10 @@ class Steered(RateController):
             | {"betas": (group["momentum"], SECOND_BETA), "weight_decay": group["weight_decay"]}
             for group in self.groups
         ]
+
+    def _own_lrs(self) -> list[Any]:
+        lrs = self._lrs_from_peak()
+        return lrs if self.given is None else [base * float(lrs[0]) for base in self._base]
 
     def _check_gradients(self) -> None:
         """Raise if a gradient is not one of its parameter."""
@@ -291,15 +299,18 @@ class Steered(RateController):
                 "partition of the model being trained, and does loss_fn use the model it is given?"
             )
 
+    @property
+    def _scheduled(self) -> list[dict[str, Any]]:
+        return self.groups
+
     def _level(self) -> float:
-        """Return how high the schedule is, as a fraction of its peak."""
-        peak = self._peak_lr()
-        return max(float(g["lr"]) for g in self.groups) * max(self._base) / peak if peak else 1.0
+        """Return how high the schedule is, as a fraction of its peak; 1 until it comes to that."""
+        if self._rises or not self._highest:
+            return 1.0
+        return max(float(group["lr"]) for group in self.groups) / self._highest
 
     def _peak_lr(self) -> float:
-        pairs = zip(self.groups, self._first_lrs, strict=True)
-        tops = (max(g.get("initial_lr", first), g.get("max_lr", 0.0)) for g, first in pairs)
-        return max(self._base) * float(max(tops))
+        return max(self._base) * super()._peak_lr()
 
 
 def update_average(params: Iterable[Tensor], state: Any, steps: int, level: float) -> None:
