@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import newton_summary as ns
+from newton_summary.probe.inputs import LossFn
 
 EPOCHS, COUNT, BATCH, WORDS, WIDTH = 10, 1024, 32, 20, 32
 
@@ -59,30 +60,36 @@ def adam(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=lr)
 
 
-METHODS: dict[str, Callable[[nn.Module], Any]] = {
-    "Adam 1e-3": lambda model: adam(model, 1e-3),
-    "Adam 3e-3": lambda model: adam(model, 3e-3),
-    "Adam 1e-2": lambda model: adam(model, 1e-2),
-    "RateController": lambda model: ns.RateController(adam(model, 1e-3), model, loss_fn),
-    "RateController, set_point=1": lambda model: ns.RateController(
-        adam(model, 1e-3), model, loss_fn, set_point=1.0
+METHODS: dict[str, Callable[[nn.Module, LossFn], Any]] = {
+    "Adam 1e-3": lambda model, _: adam(model, 1e-3),
+    "Adam 3e-3": lambda model, _: adam(model, 3e-3),
+    "Adam 1e-2": lambda model, _: adam(model, 1e-2),
+    "RateController": lambda model, loss: ns.RateController(adam(model, 1e-3), model, loss),
+    "RateController, set_point=1": lambda model, loss: ns.RateController(
+        adam(model, 1e-3), model, loss, set_point=1.0
     ),
-    "NewtonSummary": lambda model: ns.NewtonSummary(model, loss_fn),
-    "NewtonSummary, careful": lambda model: ns.NewtonSummary(model, loss_fn, variant="careful"),
+    "NewtonSummary": ns.NewtonSummary,
+    "NewtonSummary, careful": lambda model, loss: ns.NewtonSummary(model, loss, variant="careful"),
 }
 
 
-def train(method: str, seed: int, norm_first: bool, decays: bool) -> float:
-    """Return the loss of all sequences at the end."""
-    torch.manual_seed(seed)
-    model, (source, target) = Reverser(norm_first), sequences()
-    stepper = METHODS[method](model)
+def train(
+    method: str,
+    model: nn.Module,
+    loss_fn: LossFn,
+    data: tuple[Tensor, ...],
+    epochs: int,
+    shape: Callable[[float], float],
+) -> float:
+    """Return the loss of all samples at the end; the share of steps gives the rate's ``shape``."""
+    stepper = METHODS[method](model, loss_fn)
     optimizer = getattr(stepper, "optimizer", stepper)
-    steps = EPOCHS * COUNT // BATCH
-    schedule = LambdaLR(optimizer, lambda t: 1 - t / steps if decays else 1.0)
-    for _ in range(EPOCHS):
-        for chosen in torch.randperm(COUNT).split(BATCH):
-            batch = source[chosen], target[chosen]
+    count = len(data[0])
+    steps = epochs * count // BATCH
+    schedule = LambdaLR(optimizer, lambda t: shape(t / steps))
+    for _ in range(epochs):
+        for chosen in torch.randperm(count).split(BATCH):
+            batch = tuple(part[chosen] for part in data)
             model.zero_grad()
             loss_fn(model, batch).backward()
             if method.startswith("Adam"):
@@ -94,13 +101,30 @@ def train(method: str, seed: int, norm_first: bool, decays: bool) -> float:
         stepper.eval()  # the mean of the last steps
     model.train(False)
     with torch.no_grad():
-        return loss_fn(model, (source, target)).item()
+        return loss_fn(model, data).item()
+
+
+def constant(_: float) -> float:
+    return 1.0
+
+
+def decay(share: float) -> float:
+    return 1 - share
+
+
+def main() -> None:
+    for norm_first in (False, True):
+        for shape in (constant, decay):
+            for method in METHODS:
+                losses = []
+                for seed in range(5):
+                    torch.manual_seed(seed)
+                    losses.append(
+                        train(method, Reverser(norm_first), loss_fn, sequences(), EPOCHS, shape)
+                    )
+                norms = "norms before" if norm_first else "norms after"
+                print(norms, shape.__name__, method, *(f"{x:.2g}" for x in losses), flush=True)
 
 
 if __name__ == "__main__":
-    for norm_first in (False, True):
-        for decays in (False, True):
-            for method in METHODS:
-                losses = [f"{train(method, seed, norm_first, decays):.2g}" for seed in range(5)]
-                norms = "norms before" if norm_first else "norms after"
-                print(norms, "linear decay" if decays else "constant", method, *losses, flush=True)
+    main()
