@@ -4,6 +4,7 @@ import copy
 import json
 import os
 from collections import UserList
+from functools import partial
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the import: nothing is fetched
 
@@ -69,7 +70,16 @@ class Points(Dataset):
         return {"x": self.x[i], "labels": (self.x[i].sum() > 0).long()}
 
 
-def fit(model, dataset, folder, callbacks=(), resume=None, optimizers=(None, None), **options):
+def fit(
+    model,
+    dataset,
+    folder,
+    callbacks=(),
+    resume=None,
+    optimizers=(None, None),
+    trainer=Trainer,
+    **options,
+):
     options = {"num_train_epochs": 2, "save_strategy": "no", "report_to": "none", **options}
     arguments = TrainingArguments(
         str(folder),
@@ -81,7 +91,7 @@ def fit(model, dataset, folder, callbacks=(), resume=None, optimizers=(None, Non
         seed=4,
         **options,
     )
-    trainer = Trainer(
+    trainer = trainer(
         model,
         arguments,
         train_dataset=dataset,
@@ -285,6 +295,71 @@ def test_another_loss_than_that_of_the_training_is_told(tmp_path, recwarn):
     assert not any(told in str(warned.message) for warned in recwarn)
     with pytest.warns(UserWarning, match=told):
         fit(make_gpt(), Text(), tmp_path, [quick()], **options)
+
+
+class Weighted(Trainer):
+    """Pops the labels, as many such trainers do."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        return F.cross_entropy(logits, labels, weight=logits.new_tensor([1.0, 5.0]))
+
+
+class Kept(Trainer):
+    """The same, of a model that has seen the labels."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        logits = model(**inputs).logits
+        return F.cross_entropy(logits, inputs["labels"], weight=logits.new_tensor([1.0, 5.0]))
+
+
+class Noting(Trainer):
+    """Overrides compute_loss, but trains with the loss of the model."""
+
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+def by_function(output, labels, num_items_in_batch=None):
+    return F.cross_entropy(output.logits, labels)
+
+
+class Unlabelled(Classifier):
+    """Takes batches without labels, and then returns no loss."""
+
+    def forward(self, x, labels=None):
+        z = self.net(x)
+        loss = None if labels is None else F.cross_entropy(z, labels)
+        return SequenceClassifierOutput(loss=loss, logits=z)
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize(
+    ("trainer", "options", "told"),
+    [
+        (Weighted, {}, True),
+        (Kept, {}, True),
+        (Kept, {"adjust": True}, True),
+        (partial(Trainer, compute_loss_func=by_function), {}, True),
+        (Noting, {}, False),
+        (Trainer, {}, False),
+        (Weighted, {"loss_fn": lambda model, batch: model(**batch).loss}, False),
+    ],
+)
+def test_a_loss_computed_by_the_trainer_is_told_once(
+    trainer, options, told, accumulated, tmp_path, recwarn
+):
+    fit(
+        Unlabelled(),
+        Points(),
+        tmp_path,
+        [quick(**options)],
+        trainer=trainer,
+        gradient_accumulation_steps=accumulated,
+    )
+    said = [str(w.message) for w in recwarn if "compute_loss of its own" in str(w.message)]
+    assert len(said) == told
 
 
 def test_the_rate_at_the_end_of_a_schedule_is_said_to_be_its_first(tmp_path, capsys):

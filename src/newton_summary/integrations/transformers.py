@@ -57,14 +57,19 @@ def model_loss(model: nn.Module, batch: Any) -> Tensor:
     >>> model_loss(Model(), batch).shape
     torch.Size([])
     """
-    output = model(**to_device(batch, next(model.parameters()).device))
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if not isinstance(loss, Tensor):
+    loss = _loss_of(model(**to_device(batch, next(model.parameters()).device)))
+    if loss is None:
         raise ValueError(
             f"{type(model).__name__} returned no loss for a batch of {', '.join(batch)}. Add "
             f"labels, or pass loss_fn=..., with loss_fn(model, batch) -> mean loss."
         )
     return loss
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    """Return the loss in what a model returns, if there is one."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return loss if isinstance(loss, Tensor) else None
 
 
 class SummaryCallback(Monitor, TrainerCallback):
@@ -87,6 +92,9 @@ class SummaryCallback(Monitor, TrainerCallback):
     ``report_to="wandb"`` to the current run, both with heat maps of Hbar. The history and the
     controller are saved in checkpoints.
     """
+
+    _watch: Any = None  # the hook that sees the losses of the first step
+    _trained = False  # along the gradient of the model's own loss
 
     def batch_loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss of a batch, by the model or by ``loss_fn``."""
@@ -125,12 +133,15 @@ class SummaryCallback(Monitor, TrainerCallback):
                 "but the callback measures the loss of the model, without it. Pass the loss you "
                 "train with as loss_fn=..., with loss_fn(model, batch) -> mean loss."
             )
+        watched = self.loss_fn is None and not args.label_smoothing_factor
         model = unwrap(kwargs["model"])
         batches = state.max_steps * args.gradient_accumulation_steps
         self.plan(model, batches, state.num_train_epochs)
         self.steer(_plain(kwargs["optimizer"]), model, self.batch_loss)
         if self.is_due(state.epoch or 0):
             self._measure(args, state, **kwargs)
+        if watched and not args.torch_compile:  # a hook would be compiled too
+            self._watch = model.register_forward_hook(self._watch_loss)
         if self.adjust:
             self._waiting: list[Any] = []
             self._hook = model.register_forward_pre_hook(self._note_batch, with_kwargs=True)
@@ -142,8 +153,30 @@ class SummaryCallback(Monitor, TrainerCallback):
             kept = {name: x for name, x in batch.items() if name != "num_items_in_batch"}
             self._waiting.append(kept)
 
+    def _watch_loss(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Note it if the gradient passes through the model's loss: callbacks see no trainer."""
+        loss = _loss_of(output)
+        if model.training and not is_measuring() and loss is not None and loss.requires_grad:
+            loss.register_hook(self._note_gradient)
+
+    def _note_gradient(self, gradient: Tensor) -> None:
+        self._trained = True
+
+    def _check_trained(self) -> None:
+        """Warn after the first backward pass if it was not that of the model's loss."""
+        self._watch.remove()
+        self._watch = None
+        if not self._trained:
+            warn_user(
+                "The Trainer trains with compute_loss_func or a compute_loss of its own, but the "
+                "callback measures the loss of the model, model(**batch).loss. Pass the loss you "
+                "train with as loss_fn=..., with loss_fn(model, batch) -> mean loss."
+            )
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the last step, on the batches of the next one."""
+        if self._watch is not None:
+            self._check_trained()
         if self.controller is not None and self._waiting:
             epoch = state.epoch or 0
             self.before_step(self._waiting, epoch, state.global_step, self._logs(state))
