@@ -92,11 +92,14 @@ def test_closures_that_return_no_loss_are_refused(closure, message):
         opt.step(lambda: closure(model))
 
 
-def test_a_refresh_without_anything_to_measure_is_refused():
+@pytest.mark.parametrize("given", [(), (loss_fn,)])
+def test_a_refresh_without_anything_to_measure_is_refused(given):
+    """Users of a trainer, which calls step(), are told what they can pass."""
     model = make_net()
-    opt = make_optimizer(model, curvature=None)
+    opt = ns.NewtonSummary(model, *given)
     loss_fn(model, TRAIN[0]).backward()
-    with pytest.raises(ValueError, match="nothing to measure it on"):
+    told = r"nothing to measure it on: .*Where a trainer .*curvature=\(loss_fn, loader\)"
+    with pytest.raises(ValueError, match=told):
         opt.step()
 
 

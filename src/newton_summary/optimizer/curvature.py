@@ -148,7 +148,7 @@ class Curvature:
             )
         raise ValueError(
             f"A refresh is due, but there is nothing to measure it on: {how}, whenever "
-            "opt.refresh_due."
+            "opt.refresh_due. Where a trainer calls step(), pass curvature=(loss_fn, loader)."
         )
 
     def _unfit_to_capture(self, given: Any) -> str | None:
