@@ -483,12 +483,12 @@ def test_steering_needs_one_optimizer(tmp_path):
 
 @pytest.mark.slow
 def test_a_budget_makes_measurements_rarer_and_smaller(tmp_path):
-    """By a clock that advances by 1 s a training batch and 0.02 s a batch of a measurement."""
+    """By a clock that advances by 10 s a training batch and 0.02 s a batch of a measurement."""
     now = [0.0]
 
     class Slow(Plain):
         def training_step(self, batch):
-            now[0] += 1
+            now[0] += 10
             return super().training_step(batch)
 
     def measured_loss(module, batch):
@@ -496,16 +496,16 @@ def test_a_budget_makes_measurements_rarer_and_smaller(tmp_path):
         return F.cross_entropy(module.net(batch[0]), batch[1])
 
     seen = {}
-    for share in (None, 5.0, 0.1):
+    for share in (None, 0.5, 0.01):
         callback = quick(loss_fn=measured_loss, num_batches=3, budget=share)
         callback.budget.clock = lambda: now[0]
         fit(Slow(), tmp_path, [callback], max_epochs=12)
         samples = [m.summary.num_samples for m in callback.history.measured]
         seen[share] = (len(samples), samples[-1])
         assert share is None or callback.budget.spent <= share * callback.budget.training
-    assert seen[None] == seen[5.0] == (13, 48)
-    assert seen[0.1][0] < 8
-    assert seen[0.1][1] == 32  # two batches, the fewest with an error
+    assert seen[None] == seen[0.5] == (13, 48)
+    assert seen[0.01][0] < 8
+    assert seen[0.01][1] == 32  # two batches, the fewest with an error
 
 
 @pytest.mark.parametrize(
@@ -577,10 +577,36 @@ def test_something_else_than_options_is_refused(adjust):
         quick(adjust=adjust)
 
 
-@pytest.mark.parametrize("share", [0, -1, "x"])
+@pytest.mark.parametrize("share", [0, -1, 1, 5, True, "x"])
 def test_a_wrong_budget_is_refused(share):
     with pytest.raises(ValueError, match=r"budget=.*such as 0\.05"):
         SummaryCallback(budget=share)
+
+
+@pytest.mark.parametrize("make", [Monitor, SummaryCallback])
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"every_n_epoch": 5}, r"has no argument 'every_n_epoch'\. Did you mean 'every_n_epochs'"),
+        ({"microbatches": 5}, "has no argument 'microbatches'. Did you mean 'microbatch'"),
+        ({"model": None}, "has no argument 'model'"),
+        ({"adjust": {"setpoint": 1}}, "Did you mean 'set_point'.* Its options are period, set_"),
+        ({"adjust": {"optimizer": 1}}, "RateController has no option 'optimizer'"),
+        ({"partition": "layer"}, "Unknown partition 'layer'. Did you mean 'layers'"),
+        ({"partition": "blocks"}, "needs a number: for example 'blocks-2'"),
+    ],
+)
+def test_wrong_options_are_told_before_the_training(make, options, told):
+    with pytest.raises((TypeError, ValueError), match=told):
+        make(**options)
+
+
+def test_options_of_a_subclass_are_those_of_the_callback():
+    class Short(SummaryCallback):
+        def __init__(self):
+            super().__init__(microbatch=2)
+
+    assert Short().options == {"microbatch": 2}
 
 
 # --- NewtonSummary inside -------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -19,12 +19,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
-def check_arguments(function: Callable[..., Any], given: Iterable[str], options: type) -> None:
-    """Raise unless all names passed to a function in ``**options`` belong to a TypedDict."""
-    taken = options.__annotations__
+def check_arguments(
+    function: Callable[..., Any], given: Iterable[str], taken: Collection[str]
+) -> None:
+    """Raise unless a function takes all names passed to it in ``**options``."""
     for name in given:
         if name not in taken:
-            *others, _ = inspect.signature(function).parameters  # the last one is **options
+            others = list(inspect.signature(function).parameters)[:-1]  # the last one is **options
             raise TypeError(
                 f"{function.__qualname__} has no argument {name!r}."
                 f"{nearest(name, [*taken, *others])}"

@@ -35,9 +35,10 @@ class Budget:
     """
 
     def __init__(self, share: float | None, clock: Callable[[], float] = time.monotonic):
-        if share is not None and not (isinstance(share, int | float) and share > 0):
+        if share is not None and not (isinstance(share, int | float) and 0 < share < 1):
             raise ValueError(
-                f"budget={share!r}: expected a share of the training time, such as 0.05."
+                f"budget={share!r}: expected a share of the training time, such as 0.05, "
+                "or None for no limit."
             )
         self.share, self.clock = share, clock
         self.begin = clock()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import newton_summary
+from newton_summary.display.names import check_arguments, nearest
 from newton_summary.display.warn import warn_user
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.history import History, Measured, Trial
@@ -39,6 +40,7 @@ from newton_summary.optimizer import NewtonSummary
 from newton_summary.optimizer.controller import PERIOD, RateController
 from newton_summary.page import report
 from newton_summary.partition import Partition, Spec, unwrap
+from newton_summary.partition.schemes import named_spec
 from newton_summary.probe.probe import LossFn
 from newton_summary.solver import LearningRates, refutation
 from newton_summary.summary import Summary
@@ -137,6 +139,16 @@ class Monitor:
                 f"adjust={adjust!r}: expected True or False, or options of RateController, such as "
                 '{"set_point": 1.0}.'
             )
+        steering = RateController.__init__.__kwdefaults__ or {}
+        for option in adjust if isinstance(adjust, Mapping) else ():
+            if option not in steering:
+                raise TypeError(
+                    f"adjust={adjust!r}: RateController has no option {option!r}."
+                    f"{nearest(option, steering)} Its options are {', '.join(steering)}."
+                )
+        check_arguments(type(self), options, summarize.__kwdefaults__ or {})
+        if isinstance(partition, str):
+            named_spec(partition)
         super().__init__()  # of the framework's callback
         self.every_n_epochs, self.num_batches = every_n_epochs, num_batches
         self.data, self.loss_fn = data, loss_fn

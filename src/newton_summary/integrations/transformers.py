@@ -157,7 +157,7 @@ class SummaryCallback(Monitor, TrainerCallback):
         """Note it if the gradient passes through the model's loss: callbacks see no trainer."""
         loss = _loss_of(output)
         if model.training and not is_measuring() and loss is not None and loss.requires_grad:
-            loss.register_hook(self._note_gradient)
+            loss.register_hook(self._note_gradient)  # type: ignore[no-untyped-call]
 
     def _note_gradient(self, gradient: Tensor) -> None:
         self._trained = True

@@ -375,7 +375,7 @@ def suggest_lrs(
     >>> f"{adam.param_groups[0]['lr']:.0e}"
     '1e-05'
     """
-    check_arguments(suggest_lrs, measuring, Measuring)
+    check_arguments(suggest_lrs, measuring, Measuring.__annotations__)
     for name, value, low, high in (
         ("fraction", fraction, 0, 1),
         ("max_change", max_change, 1, sys.float_info.max),

@@ -204,7 +204,7 @@ class NewtonSummary(Optimizer):
             if lr is not None:
                 raise TypeError(f"loss_fn={loss_fn!r}: expected a function, loss_fn(model, batch).")
             lr, loss_fn = loss_fn, None
-        check_arguments(NewtonSummary, measuring, Measuring)
+        check_arguments(NewtonSummary, measuring, Measuring.__annotations__)
         given = {
             "lr": lr,
             "lambda_int": lambda_int,
@@ -342,7 +342,7 @@ class NewtonSummary(Optimizer):
             **measuring: How summaries are measured. Anything that is not part of Algorithm 2 is an
                 error.
         """
-        check_arguments(NewtonSummary.paper, measuring, Measuring)
+        check_arguments(NewtonSummary.paper, measuring, Measuring.__annotations__)
         if callable(lr):
             raise TypeError(
                 "The second argument of NewtonSummary.paper is lr. Pass loss and data of the "

@@ -214,7 +214,7 @@ def make_partition(model: nn.Module, spec: Spec = "canonical") -> Partition:
                 f"once on some data first."
             )
     if isinstance(spec, str):
-        groups = _named_spec(spec)(model)
+        groups = named_spec(spec)(model)
     elif isinstance(spec, Mapping):
         groups = _match_patterns(spec, model)
     elif isinstance(spec, Iterable):
@@ -227,7 +227,8 @@ def make_partition(model: nn.Module, spec: Spec = "canonical") -> Partition:
     return _assemble(groups, model)
 
 
-def _named_spec(spec: str) -> Callable[[nn.Module], Mapping[str, Sequence[Any]]]:
+def named_spec(spec: str) -> Callable[[nn.Module], Mapping[str, Sequence[Any]]]:
+    """Return what divides a model as the name of a partition says; raise if there is none."""
     if spec in PARTITIONS and not spec.endswith("-k"):
         return PARTITIONS[spec]
     kind, _, number = spec.rpartition("-")
