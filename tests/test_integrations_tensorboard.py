@@ -122,6 +122,24 @@ def test_a_loop_of_ones_own(setup, tmp_path):
     assert [len(entry.trials) for entry in monitor.history.measured] == [1, 1, 1]
 
 
+def test_without_a_step_logs_count_epochs(setup, tmp_path):
+    model, batch = setup
+    with SummaryWriter(tmp_path) as writer:
+        board = TensorBoard(writer)
+        monitor = Monitor(loss_fn=loss_fn, data=batch, loggers=[board], figures=False)
+        for epoch, step in ((0, None), (1, None), (2, None), (3, 0)):
+            monitor.measure(model, epoch, step)
+    points = read(tmp_path).Scalars("newton_summary/loss")
+    assert [point.step for point in points] == [0, 1, 2, 0]
+
+
+def test_a_measurement_shows_itself_in_a_line(setup):
+    model, batch = setup
+    measured = Monitor(loss_fn=loss_fn, data=batch).measure(model, 2)
+    loss = f"{loss_fn(model, batch).item():.4g}"
+    assert repr(measured) == f"Measured(epoch 2, loss {loss}, 4 groups, {measured.status})"
+
+
 @pytest.mark.parametrize("lr", [0.01, 1.0, 30.0])
 def test_rates_along_an_optimizer_are_those_of_its_trial(lr, setup):
     """And not the best next step, which a rehearsal may have refused."""

@@ -45,6 +45,8 @@ class Measured:
 
     >>> summary = Summary(gbar=torch.tensor([2.0]), Hbar=torch.tensor([[4.0]]))
     >>> (measured,) = History.of(summary, lambda_int=0).measured
+    >>> measured
+    Measured(epoch 0, loss nan, 1 group, newton)
     >>> measured.epoch, measured.eta, measured.status
     (0, tensor([0.5000]), 'newton')
     """
@@ -67,6 +69,13 @@ class Measured:
     def refuted(self) -> bool:
         """Whether the full step was tried and raised the loss."""
         return self.trial is not None and not self.trial.real <= 0
+
+    def __repr__(self) -> str:
+        """Return the epoch, the loss, the number of groups and the status, in a line."""
+        loss, S = float(self.summary.loss), len(self.summary)
+        groups = f"{S} group{'' if S == 1 else 's'}"
+        status = f"{self.status}, refuted" if self.refuted else self.status
+        return f"Measured(epoch {self.epoch:g}, loss {loss:.4g}, {groups}, {status})"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the measurement as plain values and tensors."""

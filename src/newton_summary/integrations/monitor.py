@@ -211,7 +211,7 @@ class Monitor:
         self,
         model: nn.Module,
         epoch: float,
-        step: int = 0,
+        step: int | None = None,
         *,
         data: Any = None,
         loggers: Sequence[Logger] = (),
@@ -222,7 +222,7 @@ class Monitor:
         Args:
             model: The model; it is not changed.
             epoch: Epochs done, not necessarily a whole number.
-            step: Steps done, for the logs.
+            step: Steps done, for the logs; by default they count epochs.
             data: Data to use instead of the monitor's.
             loggers: Loggers besides the monitor's own.
             optimizer: The optimizer of the model, along whose next step to measure. Along the
@@ -232,6 +232,7 @@ class Monitor:
         Returns:
             The measurement; None if it failed and was not the first.
         """
+        step = int(epoch) if step is None else step
         data = self._data(epoch) if data is None else data
         if data is None:
             raise ValueError("There is nothing to measure on: pass data=... to the monitor.")
