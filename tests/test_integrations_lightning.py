@@ -601,6 +601,18 @@ def test_wrong_options_are_told_before_the_training(make, options, told):
         make(**options)
 
 
+def test_the_callback_of_the_other_framework_is_told(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    from newton_summary.integrations import transformers as other
+
+    with pytest.raises(AttributeError, match=r"Use newton_summary\.integrations\.lightning\.Summ"):
+        fit(Plain(), tmp_path, [other.SummaryCallback()])
+    with pytest.raises(AttributeError, match=r"Use newton_summary\.integrations\.transformers\.S"):
+        Trainer(Plain(), TrainingArguments(str(tmp_path)), callbacks=[quick()])
+    assert not hasattr(quick(), "other") and copy.deepcopy(quick()).advice is None
+
+
 def test_options_of_a_subclass_are_those_of_the_callback():
     class Short(SummaryCallback):
         def __init__(self):

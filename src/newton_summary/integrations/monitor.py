@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ from newton_summary.summary import Summary
 
 REPORT = "newton_summary.html"
 UNNAMED = "run"
+ASKED_FIRST = {"on_init_end": "transformers", "state_key": "lightning"}  # of a trainer's callbacks
 
 
 class Monitor:
@@ -167,6 +168,15 @@ class Monitor:
         self._batches = 0  # measured on last
         self._last = math.inf  # epoch of the training, if known
         self._steered: Mapping[str, Any] | None = None  # state of a controller not yet made
+
+    if not TYPE_CHECKING:  # or any attribute would do
+
+        def __getattr__(self, name: str) -> Any:
+            """Tell a trainer that needs the callback of another framework."""
+            told = f"{type(self).__module__}.{type(self).__name__} has no attribute {name!r}."
+            if framework := ASKED_FIRST.get(name):
+                told += f" Use newton_summary.integrations.{framework}.SummaryCallback here."
+            raise AttributeError(told)
 
     def batch_loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss of a batch."""
