@@ -74,6 +74,7 @@ def differences(actual, expected):
         for page in PAGES
     ],
 )
+@pytest.mark.filterwarnings("error:Standard errors need")
 def test_python_blocks_run_and_print_what_is_shown(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for block, printed in run_blocks(page):
