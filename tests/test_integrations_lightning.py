@@ -432,7 +432,7 @@ def test_steering_equals_a_plain_loop_to_the_bit(tmp_path, capsys):
     plain = Scheduled()
     net, found = plain.net, plain.configure_optimizers()
     adam, schedule = found["optimizer"], found["lr_scheduler"]["scheduler"]
-    controller = ns.RateController(adam, net, loss_fn)
+    controller = ns.RateController(adam, net, loss_fn, set_point=1.0)
     first, second, third = DataLoader(make_dataset(), 16)
     for batches in [(first, second), (third,)] * 6:
         adam.zero_grad()
@@ -560,15 +560,16 @@ def test_measurements_and_steering_share_a_budget():
 
 
 def test_options_of_the_controller_are_passed_on():
-    callback, module = quick(adjust={"set_point": 1.0}, budget=0.05), Plain()
+    callback, module = quick(adjust={"set_point": 0.65}, budget=0.05), Plain()
     callback.steer(torch.optim.Adam(module.parameters()), module, training_loss)
-    assert callback.controller.set_point == 1.0 and callback.controller.period == 80
+    assert callback.controller.set_point == 0.65 and callback.controller.period == 80
 
 
-def test_no_options_of_the_controller_are_its_defaults():
-    callback, module = quick(adjust={}), Plain()
+@pytest.mark.parametrize("adjust", [True, {}])
+def test_callbacks_steer_with_care(adjust):
+    callback, module = quick(adjust=adjust), Plain()
     callback.steer(torch.optim.Adam(module.parameters()), module, training_loss)
-    assert callback.controller.set_point == 0.65
+    assert callback.controller.set_point == 1.0 and callback.controller.period == 10
 
 
 @pytest.mark.parametrize("adjust", [1.0, "yes", None])

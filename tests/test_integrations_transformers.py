@@ -246,7 +246,7 @@ def test_steering_equals_a_plain_loop_to_the_bit(tmp_path):
     )
     plain = Classifier()
     adam = torch.optim.Adam(plain.parameters(), lr=1e-6)
-    controller = ns.RateController(adam, plain, model_loss)
+    controller = ns.RateController(adam, plain, model_loss, set_point=1.0)
     steps = trainer.state.max_steps
     batches = [
         torch.utils.data.default_collate([Points()[int(i)] for i in chosen])

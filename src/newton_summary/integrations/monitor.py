@@ -37,6 +37,7 @@ from newton_summary.measuring.measurement import summarize
 from newton_summary.measuring.trial_steps import step_trials
 from newton_summary.measuring.tried_rates import learning_rates
 from newton_summary.optimizer import NewtonSummary
+from newton_summary.optimizer.checks import SET_POINTS
 from newton_summary.optimizer.controller import PERIOD, RateController
 from newton_summary.page import report
 from newton_summary.partition import Partition, Spec, unwrap
@@ -93,7 +94,8 @@ class Monitor:
         lambda_int: Strength of the cubic term; by default found by trials, and found again when a
             trial fails.
         adjust: Whether callbacks steer the learning rate during training, with a
-            :class:`newton_summary.RateController`; or its options, as ``{"set_point": 1.0}``.
+            :class:`newton_summary.RateController` and its careful ``set_point=1.0``; or other
+            options for it, as ``{"set_point": 0.65}``.
         budget: The most time that measuring may take, as a share of training time: callbacks then
             measure in fewer epochs, on fewer batches, with fewer groups.
         report: Where callbacks write the report at the end; None for no report. A relative path is
@@ -138,7 +140,7 @@ class Monitor:
         if not isinstance(adjust, bool | Mapping):
             raise TypeError(
                 f"adjust={adjust!r}: expected True or False, or options of RateController, such as "
-                '{"set_point": 1.0}.'
+                '{"set_point": 0.65}.'
             )
         steering = RateController.__init__.__kwdefaults__ or {}
         for option in adjust if isinstance(adjust, Mapping) else ():
@@ -372,7 +374,8 @@ class Monitor:
         # Two gradients a measurement.
         share = self.budget.share
         options: dict[str, Any] = {
-            "period": PERIOD if share is None else max(PERIOD, math.ceil(2 / share))
+            "period": PERIOD if share is None else max(PERIOD, math.ceil(2 / share)),
+            "set_point": SET_POINTS["careful"],
         }
         if isinstance(self.adjust, Mapping):
             options |= self.adjust
