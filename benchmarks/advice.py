@@ -7,12 +7,12 @@
     python benchmarks/advice.py page                         # into docs/advise.md
 
 Sixteen trainings, those of optimizer_trainings.py and two more, three seeds, Adam at a constant
-rate. ``adam``: seven rates. ``once``: advice before the first step, from a rate 10 times too small,
-about right, and 10 times too large; again after ten steps if it says "not yet". ``order``: the rate
-that is about right, with the batches in another order, to see what chance alone does. ``step``:
-``once`` without a rehearsal, by the best next step. ``while``: from the same rates, advice before
-every epoch. ``finder``: the rate of Lightning's finder with its defaults. ``prodigy`` needs
-``prodigyopt``.
+rate. ``adam``: seven rates, and those that advice starts from, which for the table adds an eighth.
+``once``: advice before the first step, from a rate 10 times too small, about right, and 10 times
+too large; again after ten steps if it says "not yet". ``order``: the rate that is about right, with
+the batches in another order, to see what chance alone does. ``step``: ``once`` without a rehearsal,
+by the best next step. ``while``: from the same rates, advice before every epoch. ``finder``: the
+rate of Lightning's finder with its defaults. ``prodigy`` needs ``prodigyopt``.
 Cells are appended to a file as they end, so a run that was stopped goes on. Methods are run in the
 order in which they are given, each with all seeds.
 """
