@@ -903,6 +903,28 @@ def test_rates_within_a_factor_of_three_are_kept_whatever_a_rehearsal_says():
     assert ns.suggest_lrs(model, distance, targets, sgd, max_change=2.2).groups[0].change > 2
 
 
+def test_an_output_layer_of_zeros_is_told_not_ReLU():
+    """As in diffusion models: nothing depends on the layer before it yet."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.SiLU(), nn.Linear(8, 1))
+    nn.init.zeros_(model[2].weight)
+    batches = [(x := torch.randn(16, 6), x[:, :1]) for _ in range(4)]
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def squared(model, batch):
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    for partition in ("layers", None):
+        advice = ns.suggest_lrs(model, squared, batches, sgd, partition)
+        assert advice.groups[0].verdict == "not yet" and advice.rates.no_cubic
+        said = str(advice)
+        assert "a layer before an output layer that starts at zero" in said
+        assert "D3 is 0 in all groups: the model" in said and "ReLU" not in said
+    noise = [(x, torch.randn_like(y)) for x, y in batches]
+    advice = ns.suggest_lrs(model, squared, noise, sgd)
+    assert advice.groups[0].verdict == "noise" and "ReLU" not in str(advice)
+
+
 def test_a_fresh_lora_factor_is_left_out_by_name():
     """B = 0: nothing depends on A yet; weight decay moves it all the same."""
     torch.manual_seed(0)

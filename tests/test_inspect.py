@@ -48,6 +48,19 @@ def build():
 """
 
 
+ZEROS = """\
+import torch
+from torch import nn
+
+def build():
+    model = nn.Sequential(nn.Linear(3, 5), nn.SiLU(), nn.Linear(5, 1)).double()
+    nn.init.zeros_(model[2].weight)
+    data = torch.randn(3, 20, 3, dtype=torch.float64)
+    loss_fn = lambda model, x: (model(x) - x.prod(1, keepdim=True)).square().mean()
+    return model, loss_fn, iter(data)
+"""
+
+
 @pytest.fixture
 def call(tmp_path, monkeypatch, capsys):
     """Run a command in a folder that has net.py; return its exit code, output and errors."""
@@ -89,6 +102,20 @@ def test_report_and_words(call):
     assert "60 samples in 3 batches" in out and "report.html" in out
     page = Path("report.html").read_text()
     assert "Net of net.py:build" in page and "newton-summary" in page
+
+
+def test_groups_without_slope_are_named(call):
+    """Before an output layer of zeros; D3 = 0 has nothing to do with ReLU there."""
+    Path("zeros.py").write_text(ZEROS)
+    code, out, _ = call("inspect", "zeros.py:build", "--partition", "layers")
+    assert code == 0 and "D3 is 0 in all groups\n" in out and "ReLU" not in out
+    assert "No slope or curvature here: '0' (" in out
+    assert (
+        "No slope or curvature here: '0' ("
+        in json.loads(
+            Path("report.html").read_text().split('id="contents">')[1].split("</script>")[0]
+        )["runs"][0]["measured"][0]["status_text"]
+    )
 
 
 def test_json_has_the_numbers(call):

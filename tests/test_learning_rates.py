@@ -468,6 +468,16 @@ def test_groups_without_effect_are_named():
     )
 
 
+def test_a_layer_before_an_output_of_zeros_is_not_told_of_relu():
+    """Only the output layer has a slope, so D3 = 0 says nothing of the activations."""
+    H = np.zeros((3, 3))
+    H[1:, 1:] = np.diag([2.0, -1.0])
+    rates = learning_rates(summary_of([0, 1, 1], H, [0, 0, 0]))
+    assert not rates.ok and rates.no_effect == (0,)
+    assert "ReLU" not in rates.detail and "D3 is 0 in all groups, so" in rates.detail
+    assert "group 0 (" in rates.detail and "output layer that starts at zero" in rates.detail
+
+
 def test_minima_have_no_escaping_groups():
     for kind in ("definite", "indefinite"):
         system = random_system(np.random.default_rng(3), kind, S=4)

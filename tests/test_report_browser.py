@@ -255,6 +255,17 @@ def test_what_is_not_finite_is_shown_as_such(show):
     assert column(page, "Rate η") == ["nan"] * 3
 
 
+def test_groups_without_slope_and_curvature_are_named(show, history):
+    H = torch.diag(torch.tensor([0.0, 2.0, 0.0], dtype=torch.float64))
+    names = ("first", "second", "third")
+    some = replace(random_summary(3, names=names), gbar=H.sum(0), Hbar=H, D3=0 * H[0])
+    page = show(some)
+    words = page.locator("#flat-text").text_content()
+    assert words.startswith("No slope or curvature here: 'first', 'third' (")
+    assert words in page.locator("#facts").text_content()
+    assert show(history).locator("#flat-text").text_content() == ""
+
+
 def test_markup_in_names_is_text(show):
     nasty = [
         "<img src=x onerror=window.hacked=1>",

@@ -213,22 +213,25 @@ def explain(
     if status == "flat" and no_effect:
         text = "A minimum."
     if no_effect:
-        text += (
-            f" No slope or curvature here: {no_effect} (a bias before a batch norm, or a LoRA "
-            "factor whose partner is zero)."
-        )
+        text += f" {flatness(no_effect)}"
     if status not in ("saddle", "no-minimum"):
         return text
     if no_cubic:
-        return (
-            f"{text} D3 is 0 in all groups, as with ReLU and squared error, so lambda_int has no "
-            f"effect. Use a coarser partition, such as 'trivial', or {instead}."
-        )
+        like = "" if no_effect else ", as with ReLU and squared error"
+        return f"{text} D3 is 0 in all groups{like}, so lambda_int has no effect. Use a coarser partition, such as 'trivial', or {instead}."
     if lambda_int == 0:
         return f"{text} Use lambda_int > 0, with a summary of order 3."
     return (
         f"{text} Merge the groups with D3 = 0 into others, freeze those the loss does not depend "
         f"on, or use {instead}."
+    )
+
+
+def flatness(names: str) -> str:
+    """Return what to say about groups without slope and curvature."""
+    return (
+        f"No slope or curvature here: {names} (a bias before a batch norm, a LoRA factor whose "
+        "partner is zero, or a layer before an output layer that starts at zero)."
     )
 
 

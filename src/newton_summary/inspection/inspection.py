@@ -95,14 +95,15 @@ class Inspection:
             f"  with these the loss of {float(self.summary.loss):.4g} should change by "
             f"{self.rates.model_change:+.3g}; it changed by {self.rates.real_change:+.3g}"
         )
-        if self.rates.status in ("cut", "absolute"):
+        if self.rates.status not in ("minimum", "newton"):
             lines.append(f"  {self.rates.detail}")
         return lines
 
     def _strength(self) -> str:
         said = f"lambda_int {self.rates.lambda_int:g}"
         if self.rates.no_cubic:
-            said = "no cubic term: D3 is 0 in all groups, as with ReLU and squared error"
+            said = "no cubic term: D3 is 0 in all groups"
+            said += "" if self.rates.no_effect else ", as with ReLU and squared error"
         elif self.found and self.summary.D3 is not None:  # else there is only 0
             said += ", found by trials"
         return said if self.rates.real_change < 0 else f"{said}; no such step lowers the loss"

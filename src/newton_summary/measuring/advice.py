@@ -51,8 +51,8 @@ VERDICTS: dict[Verdict, str] = {
     "fast enough in the rehearsal",
     "noise": "the batches do not agree on whether another rate is better: measure on more data",
     "refuted": "a step with another rate was tried, and lowered the loss less than the present one",
-    "not yet": "parts of it have no gradient yet, such as a LoRA factor whose partner is zero: ask "
-    "again after some steps",
+    "not yet": "parts of it have no gradient yet, such as a LoRA factor whose partner is zero, or "
+    "a layer before an output layer that starts at zero: ask again after some steps",
     "no effect": "the loss hardly depends on this group, such as a bias before a batch norm",
     "no step": "the optimizer does not move this group: its gradient is zero, or its lr, as before "
     "the first step of a warm-up: ask before the scheduler is made, or after some steps",
@@ -144,6 +144,7 @@ class Advice(ShownAsTable):
     _optimizer: Optimizer
     _partition: Partition
     _limits: tuple[float, float]
+    _waits: bool  # whether parameters have no gradient before this step, but after it
     below_peak: tuple[tuple[float, float], ...] = ()
     _applied: bool = False
 
@@ -245,9 +246,10 @@ class Advice(ShownAsTable):
         ]
         if self.rates.no_cubic and self.summary.gbar.any():  # not where nothing moves
             limited = "" if self.rates.ok else ", and only max_change limits the best next step"
+            partial = self._waits or self.rates.no_effect  # D3 may be 0 in the others alone
+            like = "" if partial else ", as with ReLU and squared error"
             lines.append(
-                "D3 is 0 in all groups, as with ReLU and squared error: the model of the loss is "
-                f"quadratic{limited}"
+                f"D3 is 0 in all groups{like}: the model of the loss is quadratic{limited}"
             )
         return "\n".join(lines)
 
@@ -498,6 +500,7 @@ def suggest_lrs(
         optimizer,
         part,
         limits,
+        bool(waits.any()),
         tuple(sorted(both for both in pairs if 0 < both[0] < LOW * both[1])),
     )
 

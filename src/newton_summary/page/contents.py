@@ -19,8 +19,9 @@ from newton_summary.analysis import (
     strongest_pairs,
     suggest_merges,
 )
+from newton_summary.display.names import first_names
 from newton_summary.history import History, Measured
-from newton_summary.solver import STATUS, USABLE, doubt_of, explain, refutation
+from newton_summary.solver import STATUS, USABLE, doubt_of, explain, flatness, refutation
 from newton_summary.summary import Summary
 
 
@@ -69,6 +70,7 @@ def _measurement(measured: Measured) -> dict[str, Any]:
         "approximate": summary.approximate,
         "status": measured.status,
         "status_text": _status(measured),
+        "flat": flatness(flat) if (flat := _flat(summary)) else "",
         "doubt": doubt_about(measured),
         "gbar": _packed(summary.gbar),
         "gbar_stderr": _packed(summary.gbar_stderr),
@@ -90,7 +92,18 @@ def _status(measured: Measured) -> str:
         return ""
     D3 = measured.summary.D3
     lambda_int = 0.0 if measured.status == "saddle" or D3 is None else 1.0
-    return explain(measured.status, lambda_int, no_cubic=D3 is not None and not D3.any())
+    no_cubic = D3 is not None and not D3.any()
+    return explain(measured.status, lambda_int, no_cubic, _flat(measured.summary))
+
+
+def _flat(summary: Summary) -> str:
+    """Return the names of the groups without slope and curvature."""
+    if summary.Hbar is None:
+        return ""
+    flat = summary.dead & (summary.gbar == 0)
+    if summary.D3 is not None:
+        flat &= summary.D3 == 0
+    return first_names([summary.names[s] for s in flat.nonzero().flatten().tolist()], most=5)
 
 
 def doubt_about(measured: Measured) -> str:

@@ -76,6 +76,10 @@ function drawHeatmaps() {
     drawHeatmap(panel, run, measurementOf(run), matrix, options);
   });
   $("scale-text").textContent = SCALES[state.scale][1];
+  const flat = measuredRuns().filter(({ run }) => measurementOf(run).flat);
+  $("flat-text").textContent = flat
+    .map(({ run }) => [runTitle(run), measurementOf(run).flat].filter(Boolean).join(": "))
+    .join(" ");
   const most = Math.max(0, ...measuredRuns().map(({ run }) => run.groups.length));
   const broad = ($("heatmaps").firstChild?.clientWidth ?? 0) - 160; // what the names leave
   $("every-label").hidden = !state.every && most * CELL < broad;
