@@ -878,6 +878,20 @@ def test_the_console_tells_a_factor_that_is_a_number(factor, told):
     assert "raise)" in steering(controller) or told
 
 
+def test_the_console_tells_a_schedule_that_has_ended():
+    model = make_net()
+    adam = torch.optim.Adam(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LinearLR(adam, 1.0, 0.0, total_iters=4)
+    controller = ns.RateController(adam, model, cross_entropy)
+    for batch in batches(4):
+        adam.zero_grad()
+        cross_entropy(model, batch).backward()
+        assert steering(controller).startswith("steered: lr ")
+        controller.step(batch)
+        schedule.step()
+    assert steering(controller) == "steered: the schedule is at 0"
+
+
 def test_it_prints_a_rate_that_many_groups_share_once():
     """As after advice for each tensor."""
     model = make_net()

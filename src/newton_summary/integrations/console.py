@@ -66,6 +66,8 @@ def sentence(advice: Advice, controller: RateController | None = None) -> str:
 
 def steering(controller: RateController) -> str:
     """Return the present rates, their last change, and what it followed from."""
+    if controller.history and not any(controller.rates):
+        return "steered: the schedule is at 0"
     said = f"steered: lr {rates_in_words(controller.rates)}"
     last = next((record for record in reversed(controller.history) if record.change != 1), None)
     if last is None:
