@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -928,6 +929,21 @@ def test_the_page_shows_its_record(tmp_path):
     assert history.epochs == [newton.history[-1].step]
     assert torch.equal(history.measured[0].summary.Hbar, newton.last_summary.Hbar)
     assert "NewtonSummary, steered" in ns.report(newton, tmp_path / "page.html").read_text()
+
+
+def test_a_single_group_shows_the_rate_it_is_steered_to(tmp_path):
+    """Not that of the last batch alone, which may be negative."""
+    newton = ns.NewtonSummary(model := make_net(), cross_entropy)
+    for batch in batches(4):
+        newton.zero_grad()
+        cross_entropy(model, batch).backward()
+        newton.step(batch)
+    (measured,) = newton.to_history().measured
+    assert torch.equal(measured.eta, newton.eta) and measured.status == "steered"
+    rate = newton.last_rates.eta
+    newton._last_rates = replace(newton.last_rates, eta=-rate, status="saddle")
+    page = ns.report(newton, tmp_path / "page.html").read_text()
+    assert "Do not use the learning rates" not in page
 
 
 @pytest.mark.parametrize("dropout", [False, True])

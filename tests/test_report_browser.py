@@ -263,7 +263,8 @@ def test_groups_without_slope_and_curvature_are_named(show, history):
     words = page.locator("#flat-text").text_content()
     assert words.startswith("No slope or curvature here: 'first', 'third' (")
     assert words in page.locator("#facts").text_content()
-    assert show(history).locator("#flat-text").text_content() == ""
+    assert page.locator("#flat-text").is_visible()
+    assert not show(history).locator("#flat-text").is_visible()
 
 
 def test_markup_in_names_is_text(show):
@@ -361,6 +362,22 @@ def test_charts_show_every_line(page, history):
     assert page.locator("#curves .panel").first.locator(".scatterlayer .trace").count() == 2
     facts = page.locator("#facts").text_content()
     assert "a small network" in facts and "newton-summary inspect net.py:build" in facts
+
+
+def test_ticks_within_a_decade_have_their_exponent(show):
+    summary = random_summary(2)
+    rates = ns.learning_rates(summary)
+    history = ns.History("run")
+    history.add(0, summary, replace(rates, eta=torch.tensor([1.7e-5, 5.8e-5])))
+    ticks = show(history).locator("#rates .ytick text").all_text_contents()
+    assert len(ticks) > 1 and all("−5" in text for text in ticks)
+
+
+def test_a_single_rate_has_no_chart(show):
+    one = torch.ones(1, dtype=torch.float64)
+    page = show(ns.Summary(gbar=one, Hbar=one[None]))
+    assert not page.locator("#rates-section").is_visible()
+    assert column(page, "Rate η") == ["1.000"]
 
 
 def test_a_step_that_promises_too_much_is_doubted(show):

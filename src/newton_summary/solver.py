@@ -53,13 +53,14 @@ STATUS = {
     "factor, to where the loss is lowest.",
     "absolute": "The model has no minimum, so these are the rates with the absolute values of "
     "Hbar's eigenvalues, scaled by one factor to where the loss is lowest.",
-    # The optimizer alone gives this one, since it does not use negative rates:
+    # The optimizer alone gives these two; it does not use negative rates:
     "no-positive-rate": "Every rate is negative or zero: according to this measurement, the loss "
     "rises along the direction. Measure on larger batches, or average over more of them.",
+    "steered": "The rate that many measurements have steered to.",
 }
 """What each ``LearningRates.status`` means; :func:`explain` adds what to do about it."""
 
-USABLE = ("minimum", "newton", "flat", "hard-case", "cut", "absolute")
+USABLE = ("minimum", "newton", "flat", "hard-case", "cut", "absolute", "steered")
 
 _EPS = float(np.finfo(np.float64).eps)
 _SMALLEST = 2.0**-899  # of the shifts
@@ -218,7 +219,10 @@ def explain(
         return text
     if no_cubic:
         like = "" if no_effect else ", as with ReLU and squared error"
-        return f"{text} D3 is 0 in all groups{like}, so lambda_int has no effect. Use a coarser partition, such as 'trivial', or {instead}."
+        return (
+            f"{text} D3 is 0 in all groups{like}, so lambda_int has no effect. Use a coarser "
+            f"partition, such as 'trivial', or {instead}."
+        )
     if lambda_int == 0:
         return f"{text} Use lambda_int > 0, with a summary of order 3."
     return (

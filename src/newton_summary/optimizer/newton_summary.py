@@ -574,7 +574,10 @@ class NewtonSummary(Optimizer):
         history = steering_history(self.history, direction)
         if self.last_summary is not None and self.last_rates is not None:
             step = self.history[-1].step if self.history else self.refreshes
-            history.add(step, self.last_summary, self.last_rates, kind="optimizer")
+            rates = self.last_rates
+            if self._steered is not None and len(self.partition) == 1:  # else those of each group
+                rates = replace(rates, eta=self.eta, status="steered")
+            history.add(step, self.last_summary, rates, kind="optimizer")
         return history
 
     def __repr__(self) -> str:

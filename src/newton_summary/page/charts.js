@@ -63,7 +63,8 @@ function logAxis(title, values) {
   return axisOf(title, {
     type: "log",
     range: [low - space, high + space],
-    dtick: high - low > 1.5 ? Math.ceil((high - low) / 6) : "D2", // powers of ten, or 1, 2 and 5
+    // Powers of ten, or 1, 2 and 5; within a decade as plotly chooses, with their exponent.
+    dtick: high - low > 1.5 ? Math.ceil((high - low) / 6) : high - low + 2 * space < 1 ? null : "D2",
   });
 }
 

@@ -77,6 +77,7 @@ function drawHeatmaps() {
   });
   $("scale-text").textContent = SCALES[state.scale][1];
   const flat = measuredRuns().filter(({ run }) => measurementOf(run).flat);
+  $("flat-text").hidden = !flat.length;
   $("flat-text").textContent = flat
     .map(({ run }) => [runTitle(run), measurementOf(run).flat].filter(Boolean).join(": "))
     .join(" ");
@@ -206,6 +207,8 @@ function draw(momentOnly = false) {
   for (const section of document.querySelectorAll("[data-measured]")) section.hidden = !measuredRuns().length;
   const several = measuredRuns().some(({ run }) => run.groups.length > 1);
   for (const id of ["interactions", "pairs-section"]) $(id).hidden = !several; // one group has none
+  const chart = measuredRuns().some(({ run }) => run.groups.length > 1 || run.measured.length > 1);
+  $("rates-section").hidden = !chart; // a single rate is in the table
   drawTables();
   if (!canDraw) return;
   drawHeatmaps();
