@@ -669,8 +669,8 @@ def _check(optimizer: Optimizer, period: int, set_point: float, gain: float, mem
         )
     if measures_itself(optimizer):
         raise ValueError(
-            f"{type(optimizer).__name__} finds its own rate: call its step(batch) without a "
-            "controller, or steer an optimizer whose lr you choose, such as Adam."
+            f"{type(optimizer).__name__} finds its own rate: use it without a controller, and "
+            "callbacks without adjust, or steer an optimizer whose lr you choose, such as Adam."
         )
     if isinstance(period, bool) or not isinstance(period, int) or period < 1:
         raise ValueError(f"period={period!r}: expected a number of steps, 1 or more.")
