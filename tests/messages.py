@@ -862,7 +862,7 @@ ERRORS = {
         ("already has a RateController", controlled_twice),
         ("LBFGS calls the loss several times", controlled_lbfgs),
         (
-            "NewtonSummary finds its own rate: call its step",
+            "NewtonSummary finds its own rate: use it without",
             lambda p: ns.RateController(ns.NewtonSummary(p.model, OURS), p.model, OURS),
         ),
         ("Not a RateController state_dict", steered(other=1)),

@@ -373,7 +373,8 @@ def test_the_rate_at_the_end_of_a_schedule_is_said_to_be_its_first(tmp_path, cap
 def test_the_console_tells_the_steered_rate_from_the_start(tmp_path, capsys):
     fit(Classifier(), Points(), tmp_path, [quick(adjust=True)], num_train_epochs=1)
     lines = [line for line in capsys.readouterr().err.splitlines() if ": epoch" in line]
-    assert len(lines) == 2 and all("; steered: lr " in line for line in lines)
+    assert len(lines) == 2 and "; steered: lr 0.01" in lines[0]
+    assert "; steered: the schedule is at 0" in lines[1]
 
 
 def test_steering_resumes_to_the_bit(tmp_path):
