@@ -547,6 +547,21 @@ def test_until_the_peak_of_a_schedule_rates_are_those_of_the_peak(name, kind):
     assert rate == pytest.approx(expected_rate, rel=1e-9)
 
 
+def test_a_parameter_group_may_be_added_during_a_warm_up():
+    model = make_net()
+    first, *others = model.parameters()
+    sgd = torch.optim.SGD([first], lr=0.1)
+    sgd.param_groups[0]["initial_lr"] = 0.2  # what a schedule rises to
+    controller = ns.RateController(sgd, model, cross_entropy)
+    train(model, sgd, controller, batches(2))
+    found = 2 * 0.1 * controller.multiplier
+    sgd.add_param_group({"params": others, "lr": 0.01})
+    assert controller.rates == pytest.approx([found, 0.1 * found])
+    before = others[0].detach().clone()
+    sgd.step()  # not preceded by a batch
+    torch.testing.assert_close(others[0].detach(), before - 0.1 * found * others[0].grad)
+
+
 def test_clipped_steps_are_measured_as_they_are():
     model = make_net()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -183,8 +183,7 @@ class RateController(ShownAsTable):
         self._partition = make_partition(self.model, "trivial")
         self._held = held_by(self.optimizer, self._partition.params)
         self._sharded = any(is_sharded(p) for p in self._held.values())
-        groups = self.optimizer.param_groups[len(self._first_lrs) :]
-        self._first_lrs += [float(group["lr"]) for group in groups]
+        self._first_lrs = self._firsts()
 
     def _attach(self) -> None:
         self.optimizer.register_step_pre_hook(self._before_hook)
@@ -512,11 +511,15 @@ class RateController(ShownAsTable):
 
     def _peaks(self) -> list[float]:
         """Return how high the learning rate of each group is expected to rise."""
-        groups = zip(self._scheduled, self._first_lrs, strict=True)
         return [
             max(float(group.get("initial_lr", first)), float(group.get("max_lr", 0.0)))
-            for group, first in groups
+            for group, first in zip(self._scheduled, self._firsts(), strict=True)
         ]
+
+    def _firsts(self) -> list[float]:
+        """Return the first learning rates of all groups, also of those that are new."""
+        new = self._scheduled[len(self._first_lrs) :]
+        return [*self._first_lrs, *(float(group["lr"]) for group in new)]
 
     def _change(
         self, loss: float, slope: float, curvature: float, factor: float, change: float, why: Why

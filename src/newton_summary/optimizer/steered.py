@@ -98,7 +98,6 @@ class Steered(RateController):
             memory=memory,
             distributed=curvature.distributed,
         )
-        self._first_lrs = [float(group["lr"]) for group in groups]
         self._shapes = [p.shape for p in self._held.values()]
         if given is None:
             self.multiplier = BEGIN
