@@ -427,12 +427,25 @@ def draw_scaling(scaling: dict[str, list[dict[str, Any]]], folder: Path) -> None
     figure.savefig(folder / "engine_scaling.png", dpi=150)
 
 
+NARROW = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+
+
 def verify_llama() -> None:
-    """Compare the sweep with central differences on two blocks of the large Llama, in float64."""
-    small = {**LARGE, "num_hidden_layers": 2, "vocab_size": 1000}
-    model = llama(small, torch.float32)
-    tokens = torch.randint(0, 1000, (1, 257), device=next(model.parameters()).device)
-    print(ns.verify(model, causal_lm_loss, tokens, partition=by_role(2)))
+    """Compare the sweep with central differences in float64.
+
+    On two blocks of the large Llama, and on all of its blocks at an eighth of the width.
+    """
+    for changes, length in (({"num_hidden_layers": 2}, 257), (NARROW, 129)):
+        config = {**LARGE, "vocab_size": 1000, **changes}
+        model = llama(config, torch.float32)
+        tokens = torch.randint(0, 1000, (1, length), device=next(model.parameters()).device)
+        groups = by_role(config["num_hidden_layers"])
+        print(ns.verify(model, causal_lm_loss, tokens, partition=groups))
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -486,7 +499,7 @@ def main() -> None:
         "--scaling", action="store_true", help="also measure against S and the batch"
     )
     parser.add_argument(
-        "--verify", action="store_true", help="also compare a Llama of two blocks with differences"
+        "--verify", action="store_true", help="also compare smaller Llamas with differences"
     )
     parser.add_argument("--mkl", action="store_true", help="on a CPU, no products by oneDNN")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw a file of results")
