@@ -186,6 +186,13 @@ def vbigmlp_cifar10_adam() -> ExperimentConfig:
     return replace(config, optimizer=AdamConfig(lr=1e-5))
 
 
+@recipe
+def vbigmlp_cifar10_kfac() -> ExperimentConfig:
+    """App. H: VBigMLP with K-FAC, which the paper did not manage to tune; rates as for BigMLP."""
+    lr, damping = SETUPS["bigmlp_cifar10"].kfac
+    return replace(vbigmlp_cifar10_adam(), optimizer=KFACConfig(lr=lr, damping=damping))
+
+
 # --- small ones on the embedded images -----------------------------------------------------------
 
 
