@@ -95,11 +95,12 @@ class NewtonSummary(Optimizer):
     >>> 0.01 < opt.param_groups[0]["eta"] < 1
     True
 
-    The direction ``u`` is Adam's step, the update ``theta - lr * eta u``. At a *refresh*, every ten
-    steps or more, the summary of the loss along the last step is measured on the next batch, which
-    had no part in that step, and steers ``eta`` in the same way as :class:`RateController` (see
-    there): slope over curvature, the best multiple of a step, is kept at 0.65, or at 1 if the
-    variant is ``"careful"``. In between, a step costs the same as one of Adam.
+    The direction ``u`` is Adam's step, the update ``theta - lr * eta u``. At a *refresh*, every
+    fifteen steps or more, the summary of the loss along the last step is measured on the next
+    batch, which had no part in that step, and steers ``eta`` in the same way as
+    :class:`RateController` (see there): slope over curvature, the best multiple of a step, is kept
+    at 0.65, or at 1 if the variant is ``"careful"``. In between, a step costs the same as one of
+    Adam.
 
     Pass the batch to ``step``, or a list of batches if gradients are accumulated. Or omit
     ``loss_fn`` and call ``opt.step(lambda: loss_fn(model, batch))``: the closure is evaluated when
