@@ -565,6 +565,22 @@ def test_eta_is_that_of_each_step_of_a_warm_up(direction):
         schedule.step()
 
 
+def test_a_group_without_a_warm_up_is_not_above_its_own_peak():
+    """As a body that is fine-tuned at a constant rate below a new head that warms up."""
+    model = make_net()
+    body, *head = model.parameters()
+    groups = [{"params": [body], "lr": 1e-3}, {"params": head, "lr": 1e-1}]
+    sgd = torch.optim.SGD(groups)
+    schedule = LambdaLR(sgd, [lambda t: 1.0, lambda t: min(1.0, t / 4)])
+    controller = ns.RateController(sgd, model, cross_entropy)
+    assert controller.rates == [1e-3, 0.0]
+    for _ in range(6):
+        schedule.step()
+        assert controller.rates == pytest.approx([1e-3, 1e-1])
+    sgd.param_groups[0]["lr"] = 0.0  # by hand
+    assert controller.rates == pytest.approx([0.0, 1e-1])
+
+
 @pytest.mark.parametrize("warm_up", [1, 12])
 def test_a_rate_that_is_a_float32_tensor_is_steered_as_a_number_is(warm_up):
     """It is rounded, which is not below the peak of a schedule."""
@@ -589,10 +605,10 @@ def test_a_parameter_group_may_be_added_during_a_warm_up():
     train(model, sgd, controller, batches(2))
     found = 2 * 0.1 * controller.multiplier
     sgd.add_param_group({"params": others, "lr": 0.01})
-    assert controller.rates == pytest.approx([found, 0.1 * found])
+    assert controller.rates == pytest.approx([found, 0.05 * found])
     before = others[0].detach().clone()
     sgd.step()  # not preceded by a batch
-    torch.testing.assert_close(others[0].detach(), before - 0.1 * found * others[0].grad)
+    torch.testing.assert_close(others[0].detach(), before - 0.05 * found * others[0].grad)
 
 
 def test_clipped_steps_are_measured_as_they_are():

@@ -257,7 +257,11 @@ class RateController(ShownAsTable):
         highest, peaks = max(map(float, lrs)), self._peaks()
         if highest == 0:
             return [lr + peak for lr, peak in zip(lrs, peaks, strict=True)]
-        return [lr * (max(peaks) / highest) for lr in lrs]
+        lift = max(peaks) / highest
+        return [
+            lr * min(lift, max(1.0, peak / float(lr))) if lr else lr  # its own peak is no higher
+            for lr, peak in zip(lrs, peaks, strict=True)
+        ]
 
     def _note_schedule(self) -> None:
         """See whether the schedule has come to its peak, which may be lower than expected."""
