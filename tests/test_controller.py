@@ -513,6 +513,7 @@ WARM_UPS = {  # the learning rates of a schedule, and what the optimizer is made
     "then a decay": ([0.1 * min(1.0, t / 4, (20 - t) / 10) for t in range(16)], 0.1),
     "to a lower peak": ([min(t + 1, (20 - t) / 2) / 100 for t in range(16)], 10.0),
     "below the peak": ([0.1] * 16, 0.4),
+    "rounded": ([0.1 * min(1.0, (t + 1) / 11) for t in range(16)], 0.1),  # lr * (0.1 / lr) < 0.1
 }
 
 
@@ -547,6 +548,54 @@ def test_until_the_peak_of_a_schedule_rates_are_those_of_the_peak(name, kind):
     assert rate == pytest.approx(expected_rate, rel=1e-9)
 
 
+@pytest.mark.parametrize("direction", [False, True])
+def test_eta_is_that_of_each_step_of_a_warm_up(direction):
+    """The learning rate of a step is lr * eta, also between two refreshes."""
+    model = make_net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    opt = ns.NewtonSummary(model, cross_entropy, direction=sgd if direction else None)
+    schedule = LambdaLR(opt, lambda t: min((t + 1) / 12, (30 - t) / 30))
+    for batch in batches(20):
+        opt.zero_grad()
+        cross_entropy(model, batch).backward()
+        opt.step(batch)
+        if opt.history[-1].step < opt._steered.steps:  # else it is that of the next step
+            used = opt._steered._rate / (0.5 if direction else 1.0)
+            assert opt.param_groups[0]["lr"] * opt.param_groups[0]["eta"] == pytest.approx(used)
+        schedule.step()
+
+
+def test_a_group_without_a_warm_up_is_not_above_its_own_peak():
+    """As a body that is fine-tuned at a constant rate below a new head that warms up."""
+    model = make_net()
+    body, *head = model.parameters()
+    groups = [{"params": [body], "lr": 1e-3}, {"params": head, "lr": 1e-1}]
+    sgd = torch.optim.SGD(groups)
+    schedule = LambdaLR(sgd, [lambda t: 1.0, lambda t: min(1.0, t / 4)])
+    controller = ns.RateController(sgd, model, cross_entropy)
+    assert controller.rates == [1e-3, 0.0]
+    for _ in range(6):
+        schedule.step()
+        assert controller.rates == pytest.approx([1e-3, 1e-1])
+    sgd.param_groups[0]["lr"] = 0.0  # by hand
+    assert controller.rates == pytest.approx([0.0, 1e-1])
+
+
+@pytest.mark.parametrize("warm_up", [1, 12])
+def test_a_rate_that_is_a_float32_tensor_is_steered_as_a_number_is(warm_up):
+    """It is rounded, which is not below the peak of a schedule."""
+
+    def trained(lr):
+        model = make_net()
+        adam = torch.optim.Adam(model.parameters(), lr=lr)
+        controller = ns.RateController(adam, model, cross_entropy)
+        schedule = LambdaLR(adam, lambda t: min(1.0, (t + 1) / warm_up))
+        train(model, adam, controller, batches(30), after=schedule.step)
+        return controller.rates
+
+    assert trained(torch.tensor(1e-3)) == pytest.approx(trained(1e-3), rel=1e-5)
+
+
 def test_a_parameter_group_may_be_added_during_a_warm_up():
     model = make_net()
     first, *others = model.parameters()
@@ -556,10 +605,10 @@ def test_a_parameter_group_may_be_added_during_a_warm_up():
     train(model, sgd, controller, batches(2))
     found = 2 * 0.1 * controller.multiplier
     sgd.add_param_group({"params": others, "lr": 0.01})
-    assert controller.rates == pytest.approx([found, 0.1 * found])
+    assert controller.rates == pytest.approx([found, 0.05 * found])
     before = others[0].detach().clone()
     sgd.step()  # not preceded by a batch
-    torch.testing.assert_close(others[0].detach(), before - 0.1 * found * others[0].grad)
+    torch.testing.assert_close(others[0].detach(), before - 0.05 * found * others[0].grad)
 
 
 def test_clipped_steps_are_measured_as_they_are():

@@ -692,6 +692,26 @@ def test_what_newton_summary_used_is_in_the_history(tmp_path):
     assert float(logged) == pytest.approx(float(optimizer.last_rates.eta[0]))
 
 
+def test_of_a_single_group_it_is_the_rate_that_was_steered_to():
+    """Not that of the last batch alone, which may be negative."""
+    net = Plain().net
+
+    def loss_fn(net, batch):
+        return F.cross_entropy(net(batch[0]), batch[1])
+
+    data = list(DataLoader(make_dataset(), 16))
+    optimizer = ns.NewtonSummary(net, loss_fn)
+    for batch in data:
+        optimizer.zero_grad()
+        loss_fn(net, batch).backward()
+        optimizer.step(batch)
+    monitor = Monitor(loss_fn=loss_fn, data=data, partition="trivial")
+    monitor.measure(net, 1, optimizer=optimizer)
+    used = monitor.history.measured[-1]
+    assert used.kind == "optimizer" and used.epoch == 1 and used.status == "steered"
+    assert used.eta.equal(optimizer.eta)
+
+
 def test_what_was_not_measured_or_validated_anew_is_not_repeated(tmp_path):
     """A measurement without a refresh in between, and a validation after every second epoch."""
 

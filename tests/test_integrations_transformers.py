@@ -362,6 +362,24 @@ def test_a_loss_computed_by_the_trainer_is_told_once(
     assert len(said) == told
 
 
+def test_each_training_of_a_callback_is_told_of_its_loss(tmp_path, recwarn):
+    """Also after one that was interrupted in its first step."""
+
+    class Interrupted(Trainer):
+        def training_step(self, model, *args, **kwargs):
+            super().training_step(model, *args, **kwargs)
+            raise KeyboardInterrupt
+
+    callback, model = quick(), Classifier()
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, Points(), tmp_path, [callback], trainer=Interrupted)
+    fit(model, Points(), tmp_path, [callback])
+    assert not model._forward_hooks
+    assert not any("compute_loss of its own" in str(w.message) for w in recwarn)
+    with pytest.warns(UserWarning, match="compute_loss of its own"):
+        fit(Unlabelled(), Points(), tmp_path, [callback], trainer=Weighted)
+
+
 def test_the_rate_at_the_end_of_a_schedule_is_said_to_be_its_first(tmp_path, capsys):
     """The Trainer's linear schedule ends at 0, where nothing can be seen."""
     fit(Classifier(), Points(), tmp_path, [quick(every_n_epochs=1)], num_train_epochs=2)

@@ -75,6 +75,24 @@ def test_with_curvature_data_a_closure_has_torchs_meaning():
     assert torch.equal(flat(one), flat(other))
 
 
+@pytest.mark.parametrize("partition", ["trivial", "canonical"])
+def test_a_batch_may_be_a_single_tensor(partition):
+    """As of an autoencoder, or the tokens of a language model."""
+    moved = []
+    for wrap, read in ((lambda x: x, lambda x: x), (lambda x: (x,), lambda batch: batch[0])):
+        model = make_net()
+        opt = ns.NewtonSummary(
+            ns.make_partition(model, partition),
+            lambda model, batch, read=read: model(read(batch)).square().mean(),
+        )
+        for x, _ in TRAIN:
+            opt.zero_grad()
+            model(x).square().mean().backward()
+            opt.step(wrap(x))
+        moved.append(flat(model))
+    assert torch.equal(*moved)
+
+
 @pytest.mark.parametrize(
     ("closure", "message"),
     [

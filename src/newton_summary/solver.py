@@ -234,8 +234,8 @@ def explain(
 def flatness(names: str) -> str:
     """Return what to say about groups without slope and curvature."""
     return (
-        f"No slope or curvature here: {names} (a bias before a batch norm, a LoRA factor whose "
-        "partner is zero, or a layer before an output layer that starts at zero)."
+        f"No slope or curvature here: {names} (such as a bias before a batch norm, a LoRA factor "
+        "whose partner is zero, or a layer before an output layer that starts at zero)."
     )
 
 

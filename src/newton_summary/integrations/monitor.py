@@ -265,12 +265,11 @@ class Monitor:
         self._note_facts(model, measured, optimizer)
         new = [measured]
         if isinstance(optimizer, NewtonSummary):
-            last, used = optimizer.last_summary, optimizer.last_rates
+            last, names = optimizer.last_summary, measured.summary.names
             same = last is self._last_used  # nothing was measured in between
-            names = measured.summary.names
-            if last is not None and used is not None and not same and last.names == names:
-                self.history.add(float(epoch), last, used, kind="optimizer")
-                new.append(self.history.measured[-1])
+            if last is not None and not same and last.names == names:
+                new += [replace(m, epoch=float(epoch)) for m in optimizer.to_history().measured]
+                self.history.measured += new[1:]
             self._last_used = last
         values = {} if self.advice is None else advice_scalars(self.advice)
         for entry in new:

@@ -140,7 +140,11 @@ class SummaryCallback(Monitor, TrainerCallback):
         self.steer(_plain(kwargs["optimizer"]), model, self.batch_loss)
         if self.is_due(state.epoch or 0):
             self._measure(args, state, **kwargs)
+        if self._watch is not None:  # of a training that was interrupted
+            self._watch.remove()
+            self._watch = None
         if watched and not args.torch_compile:  # a hook would be compiled too
+            self._trained = False
             self._watch = model.register_forward_hook(self._watch_loss)
         if self.adjust:
             self._waiting: list[Any] = []

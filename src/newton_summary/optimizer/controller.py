@@ -58,6 +58,7 @@ FARTHEST = 0.3  # of the same: the first step is no longer, as the network may b
 LOWEST = 0.3  # of the highest rate so far times 1 / sqrt(steps since then): no lower at first
 REACH = 0.5  # of the peak of a schedule: below, the rate is not raised against it
 FALLING = 0.83  # of the set point, while a schedule is below its peak
+AT_PEAK = 1 - 1e-6  # of the peak of a schedule: from there on, only rounding makes a difference
 TRIALS = 12  # gradients that the start may take
 STRIDE = 2  # every n-th step has its slope taken from the next training gradient
 PERIOD = 10  # steps from one measurement to the next, which gain and memory are meant for
@@ -256,7 +257,11 @@ class RateController(ShownAsTable):
         highest, peaks = max(map(float, lrs)), self._peaks()
         if highest == 0:
             return [lr + peak for lr, peak in zip(lrs, peaks, strict=True)]
-        return [lr * (max(peaks) / highest) for lr in lrs]
+        lift = max(peaks) / highest
+        return [
+            lr * min(lift, max(1.0, peak / float(lr))) if lr else lr  # its own peak is no higher
+            for lr, peak in zip(lrs, peaks, strict=True)
+        ]
 
     def _note_schedule(self) -> None:
         """See whether the schedule has come to its peak, which may be lower than expected."""
@@ -266,7 +271,7 @@ class RateController(ShownAsTable):
             self._envelope *= peak / self._highest
             self._rises = False
         self._highest = max(self._highest, lr)
-        self._rises &= self._highest < (1 - 1e-6) * peak
+        self._rises &= self._highest < AT_PEAK * peak
 
     @without_gradients
     def _before_hook(self, *_: Any) -> None:
@@ -362,7 +367,7 @@ class RateController(ShownAsTable):
         # then its end makes good again what longer steps do to the noise.
         top = self.multiplier * self._peak_lr()
         peak = max(REACH * top, self._rate)
-        falls = self._rate < top
+        falls = self._rate < AT_PEAK * top
         set_point = self.set_point * (FALLING if falls else 1.0)
         high = self._balance.error(peak, set_point, memory)
         low = self._balance.error(self._rate, set_point, memory)

@@ -102,7 +102,7 @@ class Curvature:
                 if summary is not None:
                     return summary
             backends = backends_for(self.backend, self.microbatch, processes.sharded)
-            given = (model, loss_fn, as_batches(data), find_partition(model, partition))
+            given = (model, loss_fn, data, find_partition(model, partition))
             with open_probe(*given, self.microbatch, processes) as probe:
                 return measure(probe, u, order, backends)
 

@@ -457,6 +457,8 @@ class NewtonSummary(Optimizer):
         steered.advance()
         if len(steered.history) > seen:
             self._take_over(steered)
+        elif self._eta is not None and self._eta[0] != steered.eta:  # until a schedule's peak
+            self._set_eta(steered.eta)
 
     def _take_over(self, steered: Steered) -> None:
         """Store the results of a refresh."""
@@ -464,7 +466,10 @@ class NewtonSummary(Optimizer):
             self._fail(self._not_finite(), steered.reason)
         elif steered.summary is not None:
             self.last_summary, self._last_rates = steered.summary, None
-        self._eta = torch.full((len(self.partition),), steered.eta, dtype=torch.float64)
+        self._set_eta(steered.eta)
+
+    def _set_eta(self, eta: float) -> None:
+        self._eta = torch.full((len(self.partition),), eta, dtype=torch.float64)
         self._show_rates()
 
     @contextmanager
@@ -543,7 +548,7 @@ class NewtonSummary(Optimizer):
 
     @property
     def eta(self) -> Tensor:
-        """The rates in use since the last refresh, (S,); ``param_groups`` has the same numbers."""
+        """The rates in use, (S,); ``param_groups`` has the same numbers."""
         if self._eta is None:
             return torch.zeros(len(self.partition), dtype=torch.float64)
         return self._eta
