@@ -284,7 +284,7 @@ def steer(model, part):
 def steer_callback(model, part):
     """The same as callbacks do it with ``adjust=True``, and with gradients scaled as in float16."""
     adam = torch.optim.Adam(model.parameters(), lr=1e-4)
-    monitor = Monitor(loss_fn=loss_fn, adjust={"set_point": 0.65}, console=False)
+    monitor = Monitor(loss_fn=loss_fn, adjust={"set_point": 0.8}, console=False)
     monitor.steer(adam, model, loss_fn)
     monitor.controller.period = 5
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)

@@ -57,7 +57,8 @@ LONGEST = 0.1  # of the same: a step of this length is not lengthened where curv
 FARTHEST = 0.3  # of the same: the first step is no longer, as the network may be damaged there
 LOWEST = 0.3  # of the highest rate so far times 1 / sqrt(steps since then): no lower at first
 REACH = 0.5  # of the peak of a schedule: below, the rate is not raised against it
-FALLING = 0.83  # of the set point, while a schedule is below its peak
+DROP = 0.26  # by so much the set point is lower while a schedule is below its peak,
+FALLING = 0.54  # but there it is not below this
 AT_PEAK = 1 - 1e-6  # of the peak of a schedule: from there on, only rounding makes a difference
 TRIALS = 12  # gradients that the start may take
 STRIDE = 2  # every n-th step has its slope taken from the next training gradient
@@ -368,7 +369,9 @@ class RateController(ShownAsTable):
         top = self.multiplier * self._peak_lr()
         peak = max(REACH * top, self._rate)
         falls = self._rate < AT_PEAK * top
-        set_point = self.set_point * (FALLING if falls else 1.0)
+        set_point = self.set_point
+        if falls:
+            set_point = max(set_point - DROP, min(set_point, FALLING))
         high = self._balance.error(peak, set_point, memory)
         low = self._balance.error(self._rate, set_point, memory)
         why: Why

@@ -99,7 +99,7 @@ class NewtonSummary(Optimizer):
     fifteen steps or more, the summary of the loss along the last step is measured on the next
     batch, which had no part in that step, and steers ``eta`` in the same way as
     :class:`RateController` (see there): slope over curvature, the best multiple of a step, is kept
-    at 0.65, or at 1 if the variant is ``"careful"``. In between, a step costs the same as one of
+    at 0.8, or at 1 if the variant is ``"careful"``. In between, a step costs the same as one of
     Adam.
 
     Pass the batch to ``step``, or a list of batches if gradients are accumulated. Or omit

@@ -14,7 +14,7 @@ from torch import Tensor
 from newton_summary.parallel.processes import local_part
 from newton_summary.partition import inner_of_all
 
-SET_POINT = 0.65  # where the factor is kept; 1 is careful
+SET_POINT = 0.8  # where the factor is kept; 1 is careful
 SAME = 0.01  # relative difference of two slopes that are the same but for rounding
 DOUBT = 4.0  # standard errors of the slope that an error has to overcome to count in full
 ROUNDING = 1e-12  # of the square of a mean: less is no variance
