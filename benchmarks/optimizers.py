@@ -25,7 +25,8 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,29 @@ def make_other(kind: str, lr: float, model: nn.Module) -> Optimizer:
     return Adam(model.parameters(), lr=lr)
 
 
+@contextmanager
+def settings(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Set the constants among some options, for a while; gives those for the constructor."""
+    constants = {name: options[name] for name in options if name.isupper()}
+    with ExitStack() as restored:
+        for name, value in constants.items():
+            homes = [m for m in (steering, controller) if hasattr(m, name)]
+            if not homes:
+                raise ValueError(f"{name} is a constant of neither steering nor controller.")
+            for home in homes:
+                restored.callback(setattr, home, name, getattr(home, name))
+                setattr(home, name, value)
+        yield {name: options[name] for name in options.keys() - constants.keys()}
+
+
 def train(cell: Cell, folder: Path, device: str, variants: dict[str, Any]) -> Cell:
     """Train once; return the cell with its results."""
+    variant = cell["method"].split()[0].removeprefix("steer")
+    with settings(variants.get(variant, {})) as options:
+        return train_with(options, cell, folder, device)
+
+
+def train_with(options: dict[str, Any], cell: Cell, folder: Path, device: str) -> Cell:
     training = TRAININGS[cell["training"]]
     kind, lr = cell["method"].split()
     train_set, test_set = (tuple(t.to(device) for t in split) for split in training.load(folder))
@@ -112,10 +134,6 @@ def train(cell: Cell, folder: Path, device: str, variants: dict[str, Any]) -> Ce
     optimizer = make_optimizer(kind, lr, model, training.loss_fn)
     steers = None
     if kind.startswith("steer"):
-        options = dict(variants.get(kind.removeprefix("steer"), {}))
-        for name in [name for name in options if name.isupper()]:
-            home = next(m for m in (steering, controller) if hasattr(m, name))
-            setattr(home, name, options.pop(name))
         steers = controller.RateController(optimizer, model, training.loss_fn, **options)
     n = len(train_set[0])
     epochs = training.epochs * cell.get("longer", 1)

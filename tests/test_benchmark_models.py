@@ -1,5 +1,9 @@
-"""Every model of benchmarks/engine.py, at a small size, against central differences."""
+"""The models of benchmarks/engine.py against central differences; those of kinds.py can be trained.
 
+The former at a small size.
+"""
+
+import math
 import sys
 from pathlib import Path
 
@@ -11,6 +15,7 @@ from newton_summary.experiments import models
 from oracle import finite_differences
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from kinds import KINDS
 from losses import classification_loss, next_token_loss
 
 
@@ -60,3 +65,22 @@ def test_the_sweep_agrees_with_central_differences(name):
     H_error = float((sweep.Hbar - expected.Hbar).abs().max() / expected.Hbar.abs().max())
     D3_error = float((sweep.D3 - expected.D3).abs().max() / expected.D3.abs().max())
     assert H_error < 1e-8 and D3_error < 1e-5, (H_error, D3_error)
+
+
+SLOW = [pytest.param("LoRA", marks=pytest.mark.slow)]  # imports transformers
+
+
+@pytest.mark.parametrize("name", [*(name for name in KINDS if name != "LoRA"), *SLOW])
+@pytest.mark.filterwarnings("ignore")  # of nested tensors, in torch
+def test_a_training_of_another_kind_has_a_loss_and_gradients(name):
+    kind = KINDS[name]
+    data = kind.data()
+    torch.manual_seed(0)
+    model = kind.build()
+    batch = next(kind.batches(data))
+    assert all(len(part) == kind.batch for part in batch)
+    kind.loss_fn(model, batch).backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    assert grads and all(grad is not None and grad.isfinite().all() for grad in grads.values())
+    assert any(grad.any() for grad in grads.values())
+    assert math.isfinite(kind.evaluate(model, tuple(part[:256] for part in data)))

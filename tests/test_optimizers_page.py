@@ -1,4 +1,4 @@
-"""The tables of the pages on steering and training are those of the stored runs."""
+"""The tables of the pages on steering, training and limits are those of the stored runs."""
 
 import json
 import math
@@ -10,7 +10,12 @@ from statistics import fmean
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import other_kinds
+from kinds import KINDS
 from optimizer_trainings import DEVELOPMENT, HELD_OUT, TRAININGS
+from optimizers import settings
+
+from newton_summary.optimizer import controller
 
 ROOT = Path(__file__).parents[1]
 METHODS = {
@@ -94,3 +99,43 @@ def test_set_points():
             ratios = [x[method] / best[key] for key, x in tried.items() if key[1] == kind]
             assert len(ratios) == 42 and float(worst) == pytest.approx(max(ratios), 0.05)
             assert float(mean) == pytest.approx(math.exp(fmean(map(math.log, ratios))), abs=0.00501)
+
+
+def test_other_kinds():
+    cells = other_kinds.read(ROOT / "benchmarks/results/other_kinds.jsonl")
+    assert {cell["kind"] for cell in cells} == set(KINDS)
+    table = other_kinds.table(cells)
+    page = (ROOT / "docs/limits.md").read_text()
+    shown = page.partition("<!-- benchmarks/other_kinds.py -->")[2].partition("<!-- end -->")[0]
+    lines = [line.strip() for line in shown.strip().splitlines()]  # may be indented, in a list
+    assert lines == table.splitlines(), f"Paste into docs/limits.md:\n{table}"
+
+
+def test_the_table_of_other_kinds_compares_with_the_best_rate():
+    def cells(kind, seed, ours, *adam):
+        losses = {"RateController": ours, **dict(zip(other_kinds.ADAM, adam))}
+        cell = {"kind": kind, "schedule": "constant", "seed": seed}
+        return [cell | {"method": m, "loss": loss} for m, loss in losses.items()]
+
+    found = [
+        *cells("GRU", 0, 2.0, 1.0, 3.0, 4.0, math.nan),
+        *cells("GRU", 1, 1.0, 3.0, 2.0, 4.0, 5.0),
+        *cells("GRU", 2, 9.0, 1.0),  # not all rates: left out
+        *cells("VAE", 0, 40.0, 20.0, 10.0, 30.0, 30.0),
+    ]
+    assert other_kinds.table(found).splitlines() == [
+        "| | `RateController`, constant |",
+        "|---|---|",
+        "| GRU | 1.00 (2) |",
+        "| VAE | 4.00 (4) |",
+        "| **all** | 2.00 (4) |",
+    ]
+
+
+def test_a_variant_leaves_the_constants_to_the_next_cell():
+    before = controller.FALLING
+    with settings({"set_point": 0.8, "FALLING": 0.5}) as options:
+        assert options == {"set_point": 0.8} and controller.FALLING == 0.5
+    assert before == controller.FALLING
+    with pytest.raises(ValueError, match="FALING"), settings({"FALING": 0.5}):
+        pass
