@@ -138,8 +138,8 @@ def run(args: argparse.Namespace) -> None:
 def table(every: Iterable[Cell]) -> str:
     """Return the losses over those of the best of Adam's rates, as Markdown.
 
-    For each kind the geometric mean over seeds, with the worst seed in parentheses; then the same
-    over all kinds. Seeds without all rates of Adam are left out.
+    For each kind and schedule the geometric mean over seeds, with the worst seed in parentheses;
+    then the same over all kinds. Seeds without all rates of Adam are left out.
     """
     runs: dict[tuple[str, str, int], dict[str, float]] = defaultdict(dict)
     for cell in every:
@@ -151,18 +151,18 @@ def table(every: Iterable[Cell]) -> str:
         best = min(losses[m] for m in ADAM)
         for method in losses.keys() - ADAM.keys():
             ratios[method, schedule][kind].append(losses[method] / best)
-    ours = dict.fromkeys(m for losses in runs.values() for m in losses if m not in ADAM)
-    columns = [(m, s) for m in sorted(ours, key=place) for s in SCHEDULES if (m, s) in ratios]
-    lines = [
-        f"| | {' | '.join(f'{name(m)}, {s}' for m, s in columns)} |",
-        "|---" * (1 + len(columns)) + "|",
-    ]
-    for kind in KINDS:
-        if any(kind in ratios[column] for column in columns):
-            shown = [found([ratios[column].get(kind, [])]) for column in columns]
-            lines.append(f"| {kind} | {' | '.join(shown)} |")
-    shown = [found(ratios[column].values()) for column in columns]
-    return "\n".join([*lines, f"| **all** | {' | '.join(shown)} |"])
+    ours = {m for losses in runs.values() for m in losses if m not in ADAM}
+    columns = sorted(ours, key=place)
+    lines = [f"| | {' | '.join(map(name, columns))} |", "|---" * (1 + len(columns)) + "|"]
+    for schedule in SCHEDULES:
+        here = [ratios[method, schedule] for method in columns]
+        for kind in [kind for kind in KINDS if any(kind in column for column in here)]:
+            shown = [found([column.get(kind, [])]) for column in here]
+            lines.append(f"| {kind}, {schedule} | {' | '.join(shown)} |")
+        if any(here):
+            shown = [found(column.values()) for column in here]
+            lines.append(f"| **all, {schedule}** | {' | '.join(shown)} |")
+    return "\n".join(lines)
 
 
 def place(method: str) -> int:
