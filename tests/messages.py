@@ -8,6 +8,7 @@ what is missing here by reading the source.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import os
 from contextlib import contextmanager
@@ -564,6 +565,13 @@ class Unsized:
         return iter(())
 
 
+class Long:
+    """More than a thousand batches, which do not say how many they are."""
+
+    def __iter__(self):
+        return itertools.repeat(torch.ones(1), 1001)
+
+
 def closure_of(loss):
     def trigger(p):
         model, batch = apart(p)
@@ -992,6 +1000,7 @@ ERRORS = {
             "is unknown",
             lambda p: ns.summarize(p.model, lambda m, b: weights(m).square().sum(), iter([3, 4])),
         ),
+        ("may never end", lambda p: ns.summarize(OTHER, squares, itertools.repeat(torch.ones(1)))),
         ("the second", several([(4, 2, 3)], [(4, 5, 3)], LSTM)),
         ("do not agree on these", several([(4, 3), (2,)], [(8, 3), (3,)])),
     ],
@@ -1069,6 +1078,10 @@ WARNINGS = {
     ],
     "probe/probe.py": [
         ("The loss of the same batch was", nested(Counter())),
+        (
+            "read from data without a length",
+            lambda p: ns.taylor_terms(OTHER, squares, Long(), order=1),
+        ),
         ("not the mean over its parts of microbatch=2", of(coupled, microbatch=2)),
     ],
     "measuring/trial_steps.py": [

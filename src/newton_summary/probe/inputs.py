@@ -8,6 +8,7 @@ import inspect
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from newton_summary.partition import Partition
 LossFn = Callable[[nn.Module, Any], Tensor]
 Closure = Callable[[], Tensor]
 NumSamples = int | Callable[[Any], int]
+
+MANY = 1000  # batches of data without a length: it may never end
 
 _WANTED = (
     "Expected loss_fn(model, batch) that calls the model and returns the mean loss of the batch, "
@@ -131,7 +134,26 @@ def as_batches(data: Any) -> Iterable[Any]:
     is_batch = callable(getattr(data, "to", None)) or hasattr(data, "keys") or is_dataclass(data)
     if is_batch or not isinstance(data, Iterable):
         return [data]
-    return list(data) if isinstance(data, Iterator) else data  # it can be read only once
+    return read_all(data) if isinstance(data, Iterator) else data
+
+
+def read_all(batches: Iterator[Any]) -> list[Any]:
+    """Return all batches of an iterator, which can be read only once; raise if it may never end."""
+    if has_known_length(batches):
+        return list(batches)
+    found = list(islice(batches, MANY + 1))
+    if len(found) > MANY:
+        raise ValueError(
+            f"The data is an iterator without a length, and has more than {MANY:,} batches: it may "
+            "never end, and all of them would be kept in memory. Pass some, "
+            "itertools.islice(data, 16), or all, iter(list(data))."
+        )
+    return found
+
+
+def has_known_length(batches: Iterable[Any]) -> bool:
+    """Whether batches say how many they are, so that there is an end to them."""
+    return operator.length_hint(batches, -1) >= 0
 
 
 def leaves(batch: Any) -> Iterator[Any]:

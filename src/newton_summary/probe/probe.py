@@ -36,20 +36,22 @@ from newton_summary.probe.eager import (
     refuse_unknown_checkpoints,
     start_measuring,
 )
-from newton_summary.probe.inputs import Closure as Closure
-from newton_summary.probe.inputs import LossFn as LossFn
 from newton_summary.probe.inputs import (
+    MANY,
     NumSamples,
     SampleCount,
     as_batches,
     check_loss_fn,
     check_microbatch,
     explain,
+    has_known_length,
     has_length,
     leaves,
     outside_inference_mode,
     take_samples,
 )
+from newton_summary.probe.inputs import Closure as Closure
+from newton_summary.probe.inputs import LossFn as LossFn
 from newton_summary.probe.state import (
     Journal,
     ModelState,
@@ -187,6 +189,11 @@ class Probe:
         if not is_list:
             self.random.forget()
         for number, batch in enumerate(self._in_step(batches)):
+            if number == MANY and not has_known_length(batches):
+                self._warn(
+                    f"{MANY:,} batches have been read from data without a length, which may never "
+                    "end. Reading on; for 16 batches, pass itertools.islice(data, 16)."
+                )
             if any(isinstance(x, Tensor) and x.is_inference() for x in leaves(batch)):
                 batch = outside_inference_mode(batch)
             if not is_list:
