@@ -320,8 +320,14 @@ class SampleCount:
         n, m = before[0], now[0]
         pairs = zip(before, now, strict=True)
         others = [(a, b) for a, b in pairs if a != b and a * m != b * n]  # not in proportion
+        alone = before.count(n) == 1 or now.count(m) == 1  # no other tensor confirms the first
+        if n == m:
+            by_second = first[0][1:2] != other[0][1:2]
+        else:  # another has the length of the second dimension in both
+            has_it = [[x[:1] == shapes[0][1:2] for x in shapes[1:]] for shapes in (first, other)]
+            by_second = alone and any(map(all, zip(*has_it, strict=True)))
         time_first = (getattr(x, "batch_first", True) is False for x in self.model.modules())
-        if not others and n == m and first[0][1:2] != other[0][1:2] and any(time_first):
+        if not others and by_second and any(time_first):
             raise ValueError(
                 f"Two batches begin with tensors of shapes {first[0]} and {other[0]}, and the "
                 f"model has a layer with batch_first=False: samples may be counted by the first "
@@ -334,7 +340,7 @@ class SampleCount:
             f"these: the first has length {n} in one batch and {m} in another, but another has "
             f"{others[0][0]} and {others[0][1]}."
         )
-        if before.count(n) == 1 or now.count(m) == 1:
+        if alone:
             raise ValueError(f"{what} {_GIVE}")
         if not self._warned:
             self._warned = True
