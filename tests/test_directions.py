@@ -430,6 +430,22 @@ def test_lbfgs_needs_a_closure(problem):
     assert same(state_of(optimizer), held)
 
 
+def test_a_closure_that_is_called_though_it_may_be_none(problem):
+    class Sharp(optim.SGD):
+        def step(self, closure=None):
+            return closure()
+
+    with pytest.raises(ValueError, match="Sharp cannot give a direction: its step needs a closure"):
+        direction_of(problem, Sharp(problem.model.parameters()))
+
+
+def test_another_error_of_the_step_is_its_own(problem):
+    optimizer = optim.Adam(problem.model.parameters())
+    optimizer.param_groups[0]["lr"] = "1e-3"
+    with pytest.raises(TypeError, match="'str'"):
+        direction_of(problem, optimizer)
+
+
 def test_optimizer_of_another_model(problem):
     other = optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"does not hold parameter '0\.weight'"):

@@ -162,6 +162,8 @@ def borrowed(optimizer: Optimizer, params: Params) -> Iterator[Callable[[Params]
             try:
                 type(optimizer).step(optimizer)  # not optimizer.step, which a scheduler has wrapped
             except TypeError as error:
+                if "closure" not in str(error) and "'NoneType' object is not" not in str(error):
+                    raise
                 raise ValueError(
                     f"{type(optimizer).__name__} cannot give a direction: its step needs a "
                     f"closure ({error}). Use another optimizer, or pass summarize(direction=...) "
