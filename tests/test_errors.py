@@ -18,7 +18,7 @@ from newton_summary import (
     verify,
 )
 from newton_summary.derivatives import BACKENDS
-from newton_summary.errors import CannotDifferentiate
+from newton_summary.errors import CannotDifferentiate, NotFiniteError
 from problems import PROBLEMS
 
 BACKENDS_AND_AUTO = ["auto", *BACKENDS]
@@ -148,6 +148,15 @@ def test_the_batch_is_named(problem):
     x, y = problem.batch
     with pytest.raises(ValueError, match="on batch 1 returned a tensor of shape"):
         summarize(problem.model, loss_fn, [(x, y), (x[:2], y[:2])])
+
+
+@pytest.mark.parametrize("given_direction", [False, True])
+def test_the_batch_that_is_not_finite_is_named(problem, given_direction):
+    x, y = problem.batch
+    direction = problem.direction() if given_direction else "gradient"
+    data = [(x, y), (x * float("nan"), y)]
+    with pytest.raises(NotFiniteError, match=r"The loss is nan on batch 1, .* non-finite data"):
+        summarize(problem.model, problem.loss_fn, data, direction=direction)
 
 
 CHANGES = {

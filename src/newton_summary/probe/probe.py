@@ -236,7 +236,7 @@ class Probe:
         with self.processes.joint():
             for closure, size in self.closures() if some is None else some:
                 loss = closure()
-                check_finite(loss)
+                check_finite(loss, closure.place)
                 check_depends(loss, self.params)
                 self.losses.append(float(loss.detach()))
                 grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
@@ -393,6 +393,11 @@ class Evaluation:
         """Evaluate the loss."""
         return self.probe.evaluate(self)
 
+    @property
+    def place(self) -> str:
+        """Where the batch is in the data, for messages; empty if it is all of it."""
+        return "" if self.probe.in_one_piece else f" on batch {self.number}"
+
     def split(self, samples: int | None) -> list[Evaluation]:
         """Return parts of at most this many samples; the whole if there is nothing to split."""
         can_be_cut = any(has_length(x) and len(x) == self.size for x in leaves(self.batch))
@@ -410,12 +415,12 @@ class Evaluation:
         ]
 
 
-def check_finite(loss: Tensor) -> None:
-    """Raise if the loss is not finite."""
+def check_finite(loss: Tensor, place: str = "") -> None:
+    """Raise if the loss of a batch, at a place in the data, is not finite."""
     if not math.isfinite(loss.detach()):
         raise NotFiniteError(
-            f"The loss is {float(loss.detach())}, so it has no derivatives. Check for a division "
-            "by zero, a logarithm of zero, or diverged parameters."
+            f"The loss is {float(loss.detach())}{place}, so it has no derivatives. Check for a "
+            "division by zero, a logarithm of zero, non-finite data, or diverged parameters."
         )
 
 
