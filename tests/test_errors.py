@@ -221,7 +221,7 @@ def test_embedding_that_renormalises_itself_is_a_change():
 @pytest.mark.parametrize("given_direction", [False, True])
 def test_data_without_a_batch(problem, data, given_direction):
     direction = problem.direction() if given_direction else "gradient"
-    with pytest.raises(ValueError, match="data is empty"):
+    with pytest.raises(ValueError, match=r"data is empty.*read before, make a new one"):
         summarize(problem.model, problem.loss_fn, data, direction=direction)
 
 

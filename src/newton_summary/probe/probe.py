@@ -219,7 +219,10 @@ class Probe:
                     self.random.jump(state)
                 count += 1
         if count == 0 and not several:
-            raise ValueError("The data is empty: there is no batch to measure.")
+            raise ValueError(
+                "The data is empty: there is no batch to measure. If it is a generator that has "
+                "been read before, make a new one."
+            )
         self.num_parts = count
 
     def _in_step(self, batches: Iterable[Any]) -> Iterable[Any]:
