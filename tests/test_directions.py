@@ -502,6 +502,14 @@ def test_wrong_direction_names_the_culprit(problem, kind):
         assert torch.equal(p, before[name])
 
 
+def test_adam_divides_by_zero_in_float16():
+    model, x = nn.Linear(2, 1).half(), torch.tensor([[0.0, 1.0]]).half()
+    data = (model, lambda model, x: model(x).float().square().mean(), x)
+    with pytest.raises(ValueError, match=r"'weight' has non-finite.*eps of Adam.*use eps=1e-4"):
+        suggest_lrs(*data, optim.Adam(model.parameters()))
+    assert suggest_lrs(*data, optim.Adam(model.parameters(), eps=1e-4)).groups
+
+
 def test_frozen_and_tied_names_are_explained(problem):
     transformer = PROBLEMS["transformer"]()
     u = transformer.direction()

@@ -90,7 +90,10 @@ def _checked(direction: Mapping[str, Tensor], params: Params, model: nn.Module) 
     finite = torch.isfinite(torch.stack([norm.to(norms[0]) for norm in norms])).tolist()
     for name, is_finite in zip(params, finite, strict=True):
         if not is_finite and not bool(torch.isfinite(parts[name]).all()):
-            raise ValueError(f"The direction of {name!r} has non-finite entries.")
+            hint = ""
+            if parts[name].dtype == torch.float16:
+                hint = " In float16 the default eps of Adam, 1e-8, is 0: use eps=1e-4, or float32."
+            raise ValueError(f"The direction of {name!r} has non-finite entries.{hint}")
     # A copy if it lies in the memory of a parameter, which may be moved while it is used.
     live = {local_part(p).untyped_storage().data_ptr() for p in params.values()}
     own = {name: direction[name].detach() for name in params}
