@@ -259,10 +259,10 @@ def doubt_of(change: float, loss: float) -> str:
     )
 
 
-def check_strength(lambda_int: float) -> float:
+def check_strength(lambda_int: float | str) -> float:
     """Return a strength of the cubic term as a number; raise if it is not one."""
     try:
-        number = float(lambda_int)
+        number = math.nan if isinstance(lambda_int, str) else float(lambda_int)
     except (TypeError, ValueError, RuntimeError):
         number = math.nan
     if not 0 <= number < math.inf:
