@@ -949,7 +949,7 @@ ERRORS = {
         ("Did you mean 'canonical'", groups("canonica")),
         ("needs a number: for example 'blocks-2'", groups("blocks")),
         ("at most 1 level deep. Use 'modules-1'.", groups("modules-7")),
-        ("needs 9 layers", groups("chunks-9")),
+        ("from 1 to 2, how many layers", groups("chunks-9")),
         ("no parameter that requires a gradient", lambda p: ns.make_partition(nn.ReLU())),
         ("lazy module", lambda p: ns.make_partition(nn.LazyLinear(2))),
         ("3 is not a partition: use a name", groups(3)),
