@@ -807,11 +807,11 @@ ERRORS = {
         ("but is in no group of the partition", freezing("a.bias", True)),
     ],
     "measuring/param_groups.py": [
-        ("that is in no group", lambda p: newton(direction=sgd(OTHER))(p)),
+        ("not a trainable one of the model", lambda p: newton(direction=sgd(OTHER))(p)),
         ("has maximize=True", lambda p: ns.suggest_lrs(p.model, OURS, p.batch, ascent(p.model))),
         ("has maximize=True", lambda p: ns.RateController(ascent(p.model), p.model, OURS)),
         (
-            "that is in no group",
+            "not a trainable one of the model",
             lambda p: ns.suggest_lrs(p.model, OURS, p.batch, sgd(OTHER)),
         ),
         ("have one learning rate per parameter", divided_advice),
