@@ -103,6 +103,11 @@ LOSSES = {
         ValueError,
         ["does not depend on the parameters"],
     ),
+    "differentiated": (
+        lambda model, batch: [loss := model_loss(model, batch), loss.backward()][0],
+        ValueError,
+        ["on batch 0 called backward()", "Return the loss without it"],
+    ),
     "of the input alone": (
         lambda model, batch: batch[0].clone().requires_grad_().square().mean(),
         ValueError,

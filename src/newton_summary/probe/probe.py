@@ -345,8 +345,7 @@ class Probe:
             raise self.complaint
         return loss
 
-    @staticmethod
-    def _wrong_about(loss: Any, changed: str | None, number: int) -> Exception | None:
+    def _wrong_about(self, loss: Any, changed: str | None, number: int) -> Exception | None:
         where = f"loss_fn(model, batch) on batch {number}"
         if changed is not None:
             return ValueError(
@@ -374,7 +373,24 @@ class Probe:
                 f"{where} returned a loss of dtype {loss.dtype}: expected a real floating-point "
                 "number."
             )
+        if self._has_freed(loss):
+            return ValueError(
+                f"{where} called backward(), which frees the graph of the loss. Return the loss "
+                "without it: measuring takes the derivatives."
+            )
         return None
+
+    def _has_freed(self, loss: Tensor) -> bool:
+        """Whether the graph of a loss has gone because its function called ``backward``."""
+        with torch._C.DisableTorchFunction():
+            params = list(self.params.values())
+            if all(p.grad is None for p in params) or not loss.requires_grad:
+                return False
+            try:
+                torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
+            except RuntimeError:
+                return True
+            return False
 
     def _evaluating(self) -> AbstractContextManager[None]:
         """Return a context in which the loss is evaluated."""
