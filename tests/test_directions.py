@@ -502,6 +502,22 @@ def test_wrong_direction_names_the_culprit(problem, kind):
         assert torch.equal(p, before[name])
 
 
+def test_sparse_adam_takes_its_own_step():
+    """It refuses dense gradients, and moves no row whose gradient is zero."""
+    torch.manual_seed(0)
+    model = nn.Embedding(5, 3, sparse=True).double()
+    optimizer = optim.SparseAdam(model.parameters(), lr=0.01)
+    data = (model, lambda model, x: model(x).square().mean(), torch.tensor([1, 3]))
+    take_step(*data, optimizer)
+    summary = summarize(*data, direction=optimizer, order=1)
+    before = model.weight.detach().clone()
+    take_step(*data, optimizer)
+    torch.testing.assert_close(
+        summary.gbar[0], (before * (before - model.weight))[[1, 3]].sum() / 3
+    )
+    assert suggest_lrs(*data, optimizer).groups[0].verdict == "raise"
+
+
 def test_adam_divides_by_zero_in_float16():
     model, x = nn.Linear(2, 1).half(), torch.tensor([[0.0, 1.0]]).half()
     data = (model, lambda model, x: model(x).float().square().mean(), x)

@@ -159,6 +159,8 @@ def borrowed(optimizer: Optimizer, params: Params) -> Iterator[Callable[[Params]
         by_id = {id(p): grads[name] for name, p in params.items()}
         for p in everything:
             grad = by_id.get(id(p))
+            if grad is not None and isinstance(optimizer, torch.optim.SparseAdam):
+                grad = grad.to_sparse(1)  # it takes no other; of the rows that the loss has used
             p.grad = None if grad is None else grad.clone()
         with unmoved(everything) as copies:
             before = {id(p): value for p, value in zip(everything, copies, strict=True)}
