@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from newton_summary.display.names import nearest
 from newton_summary.parallel.processes import local_part
@@ -159,7 +159,7 @@ def borrowed(optimizer: Optimizer, params: Params) -> Iterator[Callable[[Params]
         by_id = {id(p): grads[name] for name, p in params.items()}
         for p in everything:
             grad = by_id.get(id(p))
-            if grad is not None and isinstance(optimizer, torch.optim.SparseAdam):
+            if grad is not None and isinstance(optimizer, SparseAdam):
                 grad = grad.to_sparse(1)  # it takes no other; of the rows that the loss has used
             p.grad = None if grad is None else grad.clone()
         with unmoved(everything) as copies:
