@@ -46,8 +46,9 @@ def held_by(optimizer: Optimizer, params: Mapping[str, Tensor]) -> dict[str, Ten
                 f"a parameter of shape {tuple(strange[0].shape)}, not a trainable one of the model"
             )
         raise ValueError(
-            f"The optimizer holds {what}: it belongs to another model, or has been thawed since. "
-            f"Use {type(optimizer).__name__}(model.parameters(), ...)."
+            f"The optimizer holds {what}: it belongs to another model, or was frozen when a "
+            f"partition was made. Use {type(optimizer).__name__}(model.parameters(), ...), or make "
+            "the partition anew."
         )
     return held
 
