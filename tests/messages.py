@@ -8,6 +8,7 @@ what is missing here by reading the source.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import os
 from contextlib import contextmanager
@@ -564,6 +565,13 @@ class Unsized:
         return iter(())
 
 
+class Long:
+    """More than a thousand batches, which do not say how many they are."""
+
+    def __iter__(self):
+        return itertools.repeat(torch.ones(1), 1001)
+
+
 def closure_of(loss):
     def trigger(p):
         model, batch = apart(p)
@@ -799,11 +807,11 @@ ERRORS = {
         ("but is in no group of the partition", freezing("a.bias", True)),
     ],
     "measuring/param_groups.py": [
-        ("that is in no group", lambda p: newton(direction=sgd(OTHER))(p)),
+        ("not a trainable one of the model", lambda p: newton(direction=sgd(OTHER))(p)),
         ("has maximize=True", lambda p: ns.suggest_lrs(p.model, OURS, p.batch, ascent(p.model))),
         ("has maximize=True", lambda p: ns.RateController(ascent(p.model), p.model, OURS)),
         (
-            "that is in no group",
+            "not a trainable one of the model",
             lambda p: ns.suggest_lrs(p.model, OURS, p.batch, sgd(OTHER)),
         ),
         ("have one learning rate per parameter", divided_advice),
@@ -941,7 +949,7 @@ ERRORS = {
         ("Did you mean 'canonical'", groups("canonica")),
         ("needs a number: for example 'blocks-2'", groups("blocks")),
         ("at most 1 level deep. Use 'modules-1'.", groups("modules-7")),
-        ("needs 9 layers", groups("chunks-9")),
+        ("from 1 to 2, how many layers", groups("chunks-9")),
         ("no parameter that requires a gradient", lambda p: ns.make_partition(nn.ReLU())),
         ("lazy module", lambda p: ns.make_partition(nn.LazyLinear(2))),
         ("3 is not a partition: use a name", groups(3)),
@@ -992,6 +1000,7 @@ ERRORS = {
             "is unknown",
             lambda p: ns.summarize(p.model, lambda m, b: weights(m).square().sum(), iter([3, 4])),
         ),
+        ("may never end", lambda p: ns.summarize(OTHER, squares, itertools.repeat(torch.ones(1)))),
         ("the second", several([(4, 2, 3)], [(4, 5, 3)], LSTM)),
         ("do not agree on these", several([(4, 3), (2,)], [(8, 3), (3,)])),
     ],
@@ -1069,6 +1078,10 @@ WARNINGS = {
     ],
     "probe/probe.py": [
         ("The loss of the same batch was", nested(Counter())),
+        (
+            "read from data without a length",
+            lambda p: ns.taylor_terms(OTHER, squares, Long(), order=1),
+        ),
         ("not the mean over its parts of microbatch=2", of(coupled, microbatch=2)),
     ],
     "measuring/trial_steps.py": [

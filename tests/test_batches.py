@@ -1,5 +1,7 @@
 """What data may be: batches of any type, series of batches, parts of batches."""
 
+import itertools
+import warnings
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from newton_summary import derivative_tensor, summarize, taylor_terms
 from newton_summary.derivatives import BACKENDS
@@ -91,6 +93,44 @@ def test_generator_is_read_once_and_measured_on_all_passes(problem):
     assert_same(summarize(problem.model, problem.loss_fn, generator, backend="nested"), whole)
     iterator = iter(cut(problem.batch, 3, N))
     assert_same(summarize(problem.model, problem.loss_fn, iterator, backend="nested"), whole)
+
+
+class Stream(IterableDataset):
+    """Batches without a length."""
+
+    def __init__(self, batch, count=None):
+        self.batch, self.count = batch, count
+
+    def __iter__(self):
+        times = [] if self.count is None else [self.count]
+        return itertools.repeat(self.batch, *times)
+
+
+def squares(model, batch):
+    return sum(p.square().sum() for p in model.parameters())
+
+
+def test_an_iterator_that_may_never_end_is_refused():
+    net, x = nn.Linear(1, 1), torch.ones(1, 1)
+    loader = DataLoader(Stream(x), batch_size=None)
+    for endless in (itertools.cycle([x]), iter(loader)):
+        with pytest.raises(ValueError, match=r"more than 1,000.*itertools.islice\(data, 16\)"):
+            summarize(net, squares, endless, order=1)
+    for some in (itertools.islice(loader, 16), iter([x] * 1001)):
+        assert summarize(net, squares, some, order=1).num_samples in (16, 1001)
+
+
+def test_a_stream_that_may_never_end_is_told():
+    net, x = nn.Linear(1, 1), torch.ones(1, 1)
+    loader = DataLoader(Stream(x, 1001), batch_size=None)
+    with pytest.warns(UserWarning, match=r"1,000 batches.*itertools.islice\(data, 16\)") as caught:
+        assert summarize(net, squares, loader, order=1).num_samples == 1001
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        known = DataLoader(TensorDataset(torch.ones(1001, 1)), batch_size=1)
+        for data in (known, DataLoader(Stream(x, 1000), batch_size=None)):
+            assert summarize(net, squares, data, order=1).num_samples in (1000, 1001)
 
 
 class Recorder:

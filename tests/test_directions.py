@@ -430,6 +430,22 @@ def test_lbfgs_needs_a_closure(problem):
     assert same(state_of(optimizer), held)
 
 
+def test_a_closure_that_is_called_though_it_may_be_none(problem):
+    class Sharp(optim.SGD):
+        def step(self, closure=None):
+            return closure()
+
+    with pytest.raises(ValueError, match="Sharp cannot give a direction: its step needs a closure"):
+        direction_of(problem, Sharp(problem.model.parameters()))
+
+
+def test_another_error_of_the_step_is_its_own(problem):
+    optimizer = optim.Adam(problem.model.parameters())
+    optimizer.param_groups[0]["lr"] = "1e-3"
+    with pytest.raises(TypeError, match="'str'"):
+        direction_of(problem, optimizer)
+
+
 def test_optimizer_of_another_model(problem):
     other = optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"does not hold parameter '0\.weight'"):
@@ -484,6 +500,30 @@ def test_wrong_direction_names_the_culprit(problem, kind):
         assert fragment in str(caught.value)
     for name, p in problem.params.items():
         assert torch.equal(p, before[name])
+
+
+def test_sparse_adam_takes_its_own_step():
+    """It refuses dense gradients, and moves no row whose gradient is zero."""
+    torch.manual_seed(0)
+    model = nn.Embedding(5, 3, sparse=True).double()
+    optimizer = optim.SparseAdam(model.parameters(), lr=0.01)
+    data = (model, lambda model, x: model(x).square().mean(), torch.tensor([1, 3]))
+    take_step(*data, optimizer)
+    summary = summarize(*data, direction=optimizer, order=1)
+    before = model.weight.detach().clone()
+    take_step(*data, optimizer)
+    torch.testing.assert_close(
+        summary.gbar[0], (before * (before - model.weight))[[1, 3]].sum() / 3
+    )
+    assert suggest_lrs(*data, optimizer).groups[0].verdict == "raise"
+
+
+def test_adam_divides_by_zero_in_float16():
+    model, x = nn.Linear(2, 1).half(), torch.tensor([[0.0, 1.0]]).half()
+    data = (model, lambda model, x: model(x).float().square().mean(), x)
+    with pytest.raises(ValueError, match=r"'weight' has non-finite.*eps of Adam.*use eps=1e-4"):
+        suggest_lrs(*data, optim.Adam(model.parameters()))
+    assert suggest_lrs(*data, optim.Adam(model.parameters(), eps=1e-4)).groups
 
 
 def test_frozen_and_tied_names_are_explained(problem):

@@ -18,7 +18,7 @@ from newton_summary import (
     verify,
 )
 from newton_summary.derivatives import BACKENDS
-from newton_summary.errors import CannotDifferentiate
+from newton_summary.errors import CannotDifferentiate, NotFiniteError
 from problems import PROBLEMS
 
 BACKENDS_AND_AUTO = ["auto", *BACKENDS]
@@ -103,6 +103,11 @@ LOSSES = {
         ValueError,
         ["does not depend on the parameters"],
     ),
+    "differentiated": (
+        lambda model, batch: [loss := model_loss(model, batch), loss.backward()][0],
+        ValueError,
+        ["on batch 0 called backward()", "Return the loss without it"],
+    ),
     "of the input alone": (
         lambda model, batch: batch[0].clone().requires_grad_().square().mean(),
         ValueError,
@@ -148,6 +153,15 @@ def test_the_batch_is_named(problem):
     x, y = problem.batch
     with pytest.raises(ValueError, match="on batch 1 returned a tensor of shape"):
         summarize(problem.model, loss_fn, [(x, y), (x[:2], y[:2])])
+
+
+@pytest.mark.parametrize("given_direction", [False, True])
+def test_the_batch_that_is_not_finite_is_named(problem, given_direction):
+    x, y = problem.batch
+    direction = problem.direction() if given_direction else "gradient"
+    data = [(x, y), (x * float("nan"), y)]
+    with pytest.raises(NotFiniteError, match=r"The loss is nan on batch 1, .* non-finite data"):
+        summarize(problem.model, problem.loss_fn, data, direction=direction)
 
 
 CHANGES = {
@@ -212,7 +226,7 @@ def test_embedding_that_renormalises_itself_is_a_change():
 @pytest.mark.parametrize("given_direction", [False, True])
 def test_data_without_a_batch(problem, data, given_direction):
     direction = problem.direction() if given_direction else "gradient"
-    with pytest.raises(ValueError, match="data is empty"):
+    with pytest.raises(ValueError, match=r"data is empty.*read before, make a new one"):
         summarize(problem.model, problem.loss_fn, data, direction=direction)
 
 

@@ -277,13 +277,19 @@ RETURN = "def build():\n    return "
         (f"{BUILD}{RETURN}model, lambda x: x, []\n", ["arguments (x)", "loss_fn(model, batch)"]),
         (f"{BUILD}{GOOD_LOSS}{RETURN}model, loss, None\n", ["None", "third", "a DataLoader"]),
         (f"{BUILD}{GOOD_LOSS}{RETURN}model, loss, []\n", ["The data is empty"]),
-        (f"{BUILD}{GOOD_LOSS}{RETURN}model, loss, torch.ones(5, 3)\n", ["line 4", "shapes"]),
+        (
+            f"{BUILD}{GOOD_LOSS}{RETURN}model, loss, torch.ones(5, 3)\n",
+            ["Measuring net.py failed, line 4", "shapes"],
+        ),
         (
             f"{BUILD}{GOOD_LOSS}{RETURN}model, loss, [torch.ones(5, 2)] * 2\n",
             ["line 4", "A list of tensors is taken as one batch"],
         ),
         (f"{BUILD}{RETURN}model, lambda m, b: 1.0, torch.ones(2)\n", ["returned float"]),
-        (f"{BUILD}{RETURN}model, lambda m, b: m(b), torch.ones(3, 2)\n", ["Measuring failed"]),
+        (
+            f"{BUILD}{RETURN}model, lambda m, b: m(b), torch.ones(3, 2)\n",
+            ["Measuring net.py failed"],
+        ),
     ],
 )
 def test_mistakes_in_the_file(call, source, words):

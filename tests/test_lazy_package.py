@@ -27,7 +27,9 @@ def test_the_command_line_tells_its_help_without_torch():
 
 
 def test_names_are_there_to_be_seen_and_others_are_not():
-    assert set(ns.__all__) <= set(dir(ns))
+    offered = set(dir(ns))
+    assert set(ns.__all__) <= offered
+    assert {"analysis", "figures"} <= offered and not {"Any", "import_module"} & offered
     assert ns.analysis.normalized and ns.figures.heatmap
     with pytest.raises(AttributeError, match="no attribute 'sumarize'"):
         _ = ns.sumarize

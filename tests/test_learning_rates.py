@@ -440,6 +440,7 @@ def test_no_minimum(g, H, D3, escaping):
     assert math.isnan(rates.radius)
     assert math.isnan(rates.model_change)
     assert list(rates.escaping) == escaping
+    assert "The model of the loss has no minimum" in str(rates)
     assert f"It falls along {', '.join(f'group {s}' for s in escaping)}." in str(rates)
 
 

@@ -165,6 +165,37 @@ def test_batches_with_time_first_are_refused():
         summarize(net, loss_fn, labelled)
 
 
+@pytest.mark.parametrize("labels", [(4,), (4, 1)])
+def test_time_first_with_labels_that_stay_as_many_is_refused(labels):
+    """Sequences of 2 and of 40 steps, of four samples each."""
+    net = nn.RNN(3, 2).double()
+    batches = [
+        (torch.randn(steps, 4, 3, dtype=torch.float64), torch.zeros(labels)) for steps in (2, 40)
+    ]
+    loss_fn = lambda m, b: (m(b[0])[0][-1].sum() - b[1]).square().mean()  # noqa: E731
+    with pytest.raises(ValueError, match=r"\(2, 4, 3\) and \(40, 4, 3\).*batch_first=False"):
+        summarize(net, loss_fn, batches)
+    summary = summarize(net, loss_fn, batches, num_samples=lambda batch: len(batch[1]))
+    assert summary.num_samples == 8
+
+
+CONSTANTS = {
+    "of another length": lambda n: (torch.zeros(n, 5), torch.ones(2)),
+    "as long as the second dimension": lambda n: (torch.zeros(n, 3), torch.zeros(n), torch.ones(3)),
+    "square": lambda n: (torch.zeros(n, n),),
+}
+
+
+@pytest.mark.parametrize("kind", CONSTANTS)
+def test_constants_in_a_batch_are_not_taken_for_labels(kind):
+    """Such as class weights, also where a layer counts steps first."""
+    net = nn.RNN(3, 2).double()
+    loss_fn = lambda m, b: sum(p.square().sum() for p in m.parameters())  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert summarize(net, loss_fn, [CONSTANTS[kind](n) for n in (8, 4)]).num_samples == 12
+
+
 def test_sequences_of_varying_length_are_counted_by_the_first_dimension():
     torch.manual_seed(0)
     net = nn.Embedding(5, 2).double()

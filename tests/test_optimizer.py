@@ -274,7 +274,7 @@ def test_a_direction_of_another_model_is_refused():
     model[0].weight.requires_grad_(False)
     partition = ns.make_partition(model)
     model[0].weight.requires_grad_(True)
-    shape = rf"shape \({', '.join(map(str, model[0].weight.shape))}\).* frozen when the groups"
+    shape = rf"shape \({', '.join(map(str, model[0].weight.shape))}\).* frozen when a partition"
     with pytest.raises(ValueError, match=shape):
         ns.NewtonSummary(partition, direction=torch.optim.Adam(model.parameters()))
 

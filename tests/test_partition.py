@@ -232,6 +232,39 @@ def test_a_norm_that_comes_first_belongs_to_the_layer_after():
     assert last == Layer("2", ("2.weight",), ("2.bias",))
 
 
+class Graph(nn.Module):
+    """Layers in one list and norms in another, as is usual for graph networks."""
+
+    def __init__(self, container):
+        super().__init__()
+        self.embed = nn.Linear(2, 2)
+        self.convs = container(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(3))
+        self.norms = container(nn.LayerNorm(2) for _ in range(2))
+        self.head = nn.Linear(2, 1)
+
+
+def named(modules):
+    return nn.ModuleDict({f"block {i}": module for i, module in enumerate(modules)})
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, named])
+def test_a_norm_in_a_list_beside_the_layers_belongs_to_the_one_at_its_place(container):
+    layers = find_layers(Graph(container))
+    assert [len(layer.weights) for layer in layers] == [1, 1, 2, 1, 2, 1, 1, 1]
+    for i, layer in enumerate((layers[2], layers[4])):
+        place, linear = layer.name.split(".")[1:]
+        assert linear == "1"
+        assert layer.weights == (f"convs.{place}.1.weight", f"norms.{place}.weight")
+        assert place in (str(i), f"block {i}")
+
+
+def test_lists_that_are_run_as_a_whole_are_not_beside_each_other():
+    """The norm at the end is after the last layer, not after the first."""
+    stem, end = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.LayerNorm(2))
+    layers = find_layers(nn.ModuleDict({"stem": stem, "body": nn.Linear(2, 2), "end": end}))
+    assert layers[1].weights == ("body.weight", "end.0.weight")
+
+
 def test_a_model_of_norms_alone_has_layers_too():
     model = nn.Sequential(nn.LayerNorm(2), nn.LayerNorm(2))
     assert len(find_layers(model)) == 2
@@ -592,10 +625,11 @@ WRONG = {
     ),
     "no pattern": ({"a": "(", "b": ...}, ["Group 'a'", "'('", "not a valid regular expression"]),
     "two rests": ({"a": ..., "b": ...}, ["'a' and 'b'", "only one group can take the rest"]),
-    "blocks": ("blocks-4", ["'blocks-4' needs 4 layers", "has 1", "from 1 to 1"]),
+    "blocks": ("blocks-4", ["'blocks-4': expected", "from 1 to 1", "layers before the last one"]),
     "no blocks": ("blocks-0", ["'blocks-0'", "from 1 to 1"]),
-    "alternate": ("alternate-2", ["'alternate-2' needs 2 layers", "has 1"]),
-    "chunks": ("chunks-3", ["'chunks-3' needs 3 layers", "has 2", "from 1 to 2"]),
+    "alternate": ("alternate-2", ["'alternate-2': expected a number from 1 to 1"]),
+    "chunks": ("chunks-3", ["'chunks-3': expected", "from 1 to 2, how many layers the model has"]),
+    "no chunks": ("chunks-0", ["'chunks-0': expected a number from 1 to 2"]),
     "no number": ("blocks", ["'blocks' needs a number", "'blocks-2'"]),
     "letter for a number": ("alternate-k", ["needs a number", "'alternate-2'"]),
     "too deep": ("modules-2", ["'modules-2'", "at most 1 level deep. Use 'modules-1'."]),

@@ -190,3 +190,23 @@ def test_groups_and_a_direction_of_ones_own() -> None:
     torch.testing.assert_close(found.sweep.Hbar.float(), expected.Hbar, rtol=1e-4, atol=1e-6)
     first = verify(model, loss_fn, iter([x, x + 1]), partition=groups, direction=u)
     torch.testing.assert_close(first.sweep.Hbar, found.sweep.Hbar)
+
+
+def test_a_model_that_has_stored_an_activation() -> None:
+    """Which torch does not copy; it stays as it is, in the model and in its lists."""
+
+    class Storing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.stored = super().forward(x)
+            self.losses = [self.stored.square().mean()]
+            return self.stored
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).exp().mean() + model.losses[0]
+
+    model = Storing(5, 3)
+    loss_fn(model, inputs())
+    before = model.stored, model.losses[0]
+    assert verify(model, loss_fn, inputs()).ok
+    assert model.stored is before[0] and model.losses[0] is before[1]
+    assert model.stored.grad_fn is not None

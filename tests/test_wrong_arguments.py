@@ -52,6 +52,7 @@ WRONG = {
         lambda: ns.learning_rates(SUMMARY, torch.ones(2)),
         ": expected a finite number",
     ),
+    "lambda text": (lambda: ns.learning_rates(SUMMARY, "1"), "lambda_int='1': expected a finite"),
     "lambda below": (lambda: ns.learning_rates(SUMMARY, -1), "lambda_int=-1: expected a finite"),
     "advice lambda": (
         lambda: ns.suggest_lrs(NET, never, BATCH, SGD, lambda_int="x"),

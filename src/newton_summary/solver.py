@@ -36,23 +36,23 @@ STATUS = {
     "minimum": "The minimum of the cubic model.",
     "newton": "The minimum of the quadratic model, Newton's step: there is no cubic term.",
     "flat": "A minimum, but not the only one: groups without a cubic term can move against each "
-    "other without changing the model. This is the nearest one. A coarser partition would merge "
-    "such groups.",
+    "other without changing the model of the loss. This is the nearest one. A coarser partition "
+    "would merge such groups.",
     "hard-case": "One of two equally low minima: gbar does not say which way to go along the "
     "direction of most negative curvature. This is the one with more positive rates.",
     "saddle": "Hbar^-1 gbar, a saddle point rather than a minimum: Hbar is not positive definite, "
     "and there is no cubic term.",
-    "no-minimum": "The model has no minimum: it is unbounded below along groups without a cubic "
-    "term. The rates are nan.",
+    "no-minimum": "The model of the loss has no minimum: it is unbounded below along groups "
+    "without a cubic term. The rates are nan.",
     "overflow": "The minimum is too far away for the floating-point type: the cubic term is close "
     "to zero where Hbar is not positive definite. The rates are nan. Use a larger lambda_int.",
     "not-finite": "The summary has non-finite entries, so the rates are nan. Check the loss, and "
     "the direction it was measured along.",
     # Only trials give these two:
-    "cut": "The model's step raised the loss when it was tried, so all rates were scaled by one "
-    "factor, to where the loss is lowest.",
-    "absolute": "The model has no minimum, so these are the rates with the absolute values of "
-    "Hbar's eigenvalues, scaled by one factor to where the loss is lowest.",
+    "cut": "The step raised the loss when it was tried, so all rates were scaled by one factor, to "
+    "where the loss is lowest.",
+    "absolute": "The model of the loss has no minimum, so these are the rates with the absolute "
+    "values of Hbar's eigenvalues, scaled by one factor to where the loss is lowest.",
     # The optimizer alone gives these two; it does not use negative rates:
     "no-positive-rate": "Every rate is negative or zero: according to this measurement, the loss "
     "rises along the direction. Measure on larger batches, or average over more of them.",
@@ -259,10 +259,10 @@ def doubt_of(change: float, loss: float) -> str:
     )
 
 
-def check_strength(lambda_int: float) -> float:
+def check_strength(lambda_int: float | str) -> float:
     """Return a strength of the cubic term as a number; raise if it is not one."""
     try:
-        number = float(lambda_int)
+        number = math.nan if isinstance(lambda_int, str) else float(lambda_int)
     except (TypeError, ValueError, RuntimeError):
         number = math.nan
     if not 0 <= number < math.inf:

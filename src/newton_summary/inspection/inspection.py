@@ -145,7 +145,7 @@ def inspect_model(
     """
     model, loss_fn, data = built
     lambda_int = _strength(settings)
-    with telling(file, "Measuring failed", _hint(data)):
+    with telling(file, f"Measuring {file} failed", _hint(data)):
         batches = take_batches(data, settings.max_batches)
         if settings.device is not None:
             from newton_summary.experiments.training import find_device

@@ -29,7 +29,7 @@ def reason_to_fall_back(error: Exception, batch: Evaluation, backend: str) -> Ex
     if ours or is_out_of_memory(error) or backend not in AUTO or probe.processes.sharded:
         return error
     loss = batch()
-    check_finite(loss)
+    check_finite(loss, batch.place)
     check_depends(loss, probe.params)
     if isinstance(error, NotFiniteError):
         there = str(error).partition(",")[0]

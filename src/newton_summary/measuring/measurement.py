@@ -261,7 +261,8 @@ def measure(
         if following is None:
             break
         reason = f"{name}: {why}"
-        warn_user(f"Falling back from {name!r} to {following!r}, because {why}")
+        how = {"nested": "exact, but slower", "differences": "approximate"}[following]
+        warn_user(f"Falling back from {name!r} to {following!r} ({how}), because {why}")
     assert found is not None
     warn_user(f"With backend={found.backend!r}, {not_finite(found)}.")
     return found

@@ -42,10 +42,13 @@ def held_by(optimizer: Optimizer, params: Mapping[str, Tensor]) -> dict[str, Ten
     if strange or not held:
         what = "no trainable parameter of the model"
         if strange:
-            what = f"a parameter of shape {tuple(strange[0].shape)} that is in no group"
+            what = (
+                f"a parameter of shape {tuple(strange[0].shape)}, not a trainable one of the model"
+            )
         raise ValueError(
-            f"The optimizer holds {what}: it belongs to another model, or was frozen when the "
-            f"groups were made."
+            f"The optimizer holds {what}: it belongs to another model, or was frozen when a "
+            f"partition was made. Use {type(optimizer).__name__}(model.parameters(), ...), or make "
+            "the partition anew."
         )
     return held
 

@@ -22,7 +22,7 @@ from newton_summary.measuring.exact_loss import ExactLoss, widened
 from newton_summary.parallel.processes import refuse_sharded
 from newton_summary.partition import Partition, Spec, make_partition, trainable, unwrap
 from newton_summary.probe.directions import Direction, find_direction
-from newton_summary.probe.inputs import as_batches
+from newton_summary.probe.inputs import as_batches, leaves
 from newton_summary.probe.probe import LossFn, Probe
 from newton_summary.probe.state import Journal, set_contents
 from newton_summary.summary import Summary
@@ -141,7 +141,7 @@ def verify(
     True
     """
     refuse_sharded(dict(unwrap(model).named_parameters()), "verify")
-    exact = copy.deepcopy(unwrap(model)).double()
+    exact = _copy(unwrap(model)).double()
     if isinstance(partition, Partition):
         groups = Partition(partition.names, trainable(exact), partition.labels, exact)
     else:
@@ -177,6 +177,13 @@ def verify(
     H_error, D3_error = (torch.stack(some).amin(0) for some in zip(*errors, strict=True))
     H_doubt, D3_doubt = (torch.stack(some).amin(0) for some in zip(*doubts, strict=True))
     return Verification(groups.names, H_error, D3_error, H_doubt, D3_doubt, sweep, by_step[0])
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """Copy a model; activations that it has stored, which torch does not copy, without history."""
+    attributes = (x for module in model.modules() for x in leaves(vars(module)))
+    stored = (x for x in attributes if isinstance(x, Tensor) and not x.is_leaf)
+    return copy.deepcopy(model, {id(x): x.detach().clone() for x in stored})
 
 
 @contextmanager

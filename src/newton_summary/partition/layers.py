@@ -4,8 +4,9 @@ A layer is a module that owns trainable parameters directly, so the weight and t
 stay together; of parameter lists, those at the same place. A norm belongs to the layer before it,
 so that convolution and batch norm count as one, as a reader would count; to the one after it where
 that is nearer in the tree of modules (a transformer's block that begins with a norm), or where
-there is none before. An embedding is a layer, and so are the bare parameters of a module. A tied
-parameter belongs to the module that comes first.
+there is none before; to the one at its own place where layers and norms are two lists side by side.
+An embedding is a layer, and so are the bare parameters of a module. A tied parameter belongs to the
+module that comes first.
 
 All of it follows from names and shapes of parameters and types of modules, which a file can hold.
 """
@@ -108,7 +109,7 @@ def layers_of(params: Mapping[str, Tensor], types: Types) -> list[Layer]:
     }
     members: dict[int, list[str]] = {}
     for i, owner in enumerate(owners):
-        layer = i if i in others or not others else _nearest(owners, i, others)
+        layer = i if i in others or not others else _nearest(owners, i, others, types)
         members.setdefault(layer, []).extend(by_owner[owner])
     return [
         Layer(
@@ -134,15 +135,28 @@ def _is_norm(kind: str, params: Sequence[Tensor]) -> bool:
     return "norm" in kind and (vectors or kind.endswith(("layernorm", "rmsnorm")))
 
 
-def _nearest(owners: Sequence[str], norm: int, others: set[int]) -> int:
-    """Return the neighbour that shares more of a norm's module path; on a tie, the one before."""
+def _nearest(owners: Sequence[str], norm: int, others: set[int], types: Types) -> int:
+    """Return the neighbour that shares more of a norm's module path; on a tie, the one before.
+
+    A norm in a list beside one of layers has another neighbour: the layer at its place there.
+    """
 
     def shared(layer: int) -> int:
         pairs = zip(owners[norm].split("."), owners[layer].split("."))
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
+    def place(i: int) -> tuple[list[str], list[str]] | None:
+        """Return which place a module has in a list at this depth."""
+        path = owners[i].split(".")
+        is_listed = types.get(".".join(path[: depth + 1])) in ("ModuleList", "ModuleDict")
+        return (path[:depth], path[depth + 1 : depth + 2]) if is_listed else None
+
     before, after = sorted(j for j in others if j < norm), sorted(j for j in others if j > norm)
-    return max([*before[-1:], *after[:1]], key=shared)
+    around = [*before[-1:], *after[:1]]
+    depth = max(map(shared, around))
+    own = place(norm)
+    beside = [j for j in others if place(j) == own] if own else []
+    return max(beside or around, key=lambda j: (shared(j), j < norm, -abs(j - norm)))
 
 
 def last_layer(model: nn.Module, layers: Sequence[Layer]) -> Layer:

@@ -128,8 +128,7 @@ def _body_and_last(model: nn.Module, k: int, spec: str) -> tuple[list[Layer], La
 def _check_count(k: int, available: int, spec: str, what: str) -> None:
     if not 1 <= k <= available:
         raise ValueError(
-            f"{spec!r} needs {k} {what}, but the model has {available}. "
-            f"Use a number from 1 to {available}."
+            f"{spec!r}: expected a number from 1 to {available}, how many {what} the model has."
             if available
             else f"{spec!r}: the model has only one layer. Use 'canonical'."
         )

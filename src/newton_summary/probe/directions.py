@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from newton_summary.display.names import nearest
 from newton_summary.parallel.processes import local_part
@@ -90,7 +90,10 @@ def _checked(direction: Mapping[str, Tensor], params: Params, model: nn.Module) 
     finite = torch.isfinite(torch.stack([norm.to(norms[0]) for norm in norms])).tolist()
     for name, is_finite in zip(params, finite, strict=True):
         if not is_finite and not bool(torch.isfinite(parts[name]).all()):
-            raise ValueError(f"The direction of {name!r} has non-finite entries.")
+            hint = ""
+            if parts[name].dtype == torch.float16:
+                hint = " In float16 the default eps of Adam, 1e-8, is 0: use eps=1e-4, or float32."
+            raise ValueError(f"The direction of {name!r} has non-finite entries.{hint}")
     # A copy if it lies in the memory of a parameter, which may be moved while it is used.
     live = {local_part(p).untyped_storage().data_ptr() for p in params.values()}
     own = {name: direction[name].detach() for name in params}
@@ -156,12 +159,16 @@ def borrowed(optimizer: Optimizer, params: Params) -> Iterator[Callable[[Params]
         by_id = {id(p): grads[name] for name, p in params.items()}
         for p in everything:
             grad = by_id.get(id(p))
+            if grad is not None and isinstance(optimizer, SparseAdam):
+                grad = grad.to_sparse(1)  # it takes no other; of the rows that the loss has used
             p.grad = None if grad is None else grad.clone()
         with unmoved(everything) as copies:
             before = {id(p): value for p, value in zip(everything, copies, strict=True)}
             try:
                 type(optimizer).step(optimizer)  # not optimizer.step, which a scheduler has wrapped
             except TypeError as error:
+                if "closure" not in str(error) and "'NoneType' object is not" not in str(error):
+                    raise
                 raise ValueError(
                     f"{type(optimizer).__name__} cannot give a direction: its step needs a "
                     f"closure ({error}). Use another optimizer, or pass summarize(direction=...) "

@@ -8,6 +8,7 @@ import inspect
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from newton_summary.partition import Partition
 LossFn = Callable[[nn.Module, Any], Tensor]
 Closure = Callable[[], Tensor]
 NumSamples = int | Callable[[Any], int]
+
+MANY = 1000  # batches of data without a length: it may never end
 
 _WANTED = (
     "Expected loss_fn(model, batch) that calls the model and returns the mean loss of the batch, "
@@ -131,7 +134,26 @@ def as_batches(data: Any) -> Iterable[Any]:
     is_batch = callable(getattr(data, "to", None)) or hasattr(data, "keys") or is_dataclass(data)
     if is_batch or not isinstance(data, Iterable):
         return [data]
-    return list(data) if isinstance(data, Iterator) else data  # it can be read only once
+    return read_all(data) if isinstance(data, Iterator) else data
+
+
+def read_all(batches: Iterator[Any]) -> list[Any]:
+    """Return all batches of an iterator, which can be read only once; raise if it may never end."""
+    if has_known_length(batches):
+        return list(batches)
+    found = list(islice(batches, MANY + 1))
+    if len(found) > MANY:
+        raise ValueError(
+            f"The data is an iterator without a length, and has more than {MANY:,} batches: it may "
+            "never end, and all of them would be kept in memory. Pass some, "
+            "itertools.islice(data, 16), or all, iter(list(data))."
+        )
+    return found
+
+
+def has_known_length(batches: Iterable[Any]) -> bool:
+    """Whether batches say how many they are, so that there is an end to them."""
+    return operator.length_hint(batches, -1) >= 0
 
 
 def leaves(batch: Any) -> Iterator[Any]:
@@ -298,8 +320,14 @@ class SampleCount:
         n, m = before[0], now[0]
         pairs = zip(before, now, strict=True)
         others = [(a, b) for a, b in pairs if a != b and a * m != b * n]  # not in proportion
+        alone = before.count(n) == 1 or now.count(m) == 1  # no other tensor confirms the first
+        if n == m:
+            by_second = first[0][1:2] != other[0][1:2]
+        else:  # another has the length of the second dimension in both
+            has_it = [[x[:1] == shapes[0][1:2] for x in shapes[1:]] for shapes in (first, other)]
+            by_second = alone and any(map(all, zip(*has_it, strict=True)))
         time_first = (getattr(x, "batch_first", True) is False for x in self.model.modules())
-        if not others and n == m and first[0][1:2] != other[0][1:2] and any(time_first):
+        if not others and by_second and any(time_first):
             raise ValueError(
                 f"Two batches begin with tensors of shapes {first[0]} and {other[0]}, and the "
                 f"model has a layer with batch_first=False: samples may be counted by the first "
@@ -312,7 +340,7 @@ class SampleCount:
             f"these: the first has length {n} in one batch and {m} in another, but another has "
             f"{others[0][0]} and {others[0][1]}."
         )
-        if before.count(n) == 1 or now.count(m) == 1:
+        if alone:
             raise ValueError(f"{what} {_GIVE}")
         if not self._warned:
             self._warned = True

@@ -36,20 +36,22 @@ from newton_summary.probe.eager import (
     refuse_unknown_checkpoints,
     start_measuring,
 )
-from newton_summary.probe.inputs import Closure as Closure
-from newton_summary.probe.inputs import LossFn as LossFn
 from newton_summary.probe.inputs import (
+    MANY,
     NumSamples,
     SampleCount,
     as_batches,
     check_loss_fn,
     check_microbatch,
     explain,
+    has_known_length,
     has_length,
     leaves,
     outside_inference_mode,
     take_samples,
 )
+from newton_summary.probe.inputs import Closure as Closure
+from newton_summary.probe.inputs import LossFn as LossFn
 from newton_summary.probe.state import (
     Journal,
     ModelState,
@@ -187,6 +189,11 @@ class Probe:
         if not is_list:
             self.random.forget()
         for number, batch in enumerate(self._in_step(batches)):
+            if number == MANY and not has_known_length(batches):
+                self._warn(
+                    f"{MANY:,} batches have been read from data without a length, which may never "
+                    "end. Reading on; for 16 batches, pass itertools.islice(data, 16)."
+                )
             if any(isinstance(x, Tensor) and x.is_inference() for x in leaves(batch)):
                 batch = outside_inference_mode(batch)
             if not is_list:
@@ -212,7 +219,10 @@ class Probe:
                     self.random.jump(state)
                 count += 1
         if count == 0 and not several:
-            raise ValueError("The data is empty: there is no batch to measure.")
+            raise ValueError(
+                "The data is empty: there is no batch to measure. If it is a generator that has "
+                "been read before, make a new one."
+            )
         self.num_parts = count
 
     def _in_step(self, batches: Iterable[Any]) -> Iterable[Any]:
@@ -229,7 +239,7 @@ class Probe:
         with self.processes.joint():
             for closure, size in self.closures() if some is None else some:
                 loss = closure()
-                check_finite(loss)
+                check_finite(loss, closure.place)
                 check_depends(loss, self.params)
                 self.losses.append(float(loss.detach()))
                 grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
@@ -335,8 +345,7 @@ class Probe:
             raise self.complaint
         return loss
 
-    @staticmethod
-    def _wrong_about(loss: Any, changed: str | None, number: int) -> Exception | None:
+    def _wrong_about(self, loss: Any, changed: str | None, number: int) -> Exception | None:
         where = f"loss_fn(model, batch) on batch {number}"
         if changed is not None:
             return ValueError(
@@ -364,7 +373,24 @@ class Probe:
                 f"{where} returned a loss of dtype {loss.dtype}: expected a real floating-point "
                 "number."
             )
+        if self._has_freed(loss):
+            return ValueError(
+                f"{where} called backward(), which frees the graph of the loss. Return the loss "
+                "without it: measuring takes the derivatives."
+            )
         return None
+
+    def _has_freed(self, loss: Tensor) -> bool:
+        """Whether the graph of a loss has gone because its function called ``backward``."""
+        with torch._C.DisableTorchFunction():
+            params = list(self.params.values())
+            if all(p.grad is None for p in params) or not loss.requires_grad:
+                return False
+            try:
+                torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
+            except RuntimeError:
+                return True
+            return False
 
     def _evaluating(self) -> AbstractContextManager[None]:
         """Return a context in which the loss is evaluated."""
@@ -386,6 +412,11 @@ class Evaluation:
         """Evaluate the loss."""
         return self.probe.evaluate(self)
 
+    @property
+    def place(self) -> str:
+        """Where the batch is in the data, for messages; empty if it is all of it."""
+        return "" if self.probe.in_one_piece else f" on batch {self.number}"
+
     def split(self, samples: int | None) -> list[Evaluation]:
         """Return parts of at most this many samples; the whole if there is nothing to split."""
         can_be_cut = any(has_length(x) and len(x) == self.size for x in leaves(self.batch))
@@ -403,12 +434,12 @@ class Evaluation:
         ]
 
 
-def check_finite(loss: Tensor) -> None:
-    """Raise if the loss is not finite."""
+def check_finite(loss: Tensor, place: str = "") -> None:
+    """Raise if the loss of a batch, at a place in the data, is not finite."""
     if not math.isfinite(loss.detach()):
         raise NotFiniteError(
-            f"The loss is {float(loss.detach())}, so it has no derivatives. Check for a division "
-            "by zero, a logarithm of zero, or diverged parameters."
+            f"The loss is {float(loss.detach())}{place}, so it has no derivatives. Check for a "
+            "division by zero, a logarithm of zero, non-finite data, or diverged parameters."
         )
 
 

@@ -83,8 +83,9 @@ class Recorder(TorchFunctionMode):
         self.entered: list[Any] = []  # Python functions of torch that are being traced into
         self.leaves: dict[int, str] = {}
         self.read: set[int | None] = set()  # slots of values whose numbers a rule may read
-        self.unseen: dict[int, str] = {}  # slots of what was made out of sight, and by what
+        self.unseen: dict[int, str] = {}  # slots of what was made out of sight, and why it was
         self.slots = 0
+        self.differentiates = False  # whether the loss calls torch.autograd.grad
         self.finished = False  # an interrupt may leave it active
         self.memory = {p.untyped_storage().data_ptr(): n for n, p in params.items() if p.numel()}
         for name, p in params.items():
@@ -124,13 +125,13 @@ class Recorder(TorchFunctionMode):
         cause = dict(self.unseen)
         kept = []
         for op in self.ops:
-            made_by = next((cause[slot] for slot in op.inputs if slot in cause), None)
-            if made_by is None:
+            why = next((cause[slot] for slot in op.inputs if slot in cause), None)
+            if why is None:
                 kept.append(op)
                 continue
-            cause.update({value.slot: made_by for value in op.made if value.slot is not None})
+            cause.update({value.slot: why for value in op.made if value.slot is not None})
         if loss in cause:
-            raise not_recorded(cause[loss])
+            raise CannotDifferentiate(f"sweep: {cause[loss]}")
         self.ops = kept
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -146,6 +147,7 @@ class Recorder(TorchFunctionMode):
         if call.elementary is not None:
             with self:
                 return call.elementary(*args, **kwargs)
+        self.differentiates |= func is torch.autograd.grad
         if call.inside is not None and func not in self.entered:
             self.entered.append(func)
             try:
@@ -293,10 +295,16 @@ class Recorder(TorchFunctionMode):
             value, positions = self._value_of(owner), positions_in(owner, tensor)
             edge = get_gradient_edge(tensor)
             return self._append("read_view", positions_in, (value,), tensor, edge, positions)
-        made_by = f"{tensor.grad_fn.name()} made a tensor of shape {tuple(tensor.shape)}"
+        why = (
+            "the loss calls torch.autograd.grad, which cannot be recorded"
+            if self.differentiates
+            else f"{tensor.grad_fn.name()} made a tensor of shape {tuple(tensor.shape)} in a way "
+            "that cannot be recorded, such as a custom autograd function, TorchScript or "
+            "torch.autograd.grad"
+        )
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # which means nothing outside
-            raise not_recorded(made_by)
-        self.unseen[self.slots] = made_by
+            raise CannotDifferentiate(f"sweep: {why}")
+        self.unseen[self.slots] = why
         return self._new_value(tensor, get_gradient_edge(tensor))
 
     def _wrap(self, x: Any) -> Any:
@@ -378,14 +386,6 @@ class Recorder(TorchFunctionMode):
         # Autograd sees the view as a part of the new owner: there its adjoint has to be looked for.
         written.edge, written.part = edge, positions
         self._append("write_view", positions_in, (old, written), owner, edge, positions)
-
-
-def not_recorded(made_by: str) -> CannotDifferentiate:
-    """Return the error for a value that was made unseen by the recorder."""
-    return CannotDifferentiate(
-        f"sweep: {made_by} in a way that cannot be recorded, such as a custom autograd function, "
-        f"TorchScript or torch.autograd.grad"
-    )
 
 
 def owner_of(tensor: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class ShardedProbe(Probe):
             for closure, size in self.closures() if some is None else some:
                 loss = closure()
                 check_depends(loss, {"all": shards.anchor})
-                check_finite(loss)
+                check_finite(loss, closure.place)
 
                 def receive(name: str, grad: Tensor, size: int = size) -> None:
                     with shards.meeting(f"the sum of the gradients of {name}"):
