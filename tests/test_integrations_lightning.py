@@ -91,9 +91,9 @@ class Talkative(Plain):
         self.outputs.clear()
 
 
-def fit(module, folder, callbacks=(), ckpt_path=None, shuffle=True, **options):
+def fit(module, folder, callbacks=(), ckpt_path=None, shuffle=True, loader=None, **options):
     torch.manual_seed(3)
-    loader = DataLoader(make_dataset(), 16, shuffle=shuffle)
+    loader = loader or DataLoader(make_dataset(), 16, shuffle=shuffle)
     options = {"logger": False, "enable_checkpointing": False, "max_epochs": 3, **options}
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -274,6 +274,54 @@ def test_history_goes_on_from_a_checkpoint(tmp_path):
     assert second.history.epochs == whole.history.epochs == [0, 1, 2, 3, 4]
     assert second.history.rates[:2].equal(whole.history.rates[:2])
     assert [e for e, _ in second.history.curves["train_loss"]] == [1, 2, 3, 4]
+
+
+def test_a_new_training_starts_afresh(tmp_path, capsys):
+    """Of another model on other data, such as the next fold; or of the same model again."""
+
+    class Wide(Plain):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(6, 3)).double()
+
+    told = "a new training: the measurements of the one before are left out"
+    used = quick(adjust=True, console=True)
+    fit(Plain(), tmp_path, [used], max_epochs=3)
+    assert told not in capsys.readouterr().err
+    data = TensorDataset(torch.randn(32, 6).double(), torch.arange(32) % 3)
+    for module in (Wide(), again := Plain(), again):
+        fresh, other = quick(adjust=True), copy.deepcopy(module)
+        loader = DataLoader(data if isinstance(module, Wide) else make_dataset(), 16)
+        fit(module, tmp_path, [used], max_epochs=2, loader=loader)
+        fit(other, tmp_path, [fresh], max_epochs=2, loader=loader)
+        assert capsys.readouterr().err.count(told) == 1
+        assert used.history.epochs == fresh.history.epochs == [0, 1, 2]
+        assert used.history.rates.equal(fresh.history.rates)
+        assert used.history.curves == fresh.history.curves
+        assert used.controller.history == fresh.controller.history
+
+
+def test_a_training_that_goes_on_keeps_its_history(tmp_path, capsys):
+    """The same trainer and module, whose number of epochs is raised; another module is new."""
+    callback, module = quick(console=True), Plain()
+    trainer = fit(module, tmp_path, [callback], max_epochs=2)
+    for again, epochs in ((module, [0, 1, 2, 3, 4]), (Plain(), [4, 5, 6])):
+        trainer.fit_loop.max_epochs += 2
+        trainer.fit(again, DataLoader(make_dataset(), 16))
+        assert callback.history.epochs == epochs
+        assert ("a new training" in capsys.readouterr().err) == (again is not module)
+
+
+def test_a_used_callback_goes_on_from_a_checkpoint(tmp_path, capsys):
+    checkpoints = ModelCheckpoint(tmp_path, save_last=True)
+    fit(Plain(), tmp_path, [quick(), checkpoints], max_epochs=2, enable_checkpointing=True)
+    callback = quick(console=True)
+    fit(Plain(), tmp_path, [callback], max_epochs=4)
+    fit(Plain(), tmp_path, [callback], max_epochs=3, ckpt_path=tmp_path / "last.ckpt")
+    assert callback.history.epochs == [0, 1, 2, 3]
+    assert "a new training" not in capsys.readouterr().err
+    fit(Plain(), tmp_path, [callback], max_epochs=1)
+    assert callback.history.epochs == [0, 1]
 
 
 def test_a_training_that_diverges_goes_on(tmp_path):

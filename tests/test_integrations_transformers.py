@@ -202,6 +202,24 @@ def test_history_goes_on_from_a_checkpoint(tmp_path):
     assert rates == pytest.approx(callback.history.rates[:, 0].tolist())
 
 
+def test_a_new_training_starts_afresh(tmp_path, capsys):
+    """Of another model on other data, and by the same Trainer again; not from a checkpoint."""
+    told = "a new training: the measurements of the one before are left out"
+    used, fresh = quick(adjust=True), quick(adjust=True)
+    fit(make_gpt(), Text(), tmp_path, [used], num_train_epochs=3)
+    fit(Classifier(), Points(), tmp_path, [used], save_strategy="epoch")
+    fit(Classifier(), Points(), tmp_path, [fresh])
+    assert capsys.readouterr().err.count(told) == 1
+    assert used.history.epochs == [0, 1, 2] and used.history.rates.equal(fresh.history.rates)
+    assert used.controller.history == fresh.controller.history
+    checkpoint, options = str(tmp_path / "checkpoint-6"), {"num_train_epochs": 3}
+    fit(Classifier(), Points(), tmp_path, [used], checkpoint, **options)
+    assert used.history.epochs == [0, 1, 2, 3] and told not in capsys.readouterr().err
+    trainer = fit(Classifier(), Points(), tmp_path, [callback := quick()], num_train_epochs=1)
+    trainer.train()
+    assert callback.history.epochs == [0, 1] and told in capsys.readouterr().err
+
+
 def test_a_model_without_a_loss_is_told_at_the_start(tmp_path):
     class Silent(Classifier):
         def forward(self, x, labels):

@@ -146,6 +146,7 @@ class SummaryCallback(Monitor, Callback):
         """Check that the report can be written; start to steer."""
         self.check_report()
         self.console.enabled &= trainer.is_global_zero
+        self.begin(pl_module, goes_on=trainer.global_step > 0)
         steps, accumulated = trainer.estimated_stepping_batches, trainer.accumulate_grad_batches
         last = math.inf if trainer.max_epochs < 0 else trainer.max_epochs
         if math.isfinite(trainer.num_training_batches):  # max_steps may come first
@@ -215,8 +216,8 @@ class SummaryCallback(Monitor, Callback):
             self._write(trainer)
 
     def _measure(self, trainer: Any, module: Any) -> None:
-        if self.data is None:
-            self.data = sample_batches(
+        if self.data is None and self._samples is None:
+            self._samples = sample_batches(
                 trainer.train_dataloader, self.num_batches, trainer.global_rank, trainer.world_size
             )
         self.measure(

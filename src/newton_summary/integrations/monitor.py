@@ -155,7 +155,7 @@ class Monitor:
         super().__init__()  # of the framework's callback
         self.every_n_epochs, self.num_batches = every_n_epochs, num_batches
         self.data, self.loss_fn = data, loss_fn
-        self.partition, self.lambda_int = partition, lambda_int
+        self.lambda_int = lambda_int
         self.adjust = adjust or isinstance(adjust, Mapping)  # without options: those by default
         self.budget = Budget(budget)
         if self.adjust and self.budget.share is not None:
@@ -163,13 +163,12 @@ class Monitor:
         self.report, self.figures = report, figures
         self.loggers, self.console = list(loggers), Console(console)
         self.options = options
-        self.history = History(name or UNNAMED)
+        self._given = name or UNNAMED, partition
         self._loss = self.batch_loss  # one object: how to split batches is remembered by loss
-        self._warned = self._skipped = False
-        self._last_used: Summary | None = None  # the optimizer's, as it was last added
-        self._batches = 0  # measured on last
         self._last = math.inf  # epoch of the training, if known
-        self._steered: Mapping[str, Any] | None = None  # state of a controller not yet made
+        self._seen: int | None = None  # id of the model of the last training
+        self._samples: UserList[Any] | None = None  # of the training data
+        self._forget()
 
     if not TYPE_CHECKING:  # or any attribute would do
 
@@ -179,6 +178,30 @@ class Monitor:
             if framework := ASKED_FIRST.get(name):
                 told += f" Use newton_summary.integrations.{framework}.SummaryCallback here."
             raise AttributeError(told)
+
+    def _forget(self) -> None:
+        """Forget all measurements."""
+        name, self.partition = self._given
+        self.history, self.advice, self.controller = History(name), None, None
+        self.budget.spent = self.budget.last = 0.0
+        self._warned = self._skipped = False
+        self._last_used: Summary | None = None  # the optimizer's, as it was last added
+        self._batches = 0  # measured on last
+        self._steered: Mapping[str, Any] | None = None  # state of a controller not yet made
+        self._resumes = False  # from a checkpoint
+
+    def begin(self, model: nn.Module, goes_on: bool = False) -> None:
+        """Prepare for a training: start afresh after another one.
+
+        Not if it resumes from a checkpoint, or if a trainer ``goes_on`` with the same model.
+        """
+        same = goes_on and self._seen == id(model)
+        if self._seen is not None and not (self._resumes or same):
+            if self.history.measured:
+                self.console.say("a new training: the measurements of the one before are left out")
+            self._forget()
+        self._seen, self._resumes = id(model), False
+        self._samples = None
 
     def batch_loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss of a batch."""
@@ -330,11 +353,11 @@ class Monitor:
 
     def _data(self, epoch: float) -> Any:
         """Return the data to measure on; of drawn samples, as many batches as the budget allows."""
-        if not isinstance(self.data, UserList):
+        if self._samples is None:
             return self.data
         period = self.budget.training * self.every_n_epochs / max(epoch, 1)
-        self._batches = self.budget.batches(self._batches, len(self.data), period)
-        return self.data[: self._batches]
+        self._batches = self.budget.batches(self._batches, len(self._samples), period)
+        return self._samples[: self._batches]
 
     def _note_facts(
         self, model: nn.Module, measured: Measured, optimizer: Optimizer | None
@@ -381,6 +404,7 @@ class Monitor:
         self.controller = RateController(optimizer, model, loss_fn, **options)
         if self._steered is not None:
             self.controller.load_state_dict(self._steered)
+            self._steered = None
         self._recorded = len(self.controller.history)
 
     def before_step(
@@ -458,3 +482,4 @@ class Monitor:
         """Replace the history by a saved one; a controller resumes from its state."""
         self.history = History.from_state_dict(state["history"])
         self._steered = state.get("controller")
+        self._resumes = True

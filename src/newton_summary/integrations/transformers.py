@@ -6,7 +6,6 @@ Needs ``pip install -e '.[transformers]'``.
 from __future__ import annotations
 
 import os
-from collections import UserList
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -94,6 +93,7 @@ class SummaryCallback(Monitor, TrainerCallback):
     """
 
     _watch: Any = None  # the hook that sees the losses of the first step
+    _hook: Any = None  # that sees the batches
     _trained = False  # along the gradient of the model's own loss
 
     def batch_loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -114,7 +114,7 @@ class SummaryCallback(Monitor, TrainerCallback):
 
     def _lacking(self, batch: Any) -> str:
         """Return the keys that samples of the training data have but a batch lacks."""
-        first = self.data[0] if isinstance(self.data, UserList) else None
+        first = self._samples and self._samples[0]
         if not (isinstance(first, Mapping) and isinstance(batch, Mapping)):
             return ""
         return ", ".join(name for name in first if name not in batch)
@@ -133,8 +133,13 @@ class SummaryCallback(Monitor, TrainerCallback):
                 "but the callback measures the loss of the model, without it. Pass the loss you "
                 "train with as loss_fn=..., with loss_fn(model, batch) -> mean loss."
             )
-        watched = self.loss_fn is None and not args.label_smoothing_factor
         model = unwrap(kwargs["model"])
+        self.begin(model)
+        self._trained = False
+        for hook in (self._watch, self._hook):  # of a training that failed
+            if hook is not None:
+                hook.remove()
+        watched = self.loss_fn is None and not args.label_smoothing_factor
         batches = state.max_steps * args.gradient_accumulation_steps
         self.plan(model, batches, state.num_train_epochs)
         self.steer(_plain(kwargs["optimizer"]), model, self.batch_loss)
@@ -215,8 +220,8 @@ class SummaryCallback(Monitor, TrainerCallback):
 
     def _measure(self, args: Any, state: Any, **kwargs: Any) -> None:
         model = unwrap(kwargs["model"])
-        if self.data is None:
-            self.data = sample_batches(
+        if self.data is None and self._samples is None:
+            self._samples = sample_batches(
                 kwargs["train_dataloader"], self.num_batches, args.process_index, args.world_size
             )
         modes = [(module, module.training) for module in model.modules()]
