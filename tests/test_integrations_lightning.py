@@ -295,8 +295,7 @@ def test_a_new_training_starts_afresh(tmp_path, capsys):
         fit(module, tmp_path, [used], max_epochs=2, loader=loader)
         fit(other, tmp_path, [fresh], max_epochs=2, loader=loader)
         assert capsys.readouterr().err.count(told) == 1
-        assert used.history.epochs == fresh.history.epochs == [0, 1, 2]
-        assert used.history.rates.equal(fresh.history.rates)
+        assert len(used.history.curves["measured loss"]) == 3
         assert used.history.curves == fresh.history.curves
         assert used.controller.history == fresh.controller.history
 
@@ -500,7 +499,32 @@ def test_steering_equals_a_plain_loop_to_the_bit(tmp_path, capsys):
     assert logged == pytest.approx([r.rate * r.change for r in controller.history])
     assert len(callback.history.curves["steered lr"]) == len(controller.history)
     assert controller.rates[0] > 1e-4  # from 1e-6
-    assert callback.advice["group0"].lrs == pytest.approx(controller.rates)
+
+
+def test_only_the_loss_is_measured_while_steering(tmp_path, monkeypatch, capsys):
+    """What the console shows; with a partition its groups too, but no advice nor a rehearsal."""
+    x, y = make_dataset().tensors
+
+    def refused(*_, **__):
+        raise AssertionError("not while steering")
+
+    monkeypatch.setattr("newton_summary.measuring.advice.rehearse", refused)
+    for partition in (None, "layers"):
+        module, logger = Plain(), CSVLogger(tmp_path)
+        expected = F.cross_entropy(module.net(x), y).item()
+        callback = SummaryCallback(adjust=True, partition=partition, data=[(x, y)], figures=False)
+        trainer = fit(module, tmp_path, [callback], max_epochs=2, logger=logger)
+        logged = {key.removeprefix("newton_summary/") for row in read_rows(logger) for key in row}
+        assert {"loss", "steered_lr", "steered_factor"} <= logged
+        assert not any(key.startswith(("suggested", "factor")) for key in logged)
+        losses = [float(row[k]) for row in read_rows(logger) if (k := "newton_summary/loss") in row]
+        assert len(losses) == 3 and losses[0] == pytest.approx(expected)
+        assert float(trainer.callback_metrics["newton_summary/loss"]) == pytest.approx(losses[-1])
+        said = capsys.readouterr().err
+        assert said.count(": epoch") == 3 and f"epoch 0: loss {expected:.4g}; steered: lr" in said
+        assert callback.history.epochs == ([] if partition is None else [0, 1, 2])
+        assert "wrote" in said  # the report
+    assert len(callback.history.names) == 2 and "real_change" in logged
 
 
 def test_steering_resumes_to_the_bit(tmp_path):

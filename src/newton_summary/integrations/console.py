@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from newton_summary.measuring.advice import Advice, GroupAdvice, error_text
+from newton_summary.measuring.advice import Advice, BelowPeak, GroupAdvice, error_text
 from newton_summary.measuring.factors import Estimate
 from newton_summary.optimizer.controller import RateController, rates_in_words
 
@@ -39,16 +39,24 @@ class Console:
             timer.cancel()
 
 
+def opening(loss: float, below_peak: BelowPeak) -> str:
+    """Return the loss, and how far a schedule is below its peak.
+
+    >>> opening(0.68, ((1e-4, 1e-3),))
+    'loss 0.68, a schedule at 0.1 of its peak'
+    """
+    if not below_peak:
+        return f"loss {loss:.4g}"
+    share = min(lr / peak for lr, peak in below_peak)
+    return f"loss {loss:.4g}, a schedule at {share:.2g} of its peak"
+
+
 def sentence(advice: Advice, controller: RateController | None = None) -> str:
     """Return what advice says: the loss, and a clause for each group, each on its own line.
 
     Of a controller, which does not take advice, what it did.
     """
-    start = f"loss {float(advice.summary.loss):.4g}"
-    if advice.below_peak:
-        start += (
-            f", a schedule at {min(lr / peak for lr, peak in advice.below_peak):.2g} of its peak"
-        )
+    start = opening(float(advice.summary.loss), advice.below_peak)
     if controller is not None:
         return f"{start}; {steering(controller)}"
     several, together = len(advice.groups) > 1, advice.together

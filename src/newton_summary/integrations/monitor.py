@@ -23,7 +23,7 @@ from newton_summary.display.warn import warn_user
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.history import History, Measured, Trial
 from newton_summary.integrations.budget import Budget
-from newton_summary.integrations.console import Console, sentence
+from newton_summary.integrations.console import Console, opening, sentence, steering
 from newton_summary.integrations.loggers import (
     PREFIX,
     Logger,
@@ -32,7 +32,7 @@ from newton_summary.integrations.loggers import (
     rate_scalars,
     scalars_of,
 )
-from newton_summary.measuring.advice import Advice, suggest_lrs
+from newton_summary.measuring.advice import Advice, below_peak, suggest_lrs
 from newton_summary.measuring.measurement import summarize
 from newton_summary.measuring.trial_steps import step_trials
 from newton_summary.measuring.tried_rates import learning_rates
@@ -48,6 +48,7 @@ from newton_summary.summary import Summary
 
 REPORT = "newton_summary.html"
 UNNAMED = "run"
+LOSS = "measured loss"  # a curve
 ASKED_FIRST = {"on_init_end": "transformers", "state_key": "lightning"}  # of a trainer's callbacks
 
 
@@ -95,7 +96,8 @@ class Monitor:
             trial fails.
         adjust: Whether callbacks steer the learning rate during training, with a
             :class:`newton_summary.RateController` and its careful ``set_point=1.0``; or other
-            options for it, as ``{"set_point": 0.65}``.
+            options for it, as ``{"set_point": 0.65}``. A measurement is then that of the loss
+            alone, and of the groups of a ``partition``.
         budget: The most time that measuring may take, as a share of training time: callbacks then
             measure in fewer epochs, on fewer batches, with fewer groups.
         report: Where callbacks write the report at the end; None for no report. A relative path is
@@ -197,7 +199,7 @@ class Monitor:
         """
         same = goes_on and self._seen == id(model)
         if self._seen is not None and not (self._resumes or same):
-            if self.history.measured:
+            if self._epochs:
                 self.console.say("a new training: the measurements of the one before are left out")
             self._forget()
         self._seen, self._resumes = id(model), False
@@ -214,7 +216,7 @@ class Monitor:
         if epoch % self.every_n_epochs:
             return False
         is_due = self.has_time(epoch)
-        if epoch and not (is_due or epoch in self.history.epochs or self._skipped):
+        if epoch and not (is_due or epoch in self._epochs or self._skipped):
             self._skipped = True
             pace = max(self.budget.training, 1e-9) / epoch
             soonest = self.budget.needed(self._batches) / pace
@@ -227,7 +229,12 @@ class Monitor:
 
     def has_time(self, epoch: float) -> bool:
         """Return whether nothing was measured yet after this many epochs, and the budget allows."""
-        return epoch not in self.history.epochs and self.budget.allows(self._batches)
+        return epoch not in self._epochs and self.budget.allows(self._batches)
+
+    @property
+    def _epochs(self) -> list[float]:
+        """When something was measured, if only the loss."""
+        return [*self.history.epochs, *(epoch for epoch, _ in self.history.curves.get(LOSS, ()))]
 
     def plan(self, model: nn.Module, batches: float, epochs: float) -> None:
         """Prepare for training to some epoch: choose groups that the budget allows."""
@@ -265,7 +272,7 @@ class Monitor:
                 well, once, if it has the same groups.
 
         Returns:
-            The measurement; None if it failed and was not the first.
+            The measurement; None if it failed and was not the first, or is that of the loss alone.
         """
         step = int(epoch) if step is None else step
         data = self._data(epoch) if data is None else data
@@ -273,11 +280,19 @@ class Monitor:
             raise ValueError("There is nothing to measure on: pass data=... to the monitor.")
         try:
             with self.budget.measuring(), self.console.patience(f"after epoch {epoch:g}"):
-                rates = self._measure_at(float(epoch), model, data, optimizer)
+                if self.controller is not None and self.partition is None:
+                    self._measure_loss(float(epoch), model, data, optimizer)
+                    rates = None
+                else:
+                    rates = self._measure_at(float(epoch), model, data, optimizer)
         except (ValueError, RuntimeError, CannotDifferentiate) as error:
-            if not self.history.measured:
+            if not self._epochs:
                 raise
             self._warn(f"The measurement after epoch {epoch:g} failed; training continues: {error}")
+            return None
+        if rates is None:
+            for logger in (*self.loggers, *loggers):
+                logger.scalars({f"{PREFIX}/loss": self.history.curves[LOSS][-1][1]}, step)
             return None
         if not rates.ok:
             self._warn(f"The rates after epoch {epoch:g} are unusable. {rates.detail}")
@@ -285,7 +300,7 @@ class Monitor:
         if self.advice is None and measured.trial is not None and measured.refuted:
             _, predicted, real = measured.trial
             self._warn(f"After epoch {epoch:g}: {refutation(predicted, real)}")
-        self._note_facts(model, measured, optimizer)
+        self._note_facts(model, measured.summary, optimizer)
         new = [measured]
         if isinstance(optimizer, NewtonSummary):
             last, names = optimizer.last_summary, measured.summary.names
@@ -294,7 +309,7 @@ class Monitor:
                 new += [replace(m, epoch=float(epoch)) for m in optimizer.to_history().measured]
                 self.history.measured += new[1:]
             self._last_used = last
-        values = {} if self.advice is None else advice_scalars(self.advice)
+        values = {} if self.advice is None or self.adjust else advice_scalars(self.advice)
         for entry in new:
             values |= scalars_of(entry)
             if self.advice is None or self.partition is not None:
@@ -304,6 +319,19 @@ class Monitor:
             if self.figures:
                 log_figures(logger, self.history, step)
         return measured
+
+    def _measure_loss(
+        self, epoch: float, model: nn.Module, data: Any, optimizer: Optimizer | None
+    ) -> None:
+        """Measure the loss, for one gradient of each batch: the controller measures the rest."""
+        assert self.controller is not None and optimizer is not None
+        options = {**self.options, "order": 1, "stderr": False}
+        summary = summarize(model, self._loss, data, partition="trivial", **options)
+        loss = float(summary.loss)
+        self.history.add_value(LOSS, epoch, loss)
+        self._note_facts(model, summary, optimizer)
+        said = f"{opening(loss, below_peak(optimizer))}; {steering(self.controller)}"
+        self.console.say(f"epoch {epoch:g}: {said}")
 
     def _measure_at(
         self, epoch: float, model: nn.Module, data: Any, optimizer: Optimizer | None
@@ -324,10 +352,12 @@ class Monitor:
         if self.lambda_int is not None:
             given["lambda_int"] = self.lambda_int
         advise = partial(suggest_lrs, model, self._loss, data, optimizer, **given)
+        steered = self.controller is not None
         with self._present_rates(optimizer) as ended:
-            self.advice = groups = advise()
-            if self.partition is not None:
-                groups = advise(partition=self.partition, rehearsal=False)
+            by_group = partial(advise, partition=self.partition, rehearsal=False)
+            self.advice = groups = by_group() if steered else advise()
+            if self.partition is not None and not steered:
+                groups = by_group()
         # The step that was tried; its errors are those of the best factors, where it takes these.
         changes = groups.rates.eta.new_tensor([group.change for group in groups.groups])
         errors = [
@@ -342,7 +372,7 @@ class Monitor:
         said = sentence(self.advice, self.controller)
         at = " (the schedule is at 0: measured at its first rate)" if ended else ""
         self.console.say(f"epoch {epoch:g}{at}: {said}")
-        for group in self.advice.groups:
+        for group in () if steered else self.advice.groups:
             self.history.add_value(f"factor of lr, {group.name}", epoch, group.factor)
         return rates
 
@@ -359,9 +389,7 @@ class Monitor:
         self._batches = self.budget.batches(self._batches, len(self._samples), period)
         return self._samples[: self._batches]
 
-    def _note_facts(
-        self, model: nn.Module, measured: Measured, optimizer: Optimizer | None
-    ) -> None:
+    def _note_facts(self, model: nn.Module, summary: Summary, optimizer: Optimizer | None) -> None:
         """Record in the history how it was measured."""
         model = unwrap(model)
         if self.history.name == UNNAMED:
@@ -369,7 +397,7 @@ class Monitor:
         params = [p for p in model.parameters() if p.requires_grad]
         self.history.facts |= {
             "model": f"{type(model).__name__}, {sum(p.numel() for p in params):,} parameters",
-            "backend": measured.summary.backend,
+            "backend": summary.backend,
             "device": str(params[0].device),
             "newton_summary": newton_summary.__version__,
             "torch": str(torch.__version__),  # a subclass of str, which checkpoints refuse
@@ -453,7 +481,7 @@ class Monitor:
             The path; None without a measurement or without a path.
         """
         path = self.report if path is None else path
-        if path is None or not self.history.measured:
+        if path is None or not self._epochs:
             return None
         return report(self.history, path)
 

@@ -44,6 +44,7 @@ ALIKE = 2.0  # rates within this factor train alike: none is rehearsed
 WORTH = 3.0  # a smaller change is not made: one in four of them harms in the end
 SHORT = 8  # steps of a rehearsal: fewer than four batches
 LOW = 0.5  # of the peak of a schedule: advice for a lower rate says little about the peak
+BelowPeak = tuple[tuple[float, float], ...]  # pairs of a rate and the peak of its schedule
 VERDICTS: dict[Verdict, str] = {
     "raise": "the loss would fall more with a larger rate",
     "lower": "the loss would fall more, or rise less, with a smaller rate",
@@ -145,7 +146,7 @@ class Advice(ShownAsTable):
     _partition: Partition
     _limits: tuple[float, float]
     _waits: bool  # whether parameters have no gradient before this step, but after it
-    below_peak: tuple[tuple[float, float], ...] = ()
+    below_peak: BelowPeak = ()
     _applied: bool = False
 
     def __getitem__(self, name: str) -> GroupAdvice:
@@ -485,10 +486,6 @@ def suggest_lrs(
         lrs = rates_of(optimizer, part, s)
         judged.append(GroupAdvice(name, lrs, own.factor, own.stderr, change, verdict))
     limits = (limits[0] / fraction, limits[1] / fraction)  # of the factors before the fraction
-    pairs = {  # the present rate of a group, and the highest of its schedule
-        (float(g["lr"]), float(g.get("max_lr", g.get("initial_lr", g["lr"]))))
-        for g in optimizer.param_groups
-    }
     return Advice(
         tuple(judged),
         checked.now,
@@ -501,8 +498,17 @@ def suggest_lrs(
         part,
         limits,
         bool(waits.any()),
-        tuple(sorted(both for both in pairs if 0 < both[0] < LOW * both[1])),
+        below_peak(optimizer),
     )
+
+
+def below_peak(optimizer: Optimizer) -> BelowPeak:
+    """Return the rates that a schedule has below half of its peak, with the peak."""
+    pairs = {
+        (float(g["lr"]), float(g.get("max_lr", g.get("initial_lr", g["lr"]))))
+        for g in optimizer.param_groups
+    }
+    return tuple(sorted(both for both in pairs if 0 < both[0] < LOW * both[1]))
 
 
 def _next_step(optimizer: Optimizer, probe: Probe) -> tuple[Params, set[str]]:
