@@ -372,6 +372,16 @@ def test_a_missing_plotly_is_told_at_the_start(tmp_path, monkeypatch):
         fit(Plain(), tmp_path, [SummaryCallback()])
 
 
+def test_a_report_that_cannot_be_written_is_told_at_the_start(tmp_path):
+    (tmp_path / "file").touch()
+    callback = quick(report=tmp_path / "file" / "page.html")
+    with pytest.raises(ns.CannotWriteError, match=r"page\.html cannot be written: Not a directory"):
+        fit(Plain(), tmp_path, [callback])
+    assert not callback.history.measured
+    fit(Plain(), tmp_path, [quick(report="new/folder/page.html")], max_epochs=1)
+    assert (tmp_path / "new" / "folder" / "page.html").exists()
+
+
 @pytest.mark.parametrize("options", [{"every_n_epochs": 0}, {"num_batches": 1.5}])
 def test_wrong_numbers_are_told(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))}=.*whole number"):

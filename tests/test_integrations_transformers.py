@@ -301,10 +301,29 @@ def smoothed(model, batch):
 @pytest.mark.filterwarnings("ignore:The Trainer trains with label_smoothing_factor")
 @pytest.mark.parametrize("loss_fn", [None, smoothed])
 def test_steering_without_labels_is_explained(loss_fn, tmp_path):
-    """Label smoothing takes them out of the batch before the model sees it."""
+    """Label smoothing takes them out of the batch: told before anything is measured."""
+    for data in (None, [Text()[:4]]):
+        callback = quick(adjust=True, loss_fn=loss_fn, data=data)
+        with pytest.raises(ValueError, match="these lack labels: label smoothing"):
+            fit(make_gpt(), Text(), tmp_path, [callback], label_smoothing_factor=0.1)
+        assert not callback.history.curves
+
+
+def test_a_smoothed_loss_that_needs_no_labels_is_steered(tmp_path):
+    def loss_fn(model, batch):
+        return smoothed(model, {**batch, "labels": batch["input_ids"]})
+
     callback = quick(adjust=True, loss_fn=loss_fn)
-    with pytest.raises(ValueError, match="these lack labels: label smoothing"):
-        fit(make_gpt(), Text(), tmp_path, [callback], label_smoothing_factor=0.1)
+    fit(make_gpt(), Text(), tmp_path, [callback], label_smoothing_factor=0.1)
+    assert callback.controller.history
+
+
+def test_a_report_that_cannot_be_written_is_told_at_the_start(tmp_path):
+    (tmp_path / "file").touch()
+    callback = SummaryCallback(report=tmp_path / "file" / "page.html")
+    with pytest.raises(ns.CannotWriteError, match=r"page\.html cannot be written: Not a directory"):
+        fit(Classifier(), Points(), tmp_path, [callback])
+    assert not callback.history.measured
 
 
 def test_another_loss_than_that_of_the_training_is_told(tmp_path, recwarn):

@@ -144,7 +144,9 @@ class SummaryCallback(Monitor, Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Check that the report can be written; start to steer."""
-        self.check_report()
+        directory = self._directory(trainer)
+        if trainer.is_global_zero and not trainer.fast_dev_run:
+            self.check_report(directory)
         self.console.enabled &= trainer.is_global_zero
         self.begin(pl_module, goes_on=trainer.global_step > 0)
         steps, accumulated = trainer.estimated_stepping_batches, trainer.accumulate_grad_batches
@@ -243,8 +245,13 @@ class SummaryCallback(Monitor, Callback):
                 self._found += [_adapted(logger) for logger in trainer.loggers]
         return self._found
 
+    @staticmethod
+    def _directory(trainer: Any) -> str:
+        """Return where the report goes, by a collective call."""
+        return str(trainer.log_dir or trainer.default_root_dir)
+
     def _write(self, trainer: Any) -> None:
-        directory = trainer.log_dir or trainer.default_root_dir  # a collective call
+        directory = self._directory(trainer)
         if trainer.is_global_zero and not trainer.fast_dev_run:
             self.finish(directory)
 

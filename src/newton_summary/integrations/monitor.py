@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +45,7 @@ from newton_summary.partition import Partition, Spec, unwrap
 from newton_summary.partition.schemes import named_spec
 from newton_summary.probe.probe import LossFn
 from newton_summary.solver import LearningRates, refutation
+from newton_summary.storage.writing import cannot_write
 from newton_summary.summary import Summary
 
 REPORT = "newton_summary.html"
@@ -491,13 +493,21 @@ class Monitor:
         if path is not None:
             self.console.say(f"wrote {path}")
 
-    def check_report(self) -> None:
+    def check_report(self, directory: str | Path) -> None:
         """Raise at the start of training if the report at its end cannot be written."""
-        if self.report is not None and importlib.util.find_spec("plotly") is None:
+        if self.report is None:
+            return
+        if importlib.util.find_spec("plotly") is None:
             raise ImportError(
                 "The report at the end of training needs plotly: run pip install -e '.[report]' "
                 "in your clone, or pass report=None."
             )
+        path = Path(directory) / self.report
+        try:
+            with TemporaryFile(dir=next(p for p in path.absolute().parents if p.exists())):
+                pass
+        except OSError as error:
+            raise cannot_write(path, error) from None
 
     # --- checkpoints ------------------------------------------------------------------------------
 

@@ -6,7 +6,8 @@ Needs ``pip install -e '.[transformers]'``.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -114,31 +115,42 @@ class SummaryCallback(Monitor, TrainerCallback):
 
     def _lacking(self, batch: Any) -> str:
         """Return the keys that samples of the training data have but a batch lacks."""
-        first = self._samples and self._samples[0]
+        first = self._sample()
         if not (isinstance(first, Mapping) and isinstance(batch, Mapping)):
             return ""
         return ", ".join(name for name in first if name not in batch)
 
+    def _sample(self) -> Any:
+        """Return a batch to measure on; not from a loader, which would draw random numbers."""
+        data = self.data if self._samples is None else self._samples
+        return data[0] if isinstance(data, Sequence) and data else data
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find the loggers, and the history of a resumed run; measure before the start."""
-        self.check_report()
+        if state.is_world_process_zero:
+            self.check_report(args.output_dir)
         self.console.enabled &= state.is_world_process_zero
         self._found = _loggers(args) if state.is_world_process_zero else []
         saved = _checkpoint(args, state) / HISTORY
         if state.global_step and saved.is_file():
             self.load_state_dict(torch.load(saved, weights_only=True))
-        if args.label_smoothing_factor and self.loss_fn is None:
-            warn_user(
-                f"The Trainer trains with label_smoothing_factor={args.label_smoothing_factor}, "
-                "but the callback measures the loss of the model, without it. Pass the loss you "
-                "train with as loss_fn=..., with loss_fn(model, batch) -> mean loss."
-            )
         model = unwrap(kwargs["model"])
         self.begin(model)
         self._trained = False
         for hook in (self._watch, self._hook):  # of a training that failed
             if hook is not None:
                 hook.remove()
+        if self.data is None:
+            loader, rank = kwargs["train_dataloader"], args.process_index
+            self._samples = sample_batches(loader, self.num_batches, rank, args.world_size)
+        if args.label_smoothing_factor and self.adjust:
+            self._check_unlabelled(model)
+        if args.label_smoothing_factor and self.loss_fn is None:
+            warn_user(
+                f"The Trainer trains with label_smoothing_factor={args.label_smoothing_factor}, "
+                "but the callback measures the loss of the model, without it. Pass the loss you "
+                "train with as loss_fn=..., with loss_fn(model, batch) -> mean loss."
+            )
         watched = self.loss_fn is None and not args.label_smoothing_factor
         batches = state.max_steps * args.gradient_accumulation_steps
         self.plan(model, batches, state.num_train_epochs)
@@ -154,6 +166,13 @@ class SummaryCallback(Monitor, TrainerCallback):
         if self.adjust:
             self._waiting: list[Any] = []
             self._hook = model.register_forward_pre_hook(self._note_batch, with_kwargs=True)
+
+    def _check_unlabelled(self, model: nn.Module) -> None:
+        """Raise if steering needs the labels that label smoothing takes out of the batches."""
+        sample = self._sample()
+        if isinstance(sample, Mapping):
+            with torch.no_grad(), _mode(model, training=False):
+                self.batch_loss(model, {k: x for k, x in sample.items() if k != "labels"})
 
     def _note_batch(self, model: nn.Module, args: Any, batch: dict[str, Any]) -> None:
         """Keep a training batch: the Trainer does not pass it to callbacks."""
@@ -220,19 +239,10 @@ class SummaryCallback(Monitor, TrainerCallback):
 
     def _measure(self, args: Any, state: Any, **kwargs: Any) -> None:
         model = unwrap(kwargs["model"])
-        if self.data is None and self._samples is None:
-            self._samples = sample_batches(
-                kwargs["train_dataloader"], self.num_batches, args.process_index, args.world_size
-            )
-        modes = [(module, module.training) for module in model.modules()]
-        model.train()  # as for the Trainer's steps; models are loaded in eval mode
-        try:
-            epoch, optimizer = round(state.epoch or 0, 6), _plain(kwargs["optimizer"])
-            logs = self._logs(state)
+        epoch, optimizer = round(state.epoch or 0, 6), _plain(kwargs["optimizer"])
+        logs = self._logs(state)
+        with _mode(model, training=True):  # as for the Trainer's steps
             self.measure(model, epoch, state.global_step, loggers=logs, optimizer=optimizer)
-        finally:
-            for module, training in modes:
-                module.training = training
 
     def _logs(self, state: Any) -> list[Logger]:
         """Return the Trainer's own log, which it saves in trainer_state.json, and the others."""
@@ -241,6 +251,18 @@ class SummaryCallback(Monitor, TrainerCallback):
             state.log_history.append({**values, "epoch": state.epoch or 0, "step": step})
 
         return [NumbersOnly(write), *self._found]
+
+
+@contextmanager
+def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Put a model into training or evaluation mode for a while; models are loaded in the latter."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def _plain(optimizer: Any) -> Any:
