@@ -556,7 +556,8 @@ def test_steering_needs_one_optimizer(tmp_path):
 
     module = Two()
     module.automatic_optimization = False
-    with pytest.raises(ValueError, match=r"adjust=True needs one optimizer.*Two has 2"):
+    told = r"needs one optimizer.*Two has 2, and manual optim.*lowers one loss.*keep the rates"
+    with pytest.raises(ValueError, match=told):
         fit(module, tmp_path, [quick(adjust=True)])
 
 

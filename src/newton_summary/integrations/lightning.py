@@ -159,8 +159,10 @@ class SummaryCallback(Monitor, Callback):
             if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:
                 raise ValueError(
                     "adjust=True needs one optimizer and automatic optimization, but "
-                    f"{type(pl_module).__name__} has {len(trainer.optimizers)}, automatic: "
-                    f"{pl_module.automatic_optimization}. Use RateController in training_step."
+                    f"{type(pl_module).__name__} has {len(trainer.optimizers)}, and "
+                    f"{'automatic' if pl_module.automatic_optimization else 'manual'}"
+                    " optimization. Steering is for one optimizer that lowers one loss. In a "
+                    "GAN the loss of each player moves with the other: keep the rates there."
                 )
             self.steer(trainer.optimizers[0], pl_module, self._own_loss)
 
