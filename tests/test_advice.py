@@ -1021,11 +1021,13 @@ def test_advice_below_the_peak_of_a_schedule_says_so():
     torch.optim.lr_scheduler.OneCycleLR(adam, max_lr=0.01, total_steps=100)
     advice = ns.suggest_lrs(model, loss_fn, DATA, adam)
     said = str(advice)
-    assert "a schedule at 0.04 of its peak; lr" in sentence(advice)
+    assert "a schedule at 0.04 of its peak: too low for advice" in sentence(advice)
     adam.param_groups[0]["lr"] = 0.002  # the schedule goes on, and the advice stays what it was
     assert str(advice) == said
     assert "a schedule has lr at 0.0004, and at 0.01 at its peak: this is advice for 0.0004" in said
     assert "ask before the scheduler is made" in said
+    later = ns.suggest_lrs(model, loss_fn, DATA, adam)
+    assert "a schedule at 0.2 of its peak; lr 0.002" in sentence(later)
 
 
 SCHEDULERS = {

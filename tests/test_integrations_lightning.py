@@ -537,6 +537,23 @@ def test_only_the_loss_is_measured_while_steering(tmp_path, monkeypatch, capsys)
     assert len(callback.history.names) == 2 and "real_change" in logged
 
 
+def test_the_end_of_a_schedule_is_not_explained(tmp_path, capsys):
+    """The best step there is thousands of times as long as the present one."""
+
+    class Cycle(Plain):
+        def configure_optimizers(self):
+            adam = torch.optim.Adam(self.parameters(), lr=1e-3)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(adam, 1e-3, total_steps=19)
+            return {"optimizer": adam, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    for adjust in (False, True):
+        fit(Cycle(), tmp_path, [quick(adjust=adjust, console=True)], max_epochs=6)
+        *_, before, last = [s for s in capsys.readouterr().err.splitlines() if ": epoch" in s]
+        assert "(last change after" in before if adjust else "lr " in before
+        end = "; steered: lr " if adjust else ": too low for advice"
+        assert f"of its peak{end}" in last and last.count(";") <= 1 + adjust and "(" not in last
+
+
 def test_steering_resumes_to_the_bit(tmp_path):
     whole, first, second = Scheduled(), Scheduled(), Scheduled()
     fit(whole, tmp_path, [quick(adjust=True)], max_epochs=6, **STEERED)

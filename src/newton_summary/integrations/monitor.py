@@ -24,7 +24,7 @@ from newton_summary.display.warn import warn_user
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.history import History, Measured, Trial
 from newton_summary.integrations.budget import Budget
-from newton_summary.integrations.console import Console, opening, sentence, steering
+from newton_summary.integrations.console import TOO_LOW, Console, opening, sentence, steering
 from newton_summary.integrations.loggers import (
     PREFIX,
     Logger,
@@ -332,7 +332,9 @@ class Monitor:
         loss = float(summary.loss)
         self.history.add_value(LOSS, epoch, loss)
         self._note_facts(model, summary, optimizer)
-        said = f"{opening(loss, below_peak(optimizer))}; {steering(self.controller)}"
+        low = below_peak(optimizer)
+        brief = any(lr < TOO_LOW * peak for lr, peak in low)
+        said = f"{opening(loss, low)}; {steering(self.controller, brief)}"
         self.console.say(f"epoch {epoch:g}: {said}")
 
     def _measure_at(
