@@ -120,7 +120,8 @@ class SummaryCallback(Monitor, Callback):
 
     The trainer's loggers get ``newton_summary/loss``, ``newton_summary/predicted_change``,
     ``newton_summary/real_change`` and ``newton_summary/factor/<group>``, as do
-    ``callback_metrics``; with ``adjust``, ``newton_summary/steered_lr``; with a ``partition``,
+    ``callback_metrics``; with ``adjust``, in place of these but the loss,
+    ``newton_summary/steered_lr`` and ``newton_summary/steered_factor``; with a ``partition``,
     ``newton_summary_groups/<group>`` and, in TensorBoard and W&B, heat maps of Hbar. The history
     and the controller are saved in checkpoints and restored from them.
     """

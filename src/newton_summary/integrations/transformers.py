@@ -85,8 +85,9 @@ class SummaryCallback(Monitor, TrainerCallback):
     rate, and the Trainer's schedule multiplies what it finds.
 
     ``trainer.state.log_history`` gets ``newton_summary/loss``, ``newton_summary/predicted_change``,
-    ``newton_summary/real_change`` and ``newton_summary/factor/<group>``; with ``adjust``,
-    ``newton_summary/steered_lr``; with a ``partition``, ``newton_summary_groups/<group>``. With
+    ``newton_summary/real_change`` and ``newton_summary/factor/<group>``; with ``adjust``, in place
+    of these but the loss, ``newton_summary/steered_lr`` and ``newton_summary/steered_factor``; with
+    a ``partition``, ``newton_summary_groups/<group>``. With
     ``report_to="tensorboard"`` they are also written to the folder ``runs/newton_summary`` of the
     output directory (a separate run next to the Trainer's; or to ``TENSORBOARD_LOGGING_DIR``), with
     ``report_to="wandb"`` to the current run, both with heat maps of Hbar. The history and the
@@ -136,10 +137,10 @@ class SummaryCallback(Monitor, TrainerCallback):
             self.load_state_dict(torch.load(saved, weights_only=True))
         model = unwrap(kwargs["model"])
         self.begin(model)
-        self._trained = False
-        for hook in (self._watch, self._hook):  # of a training that failed
+        for hook in (self._watch, self._hook):  # of a training that was interrupted
             if hook is not None:
                 hook.remove()
+        self._watch = self._hook = None
         if self.data is None:
             loader, rank = kwargs["train_dataloader"], args.process_index
             self._samples = sample_batches(loader, self.num_batches, rank, args.world_size)
@@ -157,9 +158,6 @@ class SummaryCallback(Monitor, TrainerCallback):
         self.steer(_plain(kwargs["optimizer"]), model, self.batch_loss)
         if self.is_due(state.epoch or 0):
             self._measure(args, state, **kwargs)
-        if self._watch is not None:  # of a training that was interrupted
-            self._watch.remove()
-            self._watch = None
         if watched and not args.torch_compile:  # a hook would be compiled too
             self._trained = False
             self._watch = model.register_forward_hook(self._watch_loss)
