@@ -300,7 +300,9 @@ def test_noise_says_that_nothing_was_rehearsed():
     advice = valley_advice(lr=0.01, apart=0.0, shared=0.0)
     advice.groups = (GroupAdvice("group0", (0.01,), 1.1, 0.3, change=1.0, verdict="noise"),) * 2
     advice.together = None
-    told = "measure on more data; no training with the present rate was rehearsed"
+    told = (
+        "measure on more batches\nnothing was rehearsed: whether the present rate trains is not kno"
+    )
     for advice.rehearsal, is_told in ((None, True), (rehearsal.Rehearsal(16, 2.0, 1.0, 8), False)):
         assert (told in str(advice)) == is_told
 
@@ -326,6 +328,28 @@ def test_losses_of_a_rehearsal_can_be_told_apart():
     assert "says little: give sixteen batches" in str(advice)
 
 
+@pytest.mark.parametrize(
+    ("factor", "stderr", "tried", "told"),
+    [
+        (1.2, 0.01, (2.0, 2.2), "near the best one for the next step"),
+        (1.5, 0.3, (2.0, 2.2), "within two standard errors of the best one for the next step"),
+        (9.6, 0.11, (2.0, 2.2), "fast enough in the rehearsal, though not best for the next step"),
+        (9.6, 0.11, (2.0, 1.9), "a change by less than x3 is not sure to help in the end"),
+        (1.7, 0.01, None, "rates within a factor of 2 of the best one train alike"),
+    ],
+)
+def test_keep_says_which_reason_it_has(factor, stderr, tried, told):
+    """And says once what does not change."""
+    advice = valley_advice(lr=0.111, apart=1.0, shared=0.0)
+    advice.groups = (GroupAdvice("group0", (0.1,), factor, stderr, change=1.0, verdict="keep"),)
+    advice.together, advice.now = None, advice.then
+    advice.rehearsal = tried and rehearsal.Rehearsal(16, tried[0], tried[1], 10, 3.0)
+    (said,) = (line for line in advice._said().splitlines() if line.startswith("keep: "))
+    assert said.endswith(told)
+    real, predicted = f"{advice.now.real:+.3g}", f"{advice.now.predicted:+.3g}"
+    assert f") by one step: {real} (predicted: {predicted})\n" in advice._said()
+
+
 @pytest.mark.parametrize("factor", [1.0, 10.0])
 @pytest.mark.parametrize(("start", "decides"), [(1.0, False), (2.0, False), (2.5, True)])
 def test_a_rehearsal_that_lowers_the_loss_with_no_rate_decides_nothing(factor, start, decides):
@@ -337,7 +361,7 @@ def test_a_rehearsal_that_lowers_the_loss_with_no_rate_decides_nothing(factor, s
     is_told = factor == 10 and not decides
     told = "keep: the rehearsal decides nothing: its loss falls with neither rate"
     assert (told in str(advice)) == is_told
-    assert ("fast enough in the rehearsal" in str(advice)) != is_told
+    assert ("fast enough in the rehearsal" in str(advice)) == (factor == 10 and decides)
     assert ("keep lr 0.1 of group0: a rehearsal decides nothing" in sentence(advice)) == is_told
 
 
@@ -345,19 +369,21 @@ def test_a_limit_at_which_the_next_step_raises_the_loss_is_not_trained_at():
     model, targets = Point(), [(torch.zeros(1, dtype=torch.float64),)] * 4
     sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
     advice = ns.suggest_lrs(model, distance, targets, sgd)
-    assert "at the limit (max_change): apply, train a little, and ask again" in str(advice)
+    told = "at the limit (max_change): apply, and ask again after some training"
+    assert told in str(advice)
     (group,) = advice.groups
     for advice.groups, is_told in (
         ((replace(group, change=3.2),), True),
         ((replace(group, change=3.2, factor=5.0),), False),
         ((replace(group, change=1.0, verdict="keep"),), False),
     ):
-        assert ("at the limit (max_change): ask again after some" in str(advice)) == is_told
-        assert "apply" not in str(advice)
+        assert (told in str(advice)) == is_told
+        assert is_told or "apply" not in str(advice)
     advice.groups = (group,)
     advice.then = advice.then._replace(real=71.3)
-    assert "at the limit (max_change): apply and ask again" in str(advice)
-    for now, told in ((80.0, "raises the loss, but less than now"), (71.0, "raises the loss")):
+    assert "at the limit (max_change): apply, and ask again at once" in str(advice)
+    still = "still raises the loss (by less than now)"
+    for now, told in ((80.0, still), (71.0, "raises the loss")):
         advice.now = advice.now._replace(real=now)
         assert f"as suggested, though the next step {told}\n" in str(advice)
     advice.rehearsal = None
@@ -381,6 +407,20 @@ def test_a_gain_within_two_standard_errors_is_noise(curvatures, change):
     found = factors_of([[10.0], [10.0]], [[[H]] for H in curvatures])
     assert found.own[0].factor == pytest.approx(2.0) and found.own[0].verdict == "raise"
     assert found.changes == pytest.approx([change]) and found.within_noise == (change == 1)
+    model = Point()
+    batches = [(torch.tensor([[10**0.5, H / 10]], dtype=torch.float64),) for H in curvatures]
+
+    def loss(model, batch):
+        slope, H = batch[0][0]
+        return (-slope * model.x + 0.5 * H * model.x**2).sum()
+
+    with torch.no_grad():
+        model.x.zero_()
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    advice = ns.suggest_lrs(model, loss, batches, sgd, rehearsal=False)
+    assert advice.groups[0].change == pytest.approx(change)
+    told = "noise: the predicted gain by another rate is less than twice its standard error"
+    assert (told in str(advice)) == (change == 1) and "do not agree" not in str(advice)
 
 
 def test_a_rate_near_the_best_one_stays_while_others_change():
@@ -981,11 +1021,13 @@ def test_advice_below_the_peak_of_a_schedule_says_so():
     torch.optim.lr_scheduler.OneCycleLR(adam, max_lr=0.01, total_steps=100)
     advice = ns.suggest_lrs(model, loss_fn, DATA, adam)
     said = str(advice)
-    assert "a schedule at 0.04 of its peak; lr" in sentence(advice)
+    assert "a schedule at 0.04 of its peak: too low for advice" in sentence(advice)
     adam.param_groups[0]["lr"] = 0.002  # the schedule goes on, and the advice stays what it was
     assert str(advice) == said
     assert "a schedule has lr at 0.0004, and at 0.01 at its peak: this is advice for 0.0004" in said
     assert "ask before the scheduler is made" in said
+    later = ns.suggest_lrs(model, loss_fn, DATA, adam)
+    assert "a schedule at 0.2 of its peak; lr 0.002" in sentence(later)
 
 
 SCHEDULERS = {

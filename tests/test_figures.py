@@ -245,7 +245,17 @@ def test_pairs():
     assert text == f"{first.first} (Linear) – {first.second} (Linear)"
     bare = figures.pairs(summary.Hbar, 1).axes[0].get_yticklabels()[0].get_text()
     assert bare == " – ".join(str(summary.names.index(name)) for name in first[:2])
-    assert png(figure) and "no pairs" in texts(figures.pairs(Summary(torch.ones(1), torch.eye(1))))
+    assert png(figure)
+    frame = axis.get_window_extent()
+    assert all(text.get_window_extent().x1 < frame.x1 for text in axis.texts)
+    (legend,), signs = (
+        figure.legends,
+        {pair.interaction > 0 for pair in strongest_pairs(summary, 4)},
+    )
+    assert len(legend.texts) == len(signs)
+    (alone,) = figures.pairs(torch.tensor([[2.0, 1.0], [1.0, 3.0]])).legends[0].texts
+    assert alone.get_text() == "in each other's way"
+    assert "no pairs" in texts(figures.pairs(Summary(torch.ones(1), torch.eye(1))))
 
 
 def test_figures_show_themselves_in_a_notebook():

@@ -91,9 +91,9 @@ class Talkative(Plain):
         self.outputs.clear()
 
 
-def fit(module, folder, callbacks=(), ckpt_path=None, shuffle=True, **options):
+def fit(module, folder, callbacks=(), ckpt_path=None, shuffle=True, loader=None, **options):
     torch.manual_seed(3)
-    loader = DataLoader(make_dataset(), 16, shuffle=shuffle)
+    loader = loader or DataLoader(make_dataset(), 16, shuffle=shuffle)
     options = {"logger": False, "enable_checkpointing": False, "max_epochs": 3, **options}
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -276,6 +276,53 @@ def test_history_goes_on_from_a_checkpoint(tmp_path):
     assert [e for e, _ in second.history.curves["train_loss"]] == [1, 2, 3, 4]
 
 
+def test_a_new_training_starts_afresh(tmp_path, capsys):
+    """Of another model on other data, such as the next fold; or of the same model again."""
+
+    class Wide(Plain):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(6, 3)).double()
+
+    told = "a new training: the measurements of the one before are left out"
+    used = quick(adjust=True, console=True)
+    fit(Plain(), tmp_path, [used], max_epochs=3)
+    assert told not in capsys.readouterr().err
+    data = TensorDataset(torch.randn(32, 6).double(), torch.arange(32) % 3)
+    for module in (Wide(), again := Plain(), again):
+        fresh, other = quick(adjust=True), copy.deepcopy(module)
+        loader = DataLoader(data if isinstance(module, Wide) else make_dataset(), 16)
+        fit(module, tmp_path, [used], max_epochs=2, loader=loader)
+        fit(other, tmp_path, [fresh], max_epochs=2, loader=loader)
+        assert capsys.readouterr().err.count(told) == 1
+        assert len(used.history.curves["measured loss"]) == 3
+        assert used.history.curves == fresh.history.curves
+        assert used.controller.history == fresh.controller.history
+
+
+def test_a_training_that_goes_on_keeps_its_history(tmp_path, capsys):
+    """The same trainer and module, whose number of epochs is raised; another module is new."""
+    callback, module = quick(console=True), Plain()
+    trainer = fit(module, tmp_path, [callback], max_epochs=2)
+    for again, epochs in ((module, [0, 1, 2, 3, 4]), (Plain(), [4, 5, 6])):
+        trainer.fit_loop.max_epochs += 2
+        trainer.fit(again, DataLoader(make_dataset(), 16))
+        assert callback.history.epochs == epochs
+        assert ("a new training" in capsys.readouterr().err) == (again is not module)
+
+
+def test_a_used_callback_goes_on_from_a_checkpoint(tmp_path, capsys):
+    checkpoints = ModelCheckpoint(tmp_path, save_last=True)
+    fit(Plain(), tmp_path, [quick(), checkpoints], max_epochs=2, enable_checkpointing=True)
+    callback = quick(console=True)
+    fit(Plain(), tmp_path, [callback], max_epochs=4)
+    fit(Plain(), tmp_path, [callback], max_epochs=3, ckpt_path=tmp_path / "last.ckpt")
+    assert callback.history.epochs == [0, 1, 2, 3]
+    assert "a new training" not in capsys.readouterr().err
+    fit(Plain(), tmp_path, [callback], max_epochs=1)
+    assert callback.history.epochs == [0, 1]
+
+
 def test_a_training_that_diverges_goes_on(tmp_path):
     """The first measurement would raise; later ones only warn, once."""
 
@@ -323,6 +370,16 @@ def test_a_missing_plotly_is_told_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install.*report=None"):
         fit(Plain(), tmp_path, [SummaryCallback()])
+
+
+def test_a_report_that_cannot_be_written_is_told_at_the_start(tmp_path):
+    (tmp_path / "file").touch()
+    callback = quick(report=tmp_path / "file" / "page.html")
+    with pytest.raises(ns.CannotWriteError, match=r"page\.html cannot be written: Not a directory"):
+        fit(Plain(), tmp_path, [callback])
+    assert not callback.history.measured
+    fit(Plain(), tmp_path, [quick(report="new/folder/page.html")], max_epochs=1)
+    assert (tmp_path / "new" / "folder" / "page.html").exists()
 
 
 @pytest.mark.parametrize("options", [{"every_n_epochs": 0}, {"num_batches": 1.5}])
@@ -452,7 +509,49 @@ def test_steering_equals_a_plain_loop_to_the_bit(tmp_path, capsys):
     assert logged == pytest.approx([r.rate * r.change for r in controller.history])
     assert len(callback.history.curves["steered lr"]) == len(controller.history)
     assert controller.rates[0] > 1e-4  # from 1e-6
-    assert callback.advice["group0"].lrs == pytest.approx(controller.rates)
+
+
+def test_only_the_loss_is_measured_while_steering(tmp_path, monkeypatch, capsys):
+    """What the console shows; with a partition its groups too, but no advice nor a rehearsal."""
+    x, y = make_dataset().tensors
+
+    def refused(*_, **__):
+        raise AssertionError("not while steering")
+
+    monkeypatch.setattr("newton_summary.measuring.advice.rehearse", refused)
+    for partition in (None, "layers"):
+        module, logger = Plain(), CSVLogger(tmp_path)
+        expected = F.cross_entropy(module.net(x), y).item()
+        callback = SummaryCallback(adjust=True, partition=partition, data=[(x, y)], figures=False)
+        trainer = fit(module, tmp_path, [callback], max_epochs=2, logger=logger)
+        logged = {key.removeprefix("newton_summary/") for row in read_rows(logger) for key in row}
+        assert {"loss", "steered_lr", "steered_factor"} <= logged
+        assert not any(key.startswith(("suggested", "factor")) for key in logged)
+        losses = [float(row[k]) for row in read_rows(logger) if (k := "newton_summary/loss") in row]
+        assert len(losses) == 3 and losses[0] == pytest.approx(expected)
+        assert float(trainer.callback_metrics["newton_summary/loss"]) == pytest.approx(losses[-1])
+        said = capsys.readouterr().err
+        assert said.count(": epoch") == 3 and f"epoch 0: loss {expected:.4g}; steered: lr" in said
+        assert callback.history.epochs == ([] if partition is None else [0, 1, 2])
+        assert "wrote" in said  # the report
+    assert len(callback.history.names) == 2 and "real_change" in logged
+
+
+def test_the_end_of_a_schedule_is_not_explained(tmp_path, capsys):
+    """The best step there is thousands of times as long as the present one."""
+
+    class Cycle(Plain):
+        def configure_optimizers(self):
+            adam = torch.optim.Adam(self.parameters(), lr=1e-3)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(adam, 1e-3, total_steps=19)
+            return {"optimizer": adam, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    for adjust in (False, True):
+        fit(Cycle(), tmp_path, [quick(adjust=adjust, console=True)], max_epochs=6)
+        *_, before, last = [s for s in capsys.readouterr().err.splitlines() if ": epoch" in s]
+        assert "(last change after" in before if adjust else "lr " in before
+        end = "; steered: lr " if adjust else ": too low for advice"
+        assert f"of its peak{end}" in last and last.count(";") <= 1 + adjust and "(" not in last
 
 
 def test_steering_resumes_to_the_bit(tmp_path):
@@ -474,7 +573,8 @@ def test_steering_needs_one_optimizer(tmp_path):
 
     module = Two()
     module.automatic_optimization = False
-    with pytest.raises(ValueError, match=r"adjust=True needs one optimizer.*Two has 2"):
+    told = r"needs one optimizer.*Two has 2, and manual optim.*lowers one loss.*keep the rates"
+    with pytest.raises(ValueError, match=told):
         fit(module, tmp_path, [quick(adjust=True)])
 
 

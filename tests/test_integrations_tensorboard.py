@@ -215,9 +215,13 @@ def test_a_schedule_below_its_peak_is_told_with_rates_as_they_are_steered(setup,
     adam = torch.optim.Adam(model.parameters())
     torch.optim.lr_scheduler.OneCycleLR(adam, max_lr=0.01, total_steps=100)
     held = dict(adam.param_groups[0])
-    monitor = Monitor(loss_fn=loss_fn, data=[batch, batch], figures=False)
-    monitor.controller = SimpleNamespace(multiplier=100.0, rates=[0.04], history=[])
-    monitor.measure(model, 0, optimizer=adam)
+    for partition in (None, "layers"):
+        monitor = Monitor(
+            loss_fn=loss_fn, data=[batch, batch], figures=False, partition=partition, adjust=True
+        )
+        monitor.controller = SimpleNamespace(multiplier=100.0, rates=[0.04], history=[])
+        monitor.measure(model, 0, optimizer=adam)
+        assert ", a schedule at 0.04 of its peak; steered: lr 0.04\n" in capsys.readouterr().err
+        assert dict(adam.param_groups[0]) == held
     ((lr, peak),) = monitor.advice.below_peak
-    assert (lr, peak) == pytest.approx((0.04, 1.0)) and dict(adam.param_groups[0]) == held
-    assert ", a schedule at 0.04 of its peak; steered: lr 0.04\n" in capsys.readouterr().err
+    assert (lr, peak) == pytest.approx((0.04, 1.0))

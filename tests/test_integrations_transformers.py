@@ -202,6 +202,26 @@ def test_history_goes_on_from_a_checkpoint(tmp_path):
     assert rates == pytest.approx(callback.history.rates[:, 0].tolist())
 
 
+def test_a_new_training_starts_afresh(tmp_path, capsys):
+    """Of another model on other data, and by the same Trainer again; not from a checkpoint."""
+    told = "a new training: the measurements of the one before are left out"
+    used, fresh = quick(adjust=True), quick(adjust=True)
+    fit(make_gpt(), Text(), tmp_path, [used], num_train_epochs=3)
+    fit(Classifier(), Points(), tmp_path, [used], save_strategy="epoch")
+    fit(Classifier(), Points(), tmp_path, [fresh])
+    assert capsys.readouterr().err.count(told) == 1
+    assert len(used.history.curves["measured loss"]) == 3
+    assert used.history.curves == fresh.history.curves
+    assert used.controller.history == fresh.controller.history
+    checkpoint, options = str(tmp_path / "checkpoint-6"), {"num_train_epochs": 3}
+    fit(Classifier(), Points(), tmp_path, [used], checkpoint, **options)
+    epochs = [epoch for epoch, _ in used.history.curves["measured loss"]]
+    assert epochs == [0, 1, 2, 3] and told not in capsys.readouterr().err
+    trainer = fit(Classifier(), Points(), tmp_path, [callback := quick()], num_train_epochs=1)
+    trainer.train()
+    assert callback.history.epochs == [0, 1] and told in capsys.readouterr().err
+
+
 def test_a_model_without_a_loss_is_told_at_the_start(tmp_path):
     class Silent(Classifier):
         def forward(self, x, labels):
@@ -281,10 +301,29 @@ def smoothed(model, batch):
 @pytest.mark.filterwarnings("ignore:The Trainer trains with label_smoothing_factor")
 @pytest.mark.parametrize("loss_fn", [None, smoothed])
 def test_steering_without_labels_is_explained(loss_fn, tmp_path):
-    """Label smoothing takes them out of the batch before the model sees it."""
+    """Label smoothing takes them out of the batch: told before anything is measured."""
+    for data in (None, [Text()[:4]]):
+        callback = quick(adjust=True, loss_fn=loss_fn, data=data)
+        with pytest.raises(ValueError, match="these lack labels: label smoothing"):
+            fit(make_gpt(), Text(), tmp_path, [callback], label_smoothing_factor=0.1)
+        assert not callback.history.curves
+
+
+def test_a_smoothed_loss_that_needs_no_labels_is_steered(tmp_path):
+    def loss_fn(model, batch):
+        return smoothed(model, {**batch, "labels": batch["input_ids"]})
+
     callback = quick(adjust=True, loss_fn=loss_fn)
-    with pytest.raises(ValueError, match="these lack labels: label smoothing"):
-        fit(make_gpt(), Text(), tmp_path, [callback], label_smoothing_factor=0.1)
+    fit(make_gpt(), Text(), tmp_path, [callback], label_smoothing_factor=0.1)
+    assert callback.controller.history
+
+
+def test_a_report_that_cannot_be_written_is_told_at_the_start(tmp_path):
+    (tmp_path / "file").touch()
+    callback = SummaryCallback(report=tmp_path / "file" / "page.html")
+    with pytest.raises(ns.CannotWriteError, match=r"page\.html cannot be written: Not a directory"):
+        fit(Classifier(), Points(), tmp_path, [callback])
+    assert not callback.history.measured
 
 
 def test_another_loss_than_that_of_the_training_is_told(tmp_path, recwarn):

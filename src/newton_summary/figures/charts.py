@@ -125,8 +125,9 @@ def pairs(summary: Summary | torch.Tensor, count: int = 15) -> Figure:
         return message_figure("Strongest interactions", "There are no pairs with an interaction.")
     title = "Strongest interactions, and layers apart"
     figure, axis = titled_figure(title, 1.7 * PANEL[0], 0.24 * len(strongest) + 1.1)
-    for row, pair in enumerate(strongest):
-        colour = AGAINST if pair.interaction > 0 else TOGETHER
+    signs = {AGAINST: "in each other's way", TOGETHER: "help each other"}
+    colours = [AGAINST if pair.interaction > 0 else TOGETHER for pair in strongest]
+    for row, (pair, colour) in enumerate(zip(strongest, colours, strict=True)):
         axis.barh(row, abs(pair.interaction), color=colour, height=0.7)
         apart = "same layer" if pair.distance == 0 else f"{pair.distance} apart"
         text = f" {pair.interaction:+.2f}, {apart}"
@@ -138,12 +139,9 @@ def pairs(summary: Summary | torch.Tensor, count: int = 15) -> Figure:
     ]
     axis.set_yticks(range(len(names)), names, fontsize=7)
     axis.set_ylim(len(names) - 0.5, -0.5)
-    axis.margins(x=0.25)
+    axis.set_xlim(0, 1.6 * max(abs(pair.interaction) for pair in strongest))  # room for the texts
     axis.set_xlabel("size of the interaction, H_st / sqrt(|H_ss H_tt|)", fontsize=8)
-    handles = [
-        Patch(color=AGAINST, label="in each other's way"),
-        Patch(color=TOGETHER, label="help each other"),
-    ]
+    handles = [Patch(color=c, label=sign) for c, sign in signs.items() if c in colours]
     figure.legend(handles=handles, fontsize=7, frameon=False, loc="outside right upper")
     return figure
 

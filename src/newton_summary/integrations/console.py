@@ -8,11 +8,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from newton_summary.measuring.advice import Advice, GroupAdvice, error_text
+from newton_summary.measuring.advice import Advice, BelowPeak, GroupAdvice, error_text
 from newton_summary.measuring.factors import Estimate
 from newton_summary.optimizer.controller import RateController, rates_in_words
 
 LIMIT = 10.0  # suggest_lrs looks for factors up to this
+TOO_LOW = 0.05  # of the peak of a schedule: the best step is then many times as long
 PATIENCE = 2.0  # seconds after which a measurement that still runs is mentioned
 
 
@@ -39,18 +40,29 @@ class Console:
             timer.cancel()
 
 
+def opening(loss: float, below_peak: BelowPeak) -> str:
+    """Return the loss, and how far a schedule is below its peak.
+
+    >>> opening(0.68, ((1e-4, 1e-3),))
+    'loss 0.68, a schedule at 0.1 of its peak'
+    """
+    if not below_peak:
+        return f"loss {loss:.4g}"
+    share = min(lr / peak for lr, peak in below_peak)
+    return f"loss {loss:.4g}, a schedule at {share:.2g} of its peak"
+
+
 def sentence(advice: Advice, controller: RateController | None = None) -> str:
     """Return what advice says: the loss, and a clause for each group, each on its own line.
 
     Of a controller, which does not take advice, what it did.
     """
-    start = f"loss {float(advice.summary.loss):.4g}"
-    if advice.below_peak:
-        start += (
-            f", a schedule at {min(lr / peak for lr, peak in advice.below_peak):.2g} of its peak"
-        )
+    start = opening(float(advice.summary.loss), advice.below_peak)
+    low = {lr for lr, peak in advice.below_peak if lr < TOO_LOW * peak}
     if controller is not None:
-        return f"{start}; {steering(controller)}"
+        return f"{start}; {steering(controller, brief=bool(low))}"
+    if low.issuperset(lr for group in advice.groups for lr in group.lrs):
+        return f"{start}: too low for advice"
     several, together = len(advice.groups) > 1, advice.together
     noisy = [g for g in advice.groups if g.verdict == "noise"] if together is not None else []
     said = [clause(g, several, advice.kept_undecided(g)) for g in advice.groups if g not in noisy]
@@ -64,13 +76,13 @@ def sentence(advice: Advice, controller: RateController | None = None) -> str:
     return "\n  ".join([start, *said]) if several else f"{start}; {said[0]}"
 
 
-def steering(controller: RateController) -> str:
-    """Return the present rates, their last change, and what it followed from."""
+def steering(controller: RateController, brief: bool = False) -> str:
+    """Return the present rates and, unless ``brief``, their last change, and why."""
     if controller.history and not any(controller.rates):
         return "steered: the schedule is at 0"
     said = f"steered: lr {rates_in_words(controller.rates)}"
     last = next((record for record in reversed(controller.history) if record.change != 1), None)
-    if last is None:
+    if last is None or brief:
         return said
     factor = f", the best step was x{last.factor:.2g}" if math.isfinite(last.factor) else ""
     return f"{said} (last change after step {last.step}: x{last.change:.3g}, {last.why}{factor})"

@@ -120,7 +120,8 @@ class SummaryCallback(Monitor, Callback):
 
     The trainer's loggers get ``newton_summary/loss``, ``newton_summary/predicted_change``,
     ``newton_summary/real_change`` and ``newton_summary/factor/<group>``, as do
-    ``callback_metrics``; with ``adjust``, ``newton_summary/steered_lr``; with a ``partition``,
+    ``callback_metrics``; with ``adjust``, in place of these but the loss,
+    ``newton_summary/steered_lr`` and ``newton_summary/steered_factor``; with a ``partition``,
     ``newton_summary_groups/<group>`` and, in TensorBoard and W&B, heat maps of Hbar. The history
     and the controller are saved in checkpoints and restored from them.
     """
@@ -144,8 +145,11 @@ class SummaryCallback(Monitor, Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Check that the report can be written; start to steer."""
-        self.check_report()
+        directory = self._directory(trainer)
+        if trainer.is_global_zero and not trainer.fast_dev_run:
+            self.check_report(directory)
         self.console.enabled &= trainer.is_global_zero
+        self.begin(pl_module, goes_on=trainer.global_step > 0)
         steps, accumulated = trainer.estimated_stepping_batches, trainer.accumulate_grad_batches
         last = math.inf if trainer.max_epochs < 0 else trainer.max_epochs
         if math.isfinite(trainer.num_training_batches):  # max_steps may come first
@@ -156,8 +160,10 @@ class SummaryCallback(Monitor, Callback):
             if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:
                 raise ValueError(
                     "adjust=True needs one optimizer and automatic optimization, but "
-                    f"{type(pl_module).__name__} has {len(trainer.optimizers)}, automatic: "
-                    f"{pl_module.automatic_optimization}. Use RateController in training_step."
+                    f"{type(pl_module).__name__} has {len(trainer.optimizers)}, and "
+                    f"{'automatic' if pl_module.automatic_optimization else 'manual'}"
+                    " optimization. Steering is for one optimizer that lowers one loss. In a "
+                    "GAN the loss of each player moves with the other: keep the rates there."
                 )
             self.steer(trainer.optimizers[0], pl_module, self._own_loss)
 
@@ -215,8 +221,8 @@ class SummaryCallback(Monitor, Callback):
             self._write(trainer)
 
     def _measure(self, trainer: Any, module: Any) -> None:
-        if self.data is None:
-            self.data = sample_batches(
+        if self.data is None and self._samples is None:
+            self._samples = sample_batches(
                 trainer.train_dataloader, self.num_batches, trainer.global_rank, trainer.world_size
             )
         self.measure(
@@ -242,8 +248,13 @@ class SummaryCallback(Monitor, Callback):
                 self._found += [_adapted(logger) for logger in trainer.loggers]
         return self._found
 
+    @staticmethod
+    def _directory(trainer: Any) -> str:
+        """Return where the report goes, by a collective call."""
+        return str(trainer.log_dir or trainer.default_root_dir)
+
     def _write(self, trainer: Any) -> None:
-        directory = trainer.log_dir or trainer.default_root_dir  # a collective call
+        directory = self._directory(trainer)
         if trainer.is_global_zero and not trainer.fast_dev_run:
             self.finish(directory)
 

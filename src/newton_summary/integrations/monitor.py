@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from newton_summary.display.warn import warn_user
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.history import History, Measured, Trial
 from newton_summary.integrations.budget import Budget
-from newton_summary.integrations.console import Console, sentence
+from newton_summary.integrations.console import TOO_LOW, Console, opening, sentence, steering
 from newton_summary.integrations.loggers import (
     PREFIX,
     Logger,
@@ -32,7 +33,7 @@ from newton_summary.integrations.loggers import (
     rate_scalars,
     scalars_of,
 )
-from newton_summary.measuring.advice import Advice, suggest_lrs
+from newton_summary.measuring.advice import Advice, below_peak, suggest_lrs
 from newton_summary.measuring.measurement import summarize
 from newton_summary.measuring.trial_steps import step_trials
 from newton_summary.measuring.tried_rates import learning_rates
@@ -44,10 +45,12 @@ from newton_summary.partition import Partition, Spec, unwrap
 from newton_summary.partition.schemes import named_spec
 from newton_summary.probe.probe import LossFn
 from newton_summary.solver import LearningRates, refutation
+from newton_summary.storage.writing import cannot_write
 from newton_summary.summary import Summary
 
 REPORT = "newton_summary.html"
 UNNAMED = "run"
+LOSS = "measured loss"  # a curve
 ASKED_FIRST = {"on_init_end": "transformers", "state_key": "lightning"}  # of a trainer's callbacks
 
 
@@ -95,7 +98,8 @@ class Monitor:
             trial fails.
         adjust: Whether callbacks steer the learning rate during training, with a
             :class:`newton_summary.RateController` and its careful ``set_point=1.0``; or other
-            options for it, as ``{"set_point": 0.65}``.
+            options for it, as ``{"set_point": 0.65}``. A measurement is then that of the loss
+            alone, and of the groups of a ``partition``.
         budget: The most time that measuring may take, as a share of training time: callbacks then
             measure in fewer epochs, on fewer batches, with fewer groups.
         report: Where callbacks write the report at the end; None for no report. A relative path is
@@ -155,7 +159,7 @@ class Monitor:
         super().__init__()  # of the framework's callback
         self.every_n_epochs, self.num_batches = every_n_epochs, num_batches
         self.data, self.loss_fn = data, loss_fn
-        self.partition, self.lambda_int = partition, lambda_int
+        self.lambda_int = lambda_int
         self.adjust = adjust or isinstance(adjust, Mapping)  # without options: those by default
         self.budget = Budget(budget)
         if self.adjust and self.budget.share is not None:
@@ -163,13 +167,12 @@ class Monitor:
         self.report, self.figures = report, figures
         self.loggers, self.console = list(loggers), Console(console)
         self.options = options
-        self.history = History(name or UNNAMED)
+        self._given = name or UNNAMED, partition
         self._loss = self.batch_loss  # one object: how to split batches is remembered by loss
-        self._warned = self._skipped = False
-        self._last_used: Summary | None = None  # the optimizer's, as it was last added
-        self._batches = 0  # measured on last
         self._last = math.inf  # epoch of the training, if known
-        self._steered: Mapping[str, Any] | None = None  # state of a controller not yet made
+        self._seen: int | None = None  # id of the model of the last training
+        self._samples: UserList[Any] | None = None  # of the training data
+        self._forget()
 
     if not TYPE_CHECKING:  # or any attribute would do
 
@@ -179,6 +182,30 @@ class Monitor:
             if framework := ASKED_FIRST.get(name):
                 told += f" Use newton_summary.integrations.{framework}.SummaryCallback here."
             raise AttributeError(told)
+
+    def _forget(self) -> None:
+        """Forget all measurements."""
+        name, self.partition = self._given
+        self.history, self.advice, self.controller = History(name), None, None
+        self.budget.spent = self.budget.last = 0.0
+        self._warned = self._skipped = False
+        self._last_used: Summary | None = None  # the optimizer's, as it was last added
+        self._batches = 0  # measured on last
+        self._steered: Mapping[str, Any] | None = None  # state of a controller not yet made
+        self._resumes = False  # from a checkpoint
+
+    def begin(self, model: nn.Module, goes_on: bool = False) -> None:
+        """Prepare for a training: start afresh after another one.
+
+        Not if it resumes from a checkpoint, or if a trainer ``goes_on`` with the same model.
+        """
+        same = goes_on and self._seen == id(model)
+        if self._seen is not None and not (self._resumes or same):
+            if self._epochs:
+                self.console.say("a new training: the measurements of the one before are left out")
+            self._forget()
+        self._seen, self._resumes = id(model), False
+        self._samples = None
 
     def batch_loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss of a batch."""
@@ -191,7 +218,7 @@ class Monitor:
         if epoch % self.every_n_epochs:
             return False
         is_due = self.has_time(epoch)
-        if epoch and not (is_due or epoch in self.history.epochs or self._skipped):
+        if epoch and not (is_due or epoch in self._epochs or self._skipped):
             self._skipped = True
             pace = max(self.budget.training, 1e-9) / epoch
             soonest = self.budget.needed(self._batches) / pace
@@ -204,7 +231,12 @@ class Monitor:
 
     def has_time(self, epoch: float) -> bool:
         """Return whether nothing was measured yet after this many epochs, and the budget allows."""
-        return epoch not in self.history.epochs and self.budget.allows(self._batches)
+        return epoch not in self._epochs and self.budget.allows(self._batches)
+
+    @property
+    def _epochs(self) -> list[float]:
+        """When something was measured, if only the loss."""
+        return [*self.history.epochs, *(epoch for epoch, _ in self.history.curves.get(LOSS, ()))]
 
     def plan(self, model: nn.Module, batches: float, epochs: float) -> None:
         """Prepare for training to some epoch: choose groups that the budget allows."""
@@ -242,7 +274,7 @@ class Monitor:
                 well, once, if it has the same groups.
 
         Returns:
-            The measurement; None if it failed and was not the first.
+            The measurement; None if it failed and was not the first, or is that of the loss alone.
         """
         step = int(epoch) if step is None else step
         data = self._data(epoch) if data is None else data
@@ -250,11 +282,19 @@ class Monitor:
             raise ValueError("There is nothing to measure on: pass data=... to the monitor.")
         try:
             with self.budget.measuring(), self.console.patience(f"after epoch {epoch:g}"):
-                rates = self._measure_at(float(epoch), model, data, optimizer)
+                if self.controller is not None and self.partition is None:
+                    self._measure_loss(float(epoch), model, data, optimizer)
+                    rates = None
+                else:
+                    rates = self._measure_at(float(epoch), model, data, optimizer)
         except (ValueError, RuntimeError, CannotDifferentiate) as error:
-            if not self.history.measured:
+            if not self._epochs:
                 raise
             self._warn(f"The measurement after epoch {epoch:g} failed; training continues: {error}")
+            return None
+        if rates is None:
+            for logger in (*self.loggers, *loggers):
+                logger.scalars({f"{PREFIX}/loss": self.history.curves[LOSS][-1][1]}, step)
             return None
         if not rates.ok:
             self._warn(f"The rates after epoch {epoch:g} are unusable. {rates.detail}")
@@ -262,7 +302,7 @@ class Monitor:
         if self.advice is None and measured.trial is not None and measured.refuted:
             _, predicted, real = measured.trial
             self._warn(f"After epoch {epoch:g}: {refutation(predicted, real)}")
-        self._note_facts(model, measured, optimizer)
+        self._note_facts(model, measured.summary, optimizer)
         new = [measured]
         if isinstance(optimizer, NewtonSummary):
             last, names = optimizer.last_summary, measured.summary.names
@@ -271,7 +311,7 @@ class Monitor:
                 new += [replace(m, epoch=float(epoch)) for m in optimizer.to_history().measured]
                 self.history.measured += new[1:]
             self._last_used = last
-        values = {} if self.advice is None else advice_scalars(self.advice)
+        values = {} if self.advice is None or self.adjust else advice_scalars(self.advice)
         for entry in new:
             values |= scalars_of(entry)
             if self.advice is None or self.partition is not None:
@@ -281,6 +321,21 @@ class Monitor:
             if self.figures:
                 log_figures(logger, self.history, step)
         return measured
+
+    def _measure_loss(
+        self, epoch: float, model: nn.Module, data: Any, optimizer: Optimizer | None
+    ) -> None:
+        """Measure the loss, for one gradient of each batch: the controller measures the rest."""
+        assert self.controller is not None and optimizer is not None
+        options = {**self.options, "order": 1, "stderr": False}
+        summary = summarize(model, self._loss, data, partition="trivial", **options)
+        loss = float(summary.loss)
+        self.history.add_value(LOSS, epoch, loss)
+        self._note_facts(model, summary, optimizer)
+        low = below_peak(optimizer)
+        brief = any(lr < TOO_LOW * peak for lr, peak in low)
+        said = f"{opening(loss, low)}; {steering(self.controller, brief)}"
+        self.console.say(f"epoch {epoch:g}: {said}")
 
     def _measure_at(
         self, epoch: float, model: nn.Module, data: Any, optimizer: Optimizer | None
@@ -301,10 +356,12 @@ class Monitor:
         if self.lambda_int is not None:
             given["lambda_int"] = self.lambda_int
         advise = partial(suggest_lrs, model, self._loss, data, optimizer, **given)
+        steered = self.controller is not None
         with self._present_rates(optimizer) as ended:
-            self.advice = groups = advise()
-            if self.partition is not None:
-                groups = advise(partition=self.partition, rehearsal=False)
+            by_group = partial(advise, partition=self.partition, rehearsal=False)
+            self.advice = groups = by_group() if steered else advise()
+            if self.partition is not None and not steered:
+                groups = by_group()
         # The step that was tried; its errors are those of the best factors, where it takes these.
         changes = groups.rates.eta.new_tensor([group.change for group in groups.groups])
         errors = [
@@ -319,7 +376,7 @@ class Monitor:
         said = sentence(self.advice, self.controller)
         at = " (the schedule is at 0: measured at its first rate)" if ended else ""
         self.console.say(f"epoch {epoch:g}{at}: {said}")
-        for group in self.advice.groups:
+        for group in () if steered else self.advice.groups:
             self.history.add_value(f"factor of lr, {group.name}", epoch, group.factor)
         return rates
 
@@ -330,15 +387,13 @@ class Monitor:
 
     def _data(self, epoch: float) -> Any:
         """Return the data to measure on; of drawn samples, as many batches as the budget allows."""
-        if not isinstance(self.data, UserList):
+        if self._samples is None:
             return self.data
         period = self.budget.training * self.every_n_epochs / max(epoch, 1)
-        self._batches = self.budget.batches(self._batches, len(self.data), period)
-        return self.data[: self._batches]
+        self._batches = self.budget.batches(self._batches, len(self._samples), period)
+        return self._samples[: self._batches]
 
-    def _note_facts(
-        self, model: nn.Module, measured: Measured, optimizer: Optimizer | None
-    ) -> None:
+    def _note_facts(self, model: nn.Module, summary: Summary, optimizer: Optimizer | None) -> None:
         """Record in the history how it was measured."""
         model = unwrap(model)
         if self.history.name == UNNAMED:
@@ -346,7 +401,7 @@ class Monitor:
         params = [p for p in model.parameters() if p.requires_grad]
         self.history.facts |= {
             "model": f"{type(model).__name__}, {sum(p.numel() for p in params):,} parameters",
-            "backend": measured.summary.backend,
+            "backend": summary.backend,
             "device": str(params[0].device),
             "newton_summary": newton_summary.__version__,
             "torch": str(torch.__version__),  # a subclass of str, which checkpoints refuse
@@ -381,6 +436,7 @@ class Monitor:
         self.controller = RateController(optimizer, model, loss_fn, **options)
         if self._steered is not None:
             self.controller.load_state_dict(self._steered)
+            self._steered = None
         self._recorded = len(self.controller.history)
 
     def before_step(
@@ -429,7 +485,7 @@ class Monitor:
             The path; None without a measurement or without a path.
         """
         path = self.report if path is None else path
-        if path is None or not self.history.measured:
+        if path is None or not self._epochs:
             return None
         return report(self.history, path)
 
@@ -439,13 +495,21 @@ class Monitor:
         if path is not None:
             self.console.say(f"wrote {path}")
 
-    def check_report(self) -> None:
+    def check_report(self, directory: str | Path) -> None:
         """Raise at the start of training if the report at its end cannot be written."""
-        if self.report is not None and importlib.util.find_spec("plotly") is None:
+        if self.report is None:
+            return
+        if importlib.util.find_spec("plotly") is None:
             raise ImportError(
                 "The report at the end of training needs plotly: run pip install -e '.[report]' "
                 "in your clone, or pass report=None."
             )
+        path = Path(directory) / self.report
+        try:
+            with TemporaryFile(dir=next(p for p in path.absolute().parents if p.exists())):
+                pass
+        except OSError as error:
+            raise cannot_write(path, error) from None
 
     # --- checkpoints ------------------------------------------------------------------------------
 
@@ -458,3 +522,4 @@ class Monitor:
         """Replace the history by a saved one; a controller resumes from its state."""
         self.history = History.from_state_dict(state["history"])
         self._steered = state.get("controller")
+        self._resumes = True

@@ -6,8 +6,8 @@ Needs ``pip install -e '.[transformers]'``.
 from __future__ import annotations
 
 import os
-from collections import UserList
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +85,9 @@ class SummaryCallback(Monitor, TrainerCallback):
     rate, and the Trainer's schedule multiplies what it finds.
 
     ``trainer.state.log_history`` gets ``newton_summary/loss``, ``newton_summary/predicted_change``,
-    ``newton_summary/real_change`` and ``newton_summary/factor/<group>``; with ``adjust``,
-    ``newton_summary/steered_lr``; with a ``partition``, ``newton_summary_groups/<group>``. With
+    ``newton_summary/real_change`` and ``newton_summary/factor/<group>``; with ``adjust``, in place
+    of these but the loss, ``newton_summary/steered_lr`` and ``newton_summary/steered_factor``; with
+    a ``partition``, ``newton_summary_groups/<group>``. With
     ``report_to="tensorboard"`` they are also written to the folder ``runs/newton_summary`` of the
     output directory (a separate run next to the Trainer's; or to ``TENSORBOARD_LOGGING_DIR``), with
     ``report_to="wandb"`` to the current run, both with heat maps of Hbar. The history and the
@@ -94,6 +95,7 @@ class SummaryCallback(Monitor, TrainerCallback):
     """
 
     _watch: Any = None  # the hook that sees the losses of the first step
+    _hook: Any = None  # that sees the batches
     _trained = False  # along the gradient of the model's own loss
 
     def batch_loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -114,19 +116,36 @@ class SummaryCallback(Monitor, TrainerCallback):
 
     def _lacking(self, batch: Any) -> str:
         """Return the keys that samples of the training data have but a batch lacks."""
-        first = self.data[0] if isinstance(self.data, UserList) else None
+        first = self._sample()
         if not (isinstance(first, Mapping) and isinstance(batch, Mapping)):
             return ""
         return ", ".join(name for name in first if name not in batch)
 
+    def _sample(self) -> Any:
+        """Return a batch to measure on; not from a loader, which would draw random numbers."""
+        data = self.data if self._samples is None else self._samples
+        return data[0] if isinstance(data, Sequence) and data else data
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find the loggers, and the history of a resumed run; measure before the start."""
-        self.check_report()
+        if state.is_world_process_zero:
+            self.check_report(args.output_dir)
         self.console.enabled &= state.is_world_process_zero
         self._found = _loggers(args) if state.is_world_process_zero else []
         saved = _checkpoint(args, state) / HISTORY
         if state.global_step and saved.is_file():
             self.load_state_dict(torch.load(saved, weights_only=True))
+        model = unwrap(kwargs["model"])
+        self.begin(model)
+        for hook in (self._watch, self._hook):  # of a training that was interrupted
+            if hook is not None:
+                hook.remove()
+        self._watch = self._hook = None
+        if self.data is None:
+            loader, rank = kwargs["train_dataloader"], args.process_index
+            self._samples = sample_batches(loader, self.num_batches, rank, args.world_size)
+        if args.label_smoothing_factor and self.adjust:
+            self._check_unlabelled(model)
         if args.label_smoothing_factor and self.loss_fn is None:
             warn_user(
                 f"The Trainer trains with label_smoothing_factor={args.label_smoothing_factor}, "
@@ -134,21 +153,24 @@ class SummaryCallback(Monitor, TrainerCallback):
                 "train with as loss_fn=..., with loss_fn(model, batch) -> mean loss."
             )
         watched = self.loss_fn is None and not args.label_smoothing_factor
-        model = unwrap(kwargs["model"])
         batches = state.max_steps * args.gradient_accumulation_steps
         self.plan(model, batches, state.num_train_epochs)
         self.steer(_plain(kwargs["optimizer"]), model, self.batch_loss)
         if self.is_due(state.epoch or 0):
             self._measure(args, state, **kwargs)
-        if self._watch is not None:  # of a training that was interrupted
-            self._watch.remove()
-            self._watch = None
         if watched and not args.torch_compile:  # a hook would be compiled too
             self._trained = False
             self._watch = model.register_forward_hook(self._watch_loss)
         if self.adjust:
             self._waiting: list[Any] = []
             self._hook = model.register_forward_pre_hook(self._note_batch, with_kwargs=True)
+
+    def _check_unlabelled(self, model: nn.Module) -> None:
+        """Raise if steering needs the labels that label smoothing takes out of the batches."""
+        sample = self._sample()
+        if isinstance(sample, Mapping):
+            with torch.no_grad(), _mode(model, training=False):
+                self.batch_loss(model, {k: x for k, x in sample.items() if k != "labels"})
 
     def _note_batch(self, model: nn.Module, args: Any, batch: dict[str, Any]) -> None:
         """Keep a training batch: the Trainer does not pass it to callbacks."""
@@ -215,19 +237,10 @@ class SummaryCallback(Monitor, TrainerCallback):
 
     def _measure(self, args: Any, state: Any, **kwargs: Any) -> None:
         model = unwrap(kwargs["model"])
-        if self.data is None:
-            self.data = sample_batches(
-                kwargs["train_dataloader"], self.num_batches, args.process_index, args.world_size
-            )
-        modes = [(module, module.training) for module in model.modules()]
-        model.train()  # as for the Trainer's steps; models are loaded in eval mode
-        try:
-            epoch, optimizer = round(state.epoch or 0, 6), _plain(kwargs["optimizer"])
-            logs = self._logs(state)
+        epoch, optimizer = round(state.epoch or 0, 6), _plain(kwargs["optimizer"])
+        logs = self._logs(state)
+        with _mode(model, training=True):  # as for the Trainer's steps
             self.measure(model, epoch, state.global_step, loggers=logs, optimizer=optimizer)
-        finally:
-            for module, training in modes:
-                module.training = training
 
     def _logs(self, state: Any) -> list[Logger]:
         """Return the Trainer's own log, which it saves in trainer_state.json, and the others."""
@@ -236,6 +249,18 @@ class SummaryCallback(Monitor, TrainerCallback):
             state.log_history.append({**values, "epoch": state.epoch or 0, "step": step})
 
         return [NumbersOnly(write), *self._found]
+
+
+@contextmanager
+def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Put a model into training or evaluation mode for a while; models are loaded in the latter."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def _plain(optimizer: Any) -> Any:

@@ -17,7 +17,7 @@ from newton_summary.derivatives import Backend
 from newton_summary.display.names import check_arguments, first_names
 from newton_summary.display.table import ShownAsTable
 from newton_summary.errors import NotFiniteError
-from newton_summary.measuring.factors import Estimate, FactorModel, Verdict, has_effect
+from newton_summary.measuring.factors import NEAR, Estimate, FactorModel, Verdict, has_effect
 from newton_summary.measuring.lambda_int import STRENGTHS
 from newton_summary.measuring.measurement import agree, find_partition, open_probe, summarize
 from newton_summary.measuring.param_groups import (
@@ -44,12 +44,14 @@ ALIKE = 2.0  # rates within this factor train alike: none is rehearsed
 WORTH = 3.0  # a smaller change is not made: one in four of them harms in the end
 SHORT = 8  # steps of a rehearsal: fewer than four batches
 LOW = 0.5  # of the peak of a schedule: advice for a lower rate says little about the peak
+BelowPeak = tuple[tuple[float, float], ...]  # pairs of a rate and the peak of its schedule
 VERDICTS: dict[Verdict, str] = {
     "raise": "the loss would fall more with a larger rate",
     "lower": "the loss would fall more, or rise less, with a smaller rate",
     "keep": "the present rate is within the error of the best one, or about as good: near it, or "
     "fast enough in the rehearsal",
-    "noise": "the batches do not agree on whether another rate is better: measure on more data",
+    "noise": "the batches do not agree on whether another rate is better: keep the present one, or "
+    "measure on more batches",
     "refuted": "a step with another rate was tried, and lowered the loss less than the present one",
     "not yet": "parts of it have no gradient yet, such as a LoRA factor whose partner is zero, or "
     "a layer before an output layer that starts at zero: ask again after some steps",
@@ -145,7 +147,8 @@ class Advice(ShownAsTable):
     _partition: Partition
     _limits: tuple[float, float]
     _waits: bool  # whether parameters have no gradient before this step, but after it
-    below_peak: tuple[tuple[float, float], ...] = ()
+    below_peak: BelowPeak = ()
+    _within_noise: bool = False  # whether no change is suggested for its small gain
     _applied: bool = False
 
     def __getitem__(self, name: str) -> GroupAdvice:
@@ -174,13 +177,17 @@ class Advice(ShownAsTable):
         changed = any(group.change != 1 for group in self.groups)
         lines = [
             f"change of the loss ({float(self.summary.loss):.4g}) by one step: "
-            f"{self.now.real:+.3g} now, {self.then.real:+.3g} as suggested "
-            f"(predicted: {self.now.predicted:+.3g} and {self.then.predicted:+.3g})"
+            + (
+                f"{self.now.real:+.3g} now, {self.then.real:+.3g} as suggested "
+                f"(predicted: {self.now.predicted:+.3g} and {self.then.predicted:+.3g})"
+                if changed
+                else f"{self.now.real:+.3g} (predicted: {self.now.predicted:+.3g})"
+            )
         ]
         worse = any(then > now for then, now in zip(self.then, self.now, strict=True))
         step = "is worse" if worse else ""
         if changed and self.then.real > 0:
-            step = "raises the loss" + ("" if worse else ", but less than now")
+            step = "raises the loss" if worse else "still raises the loss (by less than now)"
         if self.rehearsal is None and step:
             lines.append(f"the next step {step}")
         if self.rehearsal is not None:
@@ -207,51 +214,62 @@ class Advice(ShownAsTable):
                 best = f"x{change:.3g} (best next step: {best})"
             names = first_names([group.name for group in noisy])
             lines.append(f"too noisy one by one: {names}; together: {best}")
-        if any(self.at_limit(group.change) for group in self.groups):
-            first = "apply, train a little," if self.then.real < 0 else "apply"
-            lines.append(f"at the limit (max_change): {first} and ask again")
-        elif any(self.at_limit(group.factor) and group.change != 1 for group in self.groups):
-            lines.append(
-                "the best next step is at the limit (max_change): ask again after some training"
-            )
+        limited = any(self.at_limit(group.change) for group in self.groups)
+        if limited or any(self.at_limit(g.factor) and g.change != 1 for g in self.groups):
+            when = "at once" if limited and self.then.real >= 0 else "after some training"
+            lines.append(f"at the limit (max_change): apply, and ask again {when}")
         lines += [
             f"a schedule has lr at {lr:.3g}, and at {peak:.3g} at its peak: this is advice for "
             f"{lr:.3g} alone; for the peak, ask before the scheduler is made"
             for lr, peak in self.below_peak
         ]
-        meanings = {**VERDICTS}
-        if self.rehearsal is None:
-            meanings["noise"] += "; no training with the present rate was rehearsed"
-        if self.together is not None:
-            meanings["noise"] = (
+        for verdict in VERDICTS:
+            reasons = dict.fromkeys(self._why(g) for g in self.groups if g.verdict == verdict)
+            lines += [f"{verdict}: {', or '.join(reasons)}"] if reasons else []
+        if self.rehearsal is None and any(g.verdict == "noise" for g in self.groups):
+            lines.append("nothing was rehearsed: whether the present rate trains is not known")
+        if self.rates.no_cubic and self.summary.gbar.any():  # not where nothing moves
+            only = "" if self.rates.ok else ", and only max_change limits the best next step"
+            partial = self._waits or self.rates.no_effect  # D3 may be 0 in the others alone
+            like = "" if partial else ", as with ReLU and squared error"
+            lines.append(f"D3 is 0 in all groups{like}: the model of the loss is quadratic{only}")
+        return "\n".join(lines)
+
+    def _why(self, group: GroupAdvice) -> str:
+        """Return what the verdict on a group means."""
+        tried, own = self.rehearsal, Estimate(group.factor, group.stderr).verdict
+        if group.verdict == "noise" and self.together is not None:
+            return (
                 "the batches do not agree on this group alone: it takes the factor of all such "
                 "groups together"
             )
-        if self.rehearsal is not None and self.rehearsal.then < self.rehearsal.now and not changed:
-            meanings["keep"] = (
+        if group.verdict == "noise" and self._within_noise and own != "noise":
+            return (
+                "the predicted gain by another rate is less than twice its standard error over the "
+                "batches: keep the present one, or measure on more batches"
+            )
+        if group.verdict != "keep":
+            return VERDICTS[group.verdict]
+        if self.kept_undecided(group):
+            return (
+                "the rehearsal decides nothing: its loss falls with neither rate; give more batches"
+            )
+        changed = any(other.change != 1 for other in self.groups)
+        if tried is not None and tried.then < tried.now and not changed:
+            return (
                 f"another rate got further in the rehearsal, but a change by less than x{WORTH:g} "
                 f"is not sure to help in the end"
-                if self.rehearsal.asked_for
+                if tried.asked_for
                 else "a smaller rate got further in the rehearsal, but its next step is predicted "
                 "to be worse: ask again after some training"
             )
-        if self.rehearsal is not None and any(self.kept_undecided(g) for g in self.groups):
-            meanings["keep"] = (
-                "the rehearsal decides nothing: its loss falls with neither rate; give more batches"
-            )
-        lines += [
-            f"{v}: {means}"
-            for v, means in meanings.items()
-            if any(g.verdict == v for g in self.groups)
-        ]
-        if self.rates.no_cubic and self.summary.gbar.any():  # not where nothing moves
-            limited = "" if self.rates.ok else ", and only max_change limits the best next step"
-            partial = self._waits or self.rates.no_effect  # D3 may be 0 in the others alone
-            like = "" if partial else ", as with ReLU and squared error"
-            lines.append(
-                f"D3 is 0 in all groups{like}: the model of the loss is quadratic{limited}"
-            )
-        return "\n".join(lines)
+        if own == "keep":
+            is_near = abs(group.factor - 1) <= NEAR - 1
+            where = "near" if is_near else "within two standard errors of"
+            return f"the present rate is {where} the best one for the next step"
+        if tried is None or not tried.asked_for:
+            return f"rates within a factor of {ALIKE:g} of the best one train alike"
+        return "the present rate is fast enough in the rehearsal, though not best for the next step"
 
     def kept_undecided(self, group: GroupAdvice) -> bool:
         """Whether a group keeps its rate only because a rehearsal lowered the loss with none."""
@@ -485,10 +503,6 @@ def suggest_lrs(
         lrs = rates_of(optimizer, part, s)
         judged.append(GroupAdvice(name, lrs, own.factor, own.stderr, change, verdict))
     limits = (limits[0] / fraction, limits[1] / fraction)  # of the factors before the fraction
-    pairs = {  # the present rate of a group, and the highest of its schedule
-        (float(g["lr"]), float(g.get("max_lr", g.get("initial_lr", g["lr"]))))
-        for g in optimizer.param_groups
-    }
     return Advice(
         tuple(judged),
         checked.now,
@@ -501,8 +515,18 @@ def suggest_lrs(
         part,
         limits,
         bool(waits.any()),
-        tuple(sorted(both for both in pairs if 0 < both[0] < LOW * both[1])),
+        below_peak(optimizer),
+        found.within_noise,
     )
+
+
+def below_peak(optimizer: Optimizer) -> BelowPeak:
+    """Return the rates that a schedule has below half of its peak, with the peak."""
+    pairs = {
+        (float(g["lr"]), float(g.get("max_lr", g.get("initial_lr", g["lr"]))))
+        for g in optimizer.param_groups
+    }
+    return tuple(sorted(both for both in pairs if 0 < both[0] < LOW * both[1]))
 
 
 def _next_step(optimizer: Optimizer, probe: Probe) -> tuple[Params, set[str]]:
