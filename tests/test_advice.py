@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import warnings
 from dataclasses import replace
@@ -499,6 +500,8 @@ def test_data_may_be_an_iterator_and_parameters_may_be_frozen():
     assert ns.suggest_lrs(model, loss_fn, DATA, sgd).groups[0].factor == advice.groups[0].factor
     advice.apply()
     assert len(sgd.param_groups) == 1 and not model[0].bias.requires_grad
+    with pytest.raises(ValueError, match="may never end"):
+        ns.suggest_lrs(model, loss_fn, itertools.cycle(DATA), sgd)
 
 
 def test_a_frozen_tensor_keeps_a_group_when_the_others_are_split():

@@ -64,11 +64,11 @@ WRONG = {
     ),
     "advice fraction": (
         lambda: ns.suggest_lrs(NET, never, BATCH, SGD, fraction="a"),
-        r"fraction='a': expected fraction in \(0, 1\]",
+        r"fraction='a': expected a number above 0, at most 1",
     ),
     "advice change": (
         lambda: ns.suggest_lrs(NET, never, BATCH, SGD, max_change=float("inf")),
-        "max_change=inf: expected fraction",
+        "max_change=inf: expected a finite number above 1",
     ),
     "advice option": (
         lambda: ns.suggest_lrs(NET, never, BATCH, SGD, microbatches=2),

@@ -98,7 +98,7 @@ class Monitor:
             trial fails.
         adjust: Whether callbacks steer the learning rate during training, with a
             :class:`newton_summary.RateController` and its careful ``set_point=1.0``; or other
-            options for it, as ``{"set_point": 0.65}``. A measurement is then that of the loss
+            options for it, as ``{"set_point": 0.8}``. A measurement is then that of the loss
             alone, and of the groups of a ``partition``.
         budget: The most time that measuring may take, as a share of training time: callbacks then
             measure in fewer epochs, on fewer batches, with fewer groups.
@@ -144,7 +144,7 @@ class Monitor:
         if not isinstance(adjust, bool | Mapping):
             raise TypeError(
                 f"adjust={adjust!r}: expected True or False, or options of RateController, such as "
-                '{"set_point": 0.65}.'
+                '{"set_point": 0.8}.'
             )
         steering = RateController.__init__.__kwdefaults__ or {}
         for option in adjust if isinstance(adjust, Mapping) else ():

@@ -31,7 +31,7 @@ from newton_summary.measuring.trial_steps import real_changes
 from newton_summary.parallel.processes import Distributed, find_processes
 from newton_summary.partition import Params, Partition, Spec
 from newton_summary.probe.directions import borrowed, measures_itself
-from newton_summary.probe.inputs import NumSamples
+from newton_summary.probe.inputs import NumSamples, read_all
 from newton_summary.probe.probe import LossFn, Probe
 from newton_summary.probe.state import Journal, unmoved
 from newton_summary.solver import Array, LearningRates, check_strength, learning_rates
@@ -56,8 +56,9 @@ VERDICTS: dict[Verdict, str] = {
     "not yet": "parts of it have no gradient yet, such as a LoRA factor whose partner is zero, or "
     "a layer before an output layer that starts at zero: ask again after some steps",
     "no effect": "the loss hardly depends on this group, such as a bias before a batch norm",
-    "no step": "the optimizer does not move this group: its gradient is zero, or its lr, as before "
-    "the first step of a warm-up: ask before the scheduler is made, or after some steps",
+    "no step": "the optimizer does not move this group: its gradient is zero, or its lr is, as "
+    "before the first step of a warm-up (ask before the scheduler is made), or the step is lost in "
+    "rounding",
 }
 """What each verdict means."""
 
@@ -396,14 +397,12 @@ def suggest_lrs(
     '1e-05'
     """
     check_arguments(suggest_lrs, measuring, Measuring.__annotations__)
-    for name, value, low, high in (
-        ("fraction", fraction, 0, 1),
-        ("max_change", max_change, 1, sys.float_info.max),
+    for name, value, low, high, wanted in (
+        ("fraction", fraction, 0, 1, "a number above 0, at most 1"),
+        ("max_change", max_change, 1, sys.float_info.max, "a finite number above 1"),
     ):
         if not isinstance(value, int | float) or not low < value <= high:
-            raise ValueError(
-                f"{name}={value!r}: expected fraction in (0, 1] and max_change above 1."
-            )
+            raise ValueError(f"{name}={value!r}: expected {wanted}.")
     if lambda_int != "auto":
         lambda_int = check_strength(lambda_int)
     if not isinstance(optimizer, Optimizer):
@@ -417,7 +416,7 @@ def suggest_lrs(
             "choose, such as Adam."
         )
     if isinstance(data, Iterator):  # is read several times; a list of tensors would be one batch
-        data = dict(enumerate(data)).values()
+        data = dict(enumerate(read_all(data))).values()
     microbatch, num_samples = measuring.get("microbatch"), measuring.get("num_samples")
     distributed = measuring.get("distributed", "auto")
     same: dict[str, Any] = {"microbatch": microbatch, "num_samples": num_samples}

@@ -691,7 +691,8 @@ def _check(optimizer: Optimizer, period: int, set_point: float, gain: float, mem
         ("memory", memory, 1.0),
     ):
         if not isinstance(value, int | float) or not 0 < value < top:
-            raise ValueError(f"{name}={value!r}: expected a number above 0, and memory below 1.")
+            below = "" if top == math.inf else f", below {top:g}"
+            raise ValueError(f"{name}={value!r}: expected a number above 0{below}.")
     if isinstance(optimizer, LBFGS):
         raise ValueError(
             "LBFGS calls the loss several times in a step, so there is no single step to measure: "
