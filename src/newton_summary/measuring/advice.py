@@ -26,7 +26,7 @@ from newton_summary.measuring.param_groups import (
     own_groups,
     rates_of,
 )
-from newton_summary.measuring.rehearsal import Rehearsal, rehearse
+from newton_summary.measuring.rehearsal import LEVEL, Rehearsal, rehearse
 from newton_summary.measuring.trial_steps import real_changes
 from newton_summary.parallel.processes import Distributed, find_processes
 from newton_summary.partition import Params, Partition, Spec
@@ -50,8 +50,7 @@ VERDICTS: dict[Verdict, str] = {
     "lower": "the loss would fall more, or rise less, with a smaller rate",
     "keep": "the present rate is within the error of the best one, or about as good: near it, or "
     "fast enough in the rehearsal",
-    "noise": "the batches do not agree on whether another rate is better: keep the present one, or "
-    "measure on more batches",
+    "noise": "the batches do not agree on whether another rate is better",
     "refuted": "a step with another rate was tried, and lowered the loss less than the present one",
     "not yet": "parts of it have no gradient yet, such as a LoRA factor whose partner is zero, or "
     "a layer before an output layer that starts at zero: ask again after some steps",
@@ -185,8 +184,10 @@ class Advice(ShownAsTable):
                 else f"{self.now.real:+.3g} (predicted: {self.now.predicted:+.3g})"
             )
         ]
-        worse = any(then > now for then, now in zip(self.then, self.now, strict=True))
+        worse = self.then.real > self.now.real
         step = "is worse" if worse else ""
+        if not worse and self.then.predicted > self.now.predicted:
+            step = "is predicted to be worse"
         if changed and self.then.real > 0:
             step = "raises the loss" if worse else "still raises the loss (by less than now)"
         if self.rehearsal is None and step:
@@ -240,15 +241,21 @@ class Advice(ShownAsTable):
         """Return what the verdict on a group means."""
         tried, own = self.rehearsal, Estimate(group.factor, group.stderr).verdict
         if group.verdict == "noise" and self.together is not None:
-            return (
-                "the batches do not agree on this group alone: it takes the factor of all such "
-                "groups together"
+            return "the batches do not agree on this group alone: " + (
+                "all such groups together keep their rates"
+                if group.change == 1
+                else "it takes the factor of all such groups together"
             )
-        if group.verdict == "noise" and self._within_noise and own != "noise":
-            return (
+        if group.verdict == "noise":
+            fails = tried is None and self.now.real > LEVEL * abs(float(self.summary.loss))
+            keep = "" if fails else "keep the present one, or "
+            reason = (
                 "the predicted gain by another rate is less than twice its standard error over the "
-                "batches: keep the present one, or measure on more batches"
+                "batches"
+                if self._within_noise
+                else VERDICTS["noise"]
             )
+            return f"{reason}: {keep}measure on more batches"
         if group.verdict != "keep":
             return VERDICTS[group.verdict]
         if self.kept_undecided(group):
@@ -482,8 +489,8 @@ def suggest_lrs(
         checked = trials.check(changes, longest, ALIKE if whole else 1.0)
         verdicts = {own.verdict for own, judged in zip(found.own, live, strict=True) if judged}
         is_noise = found.within_noise or verdicts <= {"noise"}
-        if whole and not is_noise and not early.any():
-            checked = trials.lower(checked, changes)
+        if whole and not early.any():
+            checked = trials.lower(checked, changes, is_noise)
     rates = learning_rates(summary, factor_model.mean.strength, diagonal=diagonal)
     sure = checked.verdict is None and not found.within_noise
     sure &= found.together is not None and found.together.verdict != "noise"
@@ -624,22 +631,26 @@ class _Trials:
             return _Checked(ones, now, now, "keep", rehearsal)
         return _Checked(chosen, now, tried[compared[best]], None, rehearsal)
 
-    def lower(self, checked: _Checked, changes: Array) -> _Checked:
+    def lower(self, checked: _Checked, changes: Array, is_noise: bool) -> _Checked:
         """Rehearse smaller rates where the present ones stay.
 
         Later steps may be unlike the next one: early in training, momentum has yet to build up. If
         the present rates do not train, smaller ones are taken whatever is predicted for that step.
+        If the factors are noise, only then; and nothing is rehearsed unless the next step fails.
         """
         tried = checked.rehearsal
         was_rehearsed = tried is not None and tried.decides and (changes < 1).any()
         if self.by_training is None or (checked.changes != 1).any() or was_rehearsed:
+            return checked
+        if is_noise and checked.now.real <= LEVEL * abs(float(self.summary.loss)):
             return checked
         smaller = [self.lowest, self.lowest**0.5]
         rehearsal, best = self.by_training(smaller, unasked=True)
         if rehearsal is None or best is None:
             return replace(checked, rehearsal=checked.rehearsal or rehearsal)
         then = Change(self.model.change(smaller[best]), *self.by_step([smaller[best]]))
-        if then.predicted > checked.now.predicted and rehearsal.now < rehearsal.start:
+        is_worse = then.predicted > checked.now.predicted
+        if (is_worse or is_noise) and rehearsal.now < rehearsal.start:
             return replace(checked, rehearsal=rehearsal)
         return _Checked(smaller[best], checked.now, then, "lower", rehearsal)
 
