@@ -120,9 +120,15 @@ def test_an_iterator_that_may_never_end_is_refused():
         assert summarize(net, squares, some, order=1).num_samples in (16, 1001)
 
 
-def test_a_stream_that_may_never_end_is_told():
+class Unknown(Stream):
+    def __len__(self):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("kind", [Stream, Unknown])
+def test_a_stream_that_may_never_end_is_told(kind):
     net, x = nn.Linear(1, 1), torch.ones(1, 1)
-    loader = DataLoader(Stream(x, 1001), batch_size=None)
+    loader = DataLoader(kind(x, 1001), batch_size=None)
     with pytest.warns(UserWarning, match=r"1,000 batches.*itertools.islice\(data, 16\)") as caught:
         assert summarize(net, squares, loader, order=1).num_samples == 1001
     assert len(caught) == 1

@@ -258,6 +258,35 @@ def test_a_norm_in_a_list_beside_the_layers_belongs_to_the_one_at_its_place(cont
         assert place in (str(i), f"block {i}")
 
 
+@pytest.mark.parametrize("widths", [(3, 2, 2), (2, 2, 3), (2, 2, 2)])
+def test_a_norm_in_a_list_belongs_to_the_list_of_layers_that_has_as_many(widths):
+    """Not to embeddings that stand at the same place, unless these are as many."""
+    embeddings, norms, layers = widths
+    model = nn.ModuleDict(
+        {
+            "embeddings": nn.ModuleList(nn.Embedding(3, 2) for _ in range(embeddings)),
+            "norms": nn.ModuleList(nn.LayerNorm(2) for _ in range(norms)),
+            "layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(layers)),
+        }
+    )
+    owner = "embeddings" if embeddings == norms else "layers"
+    found = {w: layer.name for layer in find_layers(model) for w in layer.weights}
+    assert [found[f"norms.{i}.weight"] for i in range(norms)] == [f"{owner}.0", f"{owner}.1"]
+
+
+def test_a_single_norm_in_a_list_belongs_to_the_layer_before():
+    """It stands at no layer's place: the norm at the end, and one of a list of stages."""
+    model = nn.Module()
+    model.embeds = nn.ModuleList([nn.Embedding(3, 2), nn.Embedding(4, 2)])
+    model.blocks = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.norms = nn.ModuleList([nn.LayerNorm(2)])
+    model.head = nn.Linear(2, 1)
+    assert find_layers(model)[3].weights == ("blocks.1.weight", "norms.0.weight")
+    convs = [[nn.Conv2d(1, 2, 1), nn.Conv2d(2, 2, 1)], [nn.BatchNorm2d(2)], [nn.Conv2d(2, 2, 1)]]
+    stages = nn.ModuleList(map(nn.ModuleList, convs))
+    assert find_layers(stages)[1].weights == ("0.1.weight", "1.0.weight")
+
+
 def test_lists_that_are_run_as_a_whole_are_not_beside_each_other():
     """The norm at the end is after the last layer, not after the first."""
     stem, end = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.LayerNorm(2))

@@ -210,3 +210,10 @@ def test_a_model_that_has_stored_an_activation() -> None:
     assert verify(model, loss_fn, inputs()).ok
     assert model.stored is before[0] and model.losses[0] is before[1]
     assert model.stored.grad_fn is not None
+
+
+def test_a_model_with_an_attribute_that_contains_itself() -> None:
+    model = nn.Linear(5, 3)
+    model.tree = {}
+    model.tree["root"] = model.tree
+    assert verify(model, lambda model, x: model(x).exp().mean(), inputs()).ok

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import UserList
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -181,6 +181,8 @@ def verify(
 
 def _copy(model: nn.Module) -> nn.Module:
     """Copy a model; activations that it has stored, which torch does not copy, without history."""
+    with suppress(RuntimeError):
+        return copy.deepcopy(model)
     attributes = (x for module in model.modules() for x in leaves(vars(module)))
     stored = (x for x in attributes if isinstance(x, Tensor) and not x.is_leaf)
     return copy.deepcopy(model, {id(x): x.detach().clone() for x in stored})

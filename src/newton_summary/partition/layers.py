@@ -138,24 +138,33 @@ def _is_norm(kind: str, params: Sequence[Tensor]) -> bool:
 def _nearest(owners: Sequence[str], norm: int, others: set[int], types: Types) -> int:
     """Return the neighbour that shares more of a norm's module path; on a tie, the one before.
 
-    A norm in a list beside one of layers has another neighbour: the layer at its place there.
+    One of several norms in a list, beside a list of as many layers or one more, has another
+    neighbour: the layer at its place there.
     """
 
     def shared(layer: int) -> int:
         pairs = zip(owners[norm].split("."), owners[layer].split("."))
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
-    def place(i: int) -> tuple[list[str], list[str]] | None:
-        """Return which place a module has in a list at this depth."""
-        path = owners[i].split(".")
-        is_listed = types.get(".".join(path[: depth + 1])) in ("ModuleList", "ModuleDict")
-        return (path[:depth], path[depth + 1 : depth + 2]) if is_listed else None
+    def list_of(i: int) -> str:
+        """Return the list that holds a module at this depth; empty if none does."""
+        path = ".".join(owners[i].split(".")[: depth + 1])
+        return path if types.get(path) in ("ModuleList", "ModuleDict") else ""
+
+    def place(i: int) -> str:
+        return "".join(owners[i].split(".")[depth + 1 : depth + 2])
+
+    def length(path: str) -> int:
+        return len({place(i) for i in range(len(owners)) if list_of(i) == path})
 
     before, after = sorted(j for j in others if j < norm), sorted(j for j in others if j > norm)
     around = [*before[-1:], *after[:1]]
     depth = max(map(shared, around))
-    own = place(norm)
-    beside = [j for j in others if place(j) == own] if own else []
+    own = list_of(norm)
+    several = length(own) if own else 0
+    lists = [path for path in map(list_of, around) if path and several > 1]
+    fit = [path for n in (several, several + 1) for path in lists if length(path) == n][:1]
+    beside = [j for j in others if list_of(j) in fit and place(j) == place(norm)]
     return max(beside or around, key=lambda j: (shared(j), j < norm, -abs(j - norm)))
 
 

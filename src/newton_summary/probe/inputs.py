@@ -145,15 +145,18 @@ def read_all(batches: Iterator[Any]) -> list[Any]:
     if len(found) > MANY:
         raise ValueError(
             f"The data is an iterator without a length, and has more than {MANY:,} batches: it may "
-            "never end, and all of them would be kept in memory. Pass some, "
-            "itertools.islice(data, 16), or all, iter(list(data))."
+            "never end, and all of them would be kept in memory. Make it anew, since these have been "
+            "read, and pass some, itertools.islice(data, 16), or all, iter(list(data))."
         )
     return found
 
 
 def has_known_length(batches: Iterable[Any]) -> bool:
     """Whether batches say how many they are, so that there is an end to them."""
-    return operator.length_hint(batches, -1) >= 0
+    try:
+        return operator.length_hint(batches, -1) >= 0
+    except Exception:  # as in the __len__ of a dataset whose length is not known
+        return False
 
 
 def leaves(batch: Any) -> Iterator[Any]:
