@@ -145,8 +145,8 @@ def read_all(batches: Iterator[Any]) -> list[Any]:
     if len(found) > MANY:
         raise ValueError(
             f"The data is an iterator without a length, and has more than {MANY:,} batches: it may "
-            "never end, and all of them would be kept in memory. Make it anew, since these have been "
-            "read, and pass some, itertools.islice(data, 16), or all, iter(list(data))."
+            "never end, and all of them would be kept in memory. These have been read: make it "
+            "anew, and pass some, itertools.islice(data, 16), or all, iter(list(data))."
         )
     return found
 
