@@ -581,6 +581,28 @@ def test_a_group_without_a_warm_up_is_not_above_its_own_peak():
     assert controller.rates == pytest.approx([0.0, 1e-1])
 
 
+def test_each_group_is_at_its_own_peak_during_a_warm_up():
+    """Also where another group is at a constant rate above the present one."""
+    model = make_net()
+    body, *head = model.parameters()
+    groups = [{"params": [body], "lr": 1e-2}, {"params": head, "lr": 1e-1}]
+    sgd = torch.optim.SGD(groups)
+    schedule = LambdaLR(sgd, [lambda t: 1.0, lambda t: min(1.0, t / 50)])
+    controller = ns.RateController(sgd, model, cross_entropy)
+    schedule.step()
+    assert controller.rates == pytest.approx([1e-2, 1e-1])
+
+
+def test_rates_are_those_of_a_schedule_that_begins_above_its_first_rate():
+    model = make_net()
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
+    LambdaLR(sgd, lambda t: 5 * 0.9**t)
+    controller = ns.RateController(sgd, model, cross_entropy)
+    assert controller.rates == pytest.approx([5e-3])
+    train(model, sgd, controller, batches(1))
+    assert controller.history[0].rate == pytest.approx(5e-3)
+
+
 @pytest.mark.parametrize("warm_up", [1, 12])
 def test_a_rate_that_is_a_float32_tensor_is_steered_as_a_number_is(warm_up):
     """It is rounded, which is not below the peak of a schedule."""
@@ -606,6 +628,12 @@ def test_a_parameter_group_may_be_added_during_a_warm_up():
     found = 2 * 0.1 * controller.multiplier
     sgd.add_param_group({"params": others, "lr": 0.01})
     assert controller.rates == pytest.approx([found, 0.05 * found])
+    own, *more = (twin := make_net()).parameters()
+    resumed = torch.optim.SGD([{"params": [own]}, {"params": more}], lr=0.1)
+    resumed.load_state_dict(sgd.state_dict())
+    resumed = ns.RateController(resumed, twin, cross_entropy)
+    resumed.load_state_dict(controller.state_dict())  # saved before the next step
+    assert resumed.rates == controller.rates
     before = others[0].detach().clone()
     sgd.step()  # not preceded by a batch
     torch.testing.assert_close(others[0].detach(), before - 0.05 * found * others[0].grad)

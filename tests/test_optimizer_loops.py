@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 
 import pytest
@@ -234,6 +235,44 @@ def test_a_layer_can_be_added_later(kind):
         opt.add_param_group({"params": [model[0].bias], "name": "again"})
     with pytest.raises(ValueError, match="not a parameter of the model"):
         opt.add_param_group({"params": [torch.zeros(2, requires_grad=True)], "name": "other"})
+
+
+@pytest.mark.parametrize("level", [1.0, 0.1])
+def test_an_added_group_leaves_the_step_of_the_direction_as_long_as_it_was(level):
+    """Also below the peak of a schedule, which the direction's own rate has been multiplied by."""
+    model, batch = make_net(), TRAIN[0]
+    model[0].requires_grad_(False)
+    sgd = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    opt = ns.NewtonSummary(model, loss_fn, direction=sgd)
+
+    def length():
+        opt.zero_grad()
+        loss_fn(model, batch).backward()
+        before = model[2].weight.detach().clone()
+        opt.step(batch)
+        return float((before - model[2].weight).norm() / model[2].weight.grad.norm())
+
+    for _ in range(12):
+        length()
+    opt.param_groups[0]["lr"] = level
+    before = length()
+    model[0].requires_grad_(True)
+    opt.add_param_group({"params": model[0].parameters(), "name": "first", "lr": level})
+    assert length() == pytest.approx(before, rel=0.2)
+
+
+def test_a_failed_refresh_is_no_steered_rate_in_the_history():
+    model, batch, factor = make_net(), TRAIN[0], 1.0
+    opt = ns.NewtonSummary(model, lambda model, batch: factor * loss_fn(model, batch))
+    for step in range(30):
+        factor = math.nan if step > 20 else 1.0
+        opt.zero_grad()
+        loss_fn(model, batch).backward()
+        quiet(lambda: opt.step(batch))
+        if step == 20:
+            assert opt.to_history().measured[-1].status == "steered"
+    assert opt.failed_refreshes > 0
+    assert opt.to_history().measured[-1].status == "not-finite"
 
 
 def test_a_group_can_be_added_to_divided_tensors():

@@ -255,14 +255,11 @@ class RateController(ShownAsTable):
         lrs = [group["lr"] for group in self._scheduled]
         if not self._rises:
             return lrs
-        highest, peaks = max(map(float, lrs)), self._peaks()
-        if highest == 0:
-            return [lr + peak for lr, peak in zip(lrs, peaks, strict=True)]
-        lift = max(peaks) / highest
-        return [
-            lr * min(lift, max(1.0, peak / float(lr))) if lr else lr  # its own peak is no higher
-            for lr, peak in zip(lrs, peaks, strict=True)
-        ]
+        pairs = list(zip(lrs, self._peaks(), strict=True))
+        if not any(map(float, lrs)):
+            return [lr + peak for lr, peak in pairs]
+        # A group at 0 beside others is one that the schedule leaves out for now.
+        return [lr * max(1.0, peak / float(lr)) if lr else lr for lr, peak in pairs]
 
     def _note_schedule(self) -> None:
         """See whether the schedule has come to its peak, which may be lower than expected."""
@@ -546,7 +543,7 @@ class RateController(ShownAsTable):
             "due": self._due,
             "started": self._started,
             "rate": self._rate,
-            "first_lrs": list(self._first_lrs),
+            "first_lrs": self._firsts(),
             "highest": self._highest,
             "rises": self._rises,
             "balance": asdict(self._balance),

@@ -581,7 +581,9 @@ class NewtonSummary(Optimizer):
         if self.last_summary is not None and self.last_rates is not None:
             step = self.history[-1].step if self.history else self.refreshes
             rates = self.last_rates
-            if self._steered is not None and len(self.partition) == 1:  # else those of each group
+            # With several groups they are those of each group, and a failed refresh has none.
+            one = self._steered is not None and len(self.partition) == 1
+            if one and rates.status != "not-finite":
                 rates = replace(rates, eta=self.eta, status="steered")
             history.add(step, self.last_summary, rates, kind="optimizer")
         return history

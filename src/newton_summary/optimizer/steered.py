@@ -145,6 +145,7 @@ class Steered(RateController):
         }
         self._highest, self._rises = other._highest, other._rises
         self._first_lrs[: len(other._first_lrs)] = other._first_lrs
+        self._base[: len(other._base)] = other._base  # the direction's own have been multiplied
         self._skipped, self._due = other.skipped, other.steps + 1
 
     def measure(self, loss_fn: LossFn, batch: Any) -> None:
