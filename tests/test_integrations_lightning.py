@@ -323,6 +323,31 @@ def test_a_used_callback_goes_on_from_a_checkpoint(tmp_path, capsys):
     assert callback.history.epochs == [0, 1]
 
 
+@pytest.mark.parametrize("stage", ["test", "validate"])
+def test_a_test_from_a_checkpoint_neither_rewinds_nor_resumes(stage, tmp_path, capsys):
+    """Between two folds; Lightning restores callbacks then too."""
+
+    class Tested(Plain):
+        def test_step(self, batch):
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+        validation_step = test_step
+
+    callback = quick(adjust=True, console=True)
+    checkpoints = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
+    trainer = fit(Plain(), tmp_path, [callback, checkpoints], enable_checkpointing=True)
+    curves = copy.deepcopy(callback.history.curves)
+    run = getattr(trainer, stage)
+    loader = DataLoader(make_dataset(), 16)
+    run(Tested(), loader, ckpt_path=tmp_path / "epoch=0.ckpt", verbose=False)
+    assert callback.history.curves == curves
+    fit(module := Plain(), tmp_path, [callback], max_epochs=1)
+    assert "a new training" in capsys.readouterr().err
+    fit(fresh := Plain(), tmp_path, [quick(adjust=True)], max_epochs=1)
+    assert [epoch for epoch, _ in callback.history.curves["measured loss"]] == [0, 1]
+    assert module.net[0].weight.equal(fresh.net[0].weight)
+
+
 def test_a_training_that_diverges_goes_on(tmp_path):
     """The first measurement would raise; later ones only warn, once."""
 

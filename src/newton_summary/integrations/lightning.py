@@ -215,6 +215,11 @@ class SummaryCallback(Monitor, Callback):
             self._measure(trainer, pl_module)
         self._write(trainer)
 
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Keep the history where a checkpoint is loaded for a test, not to resume from it."""
+        if trainer.state.fn != "fit":
+            checkpoint["callbacks"].pop(self.state_key, None)
+
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Write the report so far; not with several processes, since others may have exited."""
         if trainer.world_size == 1:
