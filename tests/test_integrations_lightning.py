@@ -506,7 +506,7 @@ def test_steering_equals_a_plain_loop_to_the_bit(tmp_path, capsys):
     """Three batches an epoch, so the last step of each epoch is of a single batch."""
     module, callback = Scheduled(), quick(adjust=True, console=True)
     logger = CSVLogger(tmp_path)
-    fit(module, tmp_path, [callback], max_epochs=6, logger=logger, **STEERED)
+    trainer = fit(module, tmp_path, [callback], max_epochs=6, logger=logger, **STEERED)
 
     def loss_fn(net, batch):
         return F.cross_entropy(net(batch[0]), batch[1])
@@ -534,6 +534,8 @@ def test_steering_equals_a_plain_loop_to_the_bit(tmp_path, capsys):
     assert logged == pytest.approx([r.rate * r.change for r in controller.history])
     assert len(callback.history.curves["steered lr"]) == len(controller.history)
     assert controller.rates[0] > 1e-4  # from 1e-6
+    trainer.optimizers[0].step()  # not by the trainer: not steered
+    assert callback.controller.steps == controller.steps
 
 
 def test_only_the_loss_is_measured_while_steering(tmp_path, monkeypatch, capsys):

@@ -14,7 +14,13 @@ import torch.nn.functional as F
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import newton_summary as ns
@@ -220,6 +226,29 @@ def test_a_new_training_starts_afresh(tmp_path, capsys):
     trainer = fit(Classifier(), Points(), tmp_path, [callback := quick()], num_train_epochs=1)
     trainer.train()
     assert callback.history.epochs == [0, 1] and told in capsys.readouterr().err
+
+
+def test_a_trainer_steers_again(tmp_path):
+    """Its optimizer stays: for a second training, and to resume after an interrupt."""
+
+    class Interrupt(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 5:
+                raise KeyboardInterrupt
+
+    callback = quick(adjust=True)
+    trainer = fit(Classifier(), Points(), tmp_path, [callback], save_strategy="epoch")
+    first = callback.controller
+    trainer.add_callback(Interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.remove_callback(Interrupt)
+    second = callback.controller
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert (first.steps, second.steps, callback.controller.steps) == (6, 5, 6)
+    trainer.remove_callback(callback)
+    trainer.train()
+    assert callback.controller.steps == 6
 
 
 def test_a_model_without_a_loss_is_told_at_the_start(tmp_path):

@@ -114,7 +114,8 @@ class Monitor:
     Attributes:
         history: The measurements, with the training curves.
         advice: The last advice on the optimizer's learning rates.
-        controller: The controller that steers them, with ``adjust=True``.
+        controller: The controller that steers them, with ``adjust=True``; after the training, to
+            read.
     """
 
     advice: Advice | None = None
@@ -199,6 +200,8 @@ class Monitor:
 
         Not if it resumes from a checkpoint, or if a trainer ``goes_on`` with the same model.
         """
+        if self.controller is not None:  # of a training that was interrupted
+            self.controller.detach()
         same = goes_on and self._seen == id(model)
         if self._seen is not None and not (self._resumes or same):
             if self._epochs:
