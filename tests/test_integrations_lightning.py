@@ -564,6 +564,30 @@ def test_only_the_loss_is_measured_while_steering(tmp_path, monkeypatch, capsys)
     assert len(callback.history.names) == 2 and "real_change" in logged
 
 
+@pytest.mark.parametrize("partition", [None, "layers"])
+def test_a_warm_up_that_is_left_out_is_not_told(partition, tmp_path, capsys):
+    """Until the peak, steps have the controller's rates: these are told, and measured along."""
+
+    class Warm(Plain):
+        def configure_optimizers(self):
+            adam = torch.optim.Adam(self.parameters(), lr=1e-3)
+            schedule = torch.optim.lr_scheduler.LinearLR(adam, 1e-3, 1.0, total_iters=99)
+            return {"optimizer": adam, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    callback = quick(adjust=True, console=True, partition=partition)
+    fit(Warm(), tmp_path, [callback], max_epochs=6)
+    lines = [line for line in capsys.readouterr().err.splitlines() if ": epoch" in line]
+    assert not any("of its peak" in line for line in lines) and "(last change" in lines[-1]
+    if partition:
+        rate = callback.controller.rates[0]
+        assert [group.lrs for group in callback.advice.groups] == [(rate,), (rate,)]
+        start = Plain()
+        start.training_step(make_dataset().tensors).backward()
+        gain = sum(1e-3 * p.grad.abs().sum() for p in start.parameters())  # of Adam's first step
+        measured = callback.history.measured[0].summary.gbar.sum()
+        torch.testing.assert_close(measured, gain, rtol=1e-4, atol=0)
+
+
 def test_the_end_of_a_schedule_is_not_explained(tmp_path, capsys):
     """The best step there is thousands of times as long as the present one."""
 

@@ -335,7 +335,8 @@ class Monitor:
         loss = float(summary.loss)
         self.history.add_value(LOSS, epoch, loss)
         self._note_facts(model, summary, optimizer)
-        low = below_peak(optimizer)
+        with self._present_rates(optimizer):
+            low = below_peak(optimizer)
         brief = any(lr < TOO_LOW * peak for lr, peak in low)
         said = f"{opening(loss, low)}; {steering(self.controller, brief)}"
         self.console.say(f"epoch {epoch:g}: {said}")
@@ -458,7 +459,7 @@ class Monitor:
 
     @contextmanager
     def _present_rates(self, optimizer: Optimizer) -> Iterator[bool]:
-        """Show the learning rates as the controller multiplies them.
+        """Show the learning rates of the next step, those of the controller if there is one.
 
         At the end of a schedule, where they are zero and nothing could be measured, show those of
         its peak, and yield True.
@@ -466,11 +467,13 @@ class Monitor:
         groups, names = optimizer.param_groups, ("lr", "initial_lr", "max_lr")
         own = [{name: group[name] for name in names if name in group} for group in groups]
         factor = 1.0 if self.controller is None else self.controller.multiplier
-        ended = not any(float(lrs["lr"]) for lrs in own) and any("initial_lr" in lrs for lrs in own)
+        present = [lrs["lr"] for lrs in own] if self.controller is None else self.controller.rates
+        ended = not any(map(float, present)) and any("initial_lr" in lrs for lrs in own)
+        if ended:
+            present = [lrs.get("initial_lr", lrs["lr"]) * factor for lrs in own]
         try:
-            for group, lrs in zip(groups, own, strict=True):
-                start = {"lr": lrs.get("initial_lr", lrs["lr"])} if ended else {}
-                group.update({name: lr * factor for name, lr in {**lrs, **start}.items()})
+            for group, lrs, lr in zip(groups, own, present, strict=True):
+                group.update({**{name: peak * factor for name, peak in lrs.items()}, "lr": lr})
             yield ended
         finally:
             for group, lrs in zip(groups, own, strict=True):
