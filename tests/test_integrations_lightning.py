@@ -660,30 +660,52 @@ def test_a_budget_makes_measurements_rarer_and_smaller(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("last", "then"),
+    ("first", "last", "then"),
     [
-        (math.inf, "next measurement after epoch 8 or so"),
-        (7, "next measurement after epoch 7 or so"),  # at the end
-        (6, "the training is probably too short for another measurement"),
+        (0, math.inf, "next measurement after epoch 8 or so"),
+        (0, 7, "next measurement after epoch 7 or so"),  # at the end
+        (0, 6, "the training is probably too short for another measurement"),
+        (40, 60, "next measurement after epoch 48 or so"),  # resumed
     ],
 )
-def test_a_measurement_that_is_skipped_for_the_budget_is_told_once(last, then, capsys):
-    """Two measurements of 1 s fit after 20 s of training: after epoch 7, and 8 is asked for."""
+def test_a_measurement_that_is_skipped_for_the_budget_is_told_once(first, last, then, capsys):
+    """Two measurements of 1 s fit after 20 s of training: after 7 epochs, and 8 is asked for.
+
+    What was spent in another training, or in a part that a trainer goes on from, does not count.
+    """
     now = [0.0]
     monitor = Monitor(every_n_epochs=2, budget=0.1)
     monitor.budget.clock = lambda: now[0]
-    monitor.plan(Plain(), math.inf, last)
-    assert monitor.is_due(0)
+    with monitor.budget.measuring():
+        now[0] += 50.0
+    monitor.plan(Plain(), math.inf, first, last)
+    assert monitor.is_due(first)
     with monitor.budget.measuring():
         now[0] += 1.0
     due = []
     for _ in range(8):
         now[0] += 3.0
-        due.append(monitor.is_due(len(due) + 1))
+        due.append(monitor.is_due(first + len(due) + 1))
     assert due == [False] * 7 + [True]
     told = capsys.readouterr().err
     assert told.count("newton_summary") == 1
-    assert f"epoch 2: not measured, for the budget; {then}\n" in told
+    assert f"epoch {first + 2}: not measured, for the budget; {then}\n" in told
+
+
+def test_a_resumed_training_has_as_many_batches_to_measure_on():
+    """Training time of an epoch over that of a batch measured, not over all epochs so far."""
+    now, monitor = [0.0], Monitor(num_batches=8, budget=0.1)
+    monitor.budget.clock = lambda: now[0]
+    used = []
+    for first in (0, 40):
+        monitor.plan(Plain(), math.inf, first, 100)
+        monitor._samples, monitor._batches = UserList(range(8)), 0
+        for epoch in range(first, first + 3):
+            with monitor.budget.measuring():
+                now[0] += len(monitor._data(epoch))
+            now[0] += 50.0
+        used.append(monitor._batches)
+    assert used == [5, 5]
 
 
 @pytest.mark.parametrize(
@@ -700,7 +722,7 @@ def test_the_last_epoch_is_known(limit, batches, last, tmp_path, monkeypatch):
     known = []
     monkeypatch.setattr(SummaryCallback, "plan", lambda self, *given: known.append(given[1:]))
     fit(Plain(), tmp_path, [quick()], **limit)
-    assert known == [(batches, last)]
+    assert known == [(batches, 0, last)]
 
 
 def test_measurements_and_steering_share_a_budget():

@@ -136,7 +136,7 @@ def test_the_last_epoch_is_known(limit, tmp_path, monkeypatch):
     known = []
     monkeypatch.setattr(SummaryCallback, "plan", lambda self, *given: known.append(given[1:]))
     fit(Classifier(), Points(), tmp_path, [quick()], **limit)
-    assert known == [(6, 2)]
+    assert known == [(6, 0, 2)]
 
 
 def test_numbers_are_those_of_training_mode(tmp_path):

@@ -170,7 +170,7 @@ class Monitor:
         self.options = options
         self._given = name or UNNAMED, partition
         self._loss = self.batch_loss  # one object: how to split batches is remembered by loss
-        self._last = math.inf  # epoch of the training, if known
+        self._first, self._last = 0.0, math.inf  # epochs of the training, if known
         self._seen: int | None = None  # id of the model of the last training
         self._samples: UserList[Any] | None = None  # of the training data
         self._forget()
@@ -188,7 +188,7 @@ class Monitor:
         """Forget all measurements."""
         name, self.partition = self._given
         self.history, self.advice, self.controller = History(name), None, None
-        self.budget.spent = self.budget.last = 0.0
+        self.budget.last = 0.0
         self._warned = self._skipped = False
         self._last_used: Summary | None = None  # the optimizer's, as it was last added
         self._batches = 0  # measured on last
@@ -223,8 +223,8 @@ class Monitor:
         is_due = self.has_time(epoch)
         if epoch and not (is_due or epoch in self._epochs or self._skipped):
             self._skipped = True
-            pace = max(self.budget.training, 1e-9) / epoch
-            soonest = self.budget.needed(self._batches) / pace
+            pace = (epoch - self._first) / max(self.budget.training, 1e-9)
+            soonest = self._first + self.budget.needed(self._batches) * pace
             later = min(math.ceil(soonest / self.every_n_epochs) * self.every_n_epochs, self._last)
             then = f"next measurement after epoch {later:g} or so"
             if soonest > self._last:
@@ -241,10 +241,10 @@ class Monitor:
         """When something was measured, if only the loss."""
         return [*self.history.epochs, *(epoch for epoch, _ in self.history.curves.get(LOSS, ()))]
 
-    def plan(self, model: nn.Module, batches: float, epochs: float) -> None:
-        """Prepare for training to some epoch: choose groups that the budget allows."""
+    def plan(self, model: nn.Module, batches: float, first: float, last: float) -> None:
+        """Prepare for training from one epoch to another: choose groups that the budget allows."""
         self.budget.start()
-        self._last = epochs
+        self._first, self._last = first, last
         if self.partition is not None:
             given = self.partition
             self.partition = self.budget.affordable(model, given, batches)
@@ -393,7 +393,7 @@ class Monitor:
         """Return the data to measure on; of drawn samples, as many batches as the budget allows."""
         if self._samples is None:
             return self.data
-        period = self.budget.training * self.every_n_epochs / max(epoch, 1)
+        period = self.budget.training * self.every_n_epochs / max(epoch - self._first, 1)
         self._batches = self.budget.batches(self._batches, len(self._samples), period)
         return self._samples[: self._batches]
 

@@ -154,7 +154,7 @@ class SummaryCallback(Monitor, TrainerCallback):
             )
         watched = self.loss_fn is None and not args.label_smoothing_factor
         batches = state.max_steps * args.gradient_accumulation_steps
-        self.plan(model, batches, state.num_train_epochs)
+        self.plan(model, batches, state.epoch or 0, state.num_train_epochs)
         self.steer(_plain(kwargs["optimizer"]), model, self.batch_loss)
         if self.is_due(state.epoch or 0):
             self._measure(args, state, **kwargs)
