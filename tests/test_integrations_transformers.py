@@ -473,6 +473,20 @@ def test_steering_resumes_to_the_bit(tmp_path):
         assert value.equal(resumed.state_dict()[name]), name
 
 
+@pytest.mark.parametrize(("adjust", "told"), [(False, "history of"), (True, "history and the con")])
+def test_a_checkpoint_that_is_elsewhere_is_told(adjust, told, tmp_path, recwarn):
+    """The Trainer restores model and optimizer from there, but callbacks do not see the path."""
+    options = {"save_strategy": "epoch", "num_train_epochs": 3}
+    fit(Classifier(), Points(), tmp_path / "old", [quick(adjust=adjust)], **options)
+    there, here = (str(tmp_path / name / "checkpoint-6") for name in ("old", "new"))
+    fit(Classifier(), Points(), tmp_path / "old", [quick(adjust=adjust)], there, **options)
+    assert not any("There is no" in str(warned.message) for warned in recwarn)
+    callback = quick(adjust=adjust)
+    with pytest.warns(UserWarning, match=rf"no {here}.*pt, so .* without the {told}.*output_dir"):
+        fit(Classifier(), Points(), tmp_path / "new", [callback], there, **options)
+    assert callback._epochs == [2, 3]
+
+
 # --- NewtonSummary given to the Trainer -----------------------------------------------------------
 
 

@@ -135,6 +135,12 @@ class SummaryCallback(Monitor, TrainerCallback):
         saved = _checkpoint(args, state) / HISTORY
         if state.global_step and saved.is_file():
             self.load_state_dict(torch.load(saved, weights_only=True))
+        elif state.global_step:
+            warn_user(
+                f"There is no {saved}, so the callback resumes without the history"
+                f"{' and the controller' if self.adjust else ''} of the training so far. It looks "
+                "only in output_dir: resume from a checkpoint there that was saved with it."
+            )
         model = unwrap(kwargs["model"])
         self.begin(model)
         for hook in (self._watch, self._hook):  # of a training that was interrupted
