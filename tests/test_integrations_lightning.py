@@ -311,6 +311,25 @@ def test_a_training_that_goes_on_keeps_its_history(tmp_path, capsys):
         assert ("a new training" in capsys.readouterr().err) == (again is not module)
 
 
+def test_a_trainer_that_goes_on_has_a_new_controller(tmp_path, capsys):
+    """As Lightning makes a new optimizer: like that of a new callback. Not from a checkpoint."""
+    checkpoints = ModelCheckpoint(tmp_path, save_last=True)
+    callback, module = quick(adjust=True, console=True), Plain()
+    saved = {"max_epochs": 2, "enable_checkpointing": True}
+    trainer = fit(module, tmp_path, [callback, checkpoints], **saved)
+    other = copy.deepcopy(module)
+    told, loader = "a new controller, since", DataLoader(make_dataset(), 16)
+    assert told not in capsys.readouterr().err
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(module, loader)
+    assert told in capsys.readouterr().err and callback._epochs == [0, 1, 2, 3, 4]
+    fit(other, tmp_path, [fresh := quick(adjust=True)], max_epochs=2, loader=loader)
+    assert callback.controller.history == fresh.controller.history
+    trainer.fit_loop.max_epochs = 5
+    trainer.fit(module, loader, ckpt_path=tmp_path / "last.ckpt")
+    assert told not in capsys.readouterr().err and callback.controller.steps == 9
+
+
 def test_a_used_callback_goes_on_from_a_checkpoint(tmp_path, capsys):
     checkpoints = ModelCheckpoint(tmp_path, save_last=True)
     fit(Plain(), tmp_path, [quick(), checkpoints], max_epochs=2, enable_checkpointing=True)

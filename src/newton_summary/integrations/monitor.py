@@ -437,6 +437,8 @@ class Monitor:
         }
         if isinstance(self.adjust, Mapping):
             options |= self.adjust
+        if self.controller is not None and self._steered is None:
+            self.console.say("a new controller, since the trainer has made a new optimizer")
         self.controller = RateController(optimizer, model, loss_fn, **options)
         if self._steered is not None:
             self.controller.load_state_dict(self._steered)
