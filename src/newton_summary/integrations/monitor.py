@@ -272,13 +272,22 @@ class Monitor:
             step: Steps done, for the logs; by default they count epochs.
             data: Data to use instead of the monitor's.
             loggers: Loggers besides the monitor's own.
-            optimizer: The optimizer of the model, along whose next step to measure. Along the
-                gradient with :class:`newton_summary.NewtonSummary`, whose last summary is added as
-                well, once, if it has the same groups.
+            optimizer: The optimizer of the model, along whose next step to measure; by default the
+                one that is steered, if there is one. Along the gradient with
+                :class:`newton_summary.NewtonSummary`, whose last summary is added as well, once, if
+                it has the same groups.
 
         Returns:
             The measurement; None if it failed and was not the first, or is that of the loss alone.
         """
+        if optimizer is None and self.controller is not None:
+            optimizer = self.controller.optimizer
+        along = optimizer is not None and not isinstance(optimizer, NewtonSummary)
+        if along and "direction" in self.options:
+            raise ValueError(
+                f"The direction is the next step of {type(optimizer).__name__}: leave out "
+                "direction=..., or, in a loop of your own, the optimizer."
+            )
         step = int(epoch) if step is None else step
         data = self._data(epoch) if data is None else data
         if data is None:
