@@ -920,6 +920,33 @@ def test_two_ranks_do_what_one_process_does(way, tmp_path_factory):
 # --- wrong use, and what it shows -----------------------------------------------------------------
 
 
+def test_a_detached_controller_leaves_the_optimizer_alone():
+    """Also after a step that was interrupted; another controller may follow."""
+    net, plain = relu_net(), relu_net()
+    adam = torch.optim.Adam(net.parameters(), lr=1e-3)
+    controller = ns.RateController(adam, net, cross_entropy)
+    train(net, adam, controller, batches(5))
+    interrupt = adam.register_step_pre_hook(lambda *_: 1 / 0)
+    controller.before_step(batches(1)[0])
+    with pytest.raises(ZeroDivisionError):
+        adam.step()
+    interrupt.remove()
+    assert adam.param_groups[0]["lr"] != 1e-3
+    controller.detach()
+    plain.load_state_dict(net.state_dict())
+    other = torch.optim.Adam(plain.parameters(), lr=1e-3)
+    other.load_state_dict(copy.deepcopy(adam.state_dict()))
+    for model, optimizer in ((net, adam), (plain, other)):
+        assert optimizer.param_groups[0]["lr"] == 1e-3
+        for batch in batches(3):
+            optimizer.zero_grad()
+            cross_entropy(model, batch).backward()
+            optimizer.step()
+    assert all(map(torch.equal, net.parameters(), plain.parameters()))
+    assert controller.steps == 5
+    train(net, adam, ns.RateController(adam, net, cross_entropy), batches(2))
+
+
 def test_mistakes_are_explained():
     model = make_net()
     adam = torch.optim.Adam(model.parameters())

@@ -311,6 +311,25 @@ def test_a_training_that_goes_on_keeps_its_history(tmp_path, capsys):
         assert ("a new training" in capsys.readouterr().err) == (again is not module)
 
 
+def test_a_trainer_that_goes_on_has_a_new_controller(tmp_path, capsys):
+    """As Lightning makes a new optimizer: like that of a new callback. Not from a checkpoint."""
+    checkpoints = ModelCheckpoint(tmp_path, save_last=True)
+    callback, module = quick(adjust=True, console=True), Plain()
+    saved = {"max_epochs": 2, "enable_checkpointing": True}
+    trainer = fit(module, tmp_path, [callback, checkpoints], **saved)
+    other = copy.deepcopy(module)
+    told, loader = "a new controller, since", DataLoader(make_dataset(), 16)
+    assert told not in capsys.readouterr().err
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(module, loader)
+    assert told in capsys.readouterr().err and callback._epochs == [0, 1, 2, 3, 4]
+    fit(other, tmp_path, [fresh := quick(adjust=True)], max_epochs=2, loader=loader)
+    assert callback.controller.history == fresh.controller.history
+    trainer.fit_loop.max_epochs = 5
+    trainer.fit(module, loader, ckpt_path=tmp_path / "last.ckpt")
+    assert told not in capsys.readouterr().err and callback.controller.steps == 9
+
+
 def test_a_used_callback_goes_on_from_a_checkpoint(tmp_path, capsys):
     checkpoints = ModelCheckpoint(tmp_path, save_last=True)
     fit(Plain(), tmp_path, [quick(), checkpoints], max_epochs=2, enable_checkpointing=True)
@@ -321,6 +340,31 @@ def test_a_used_callback_goes_on_from_a_checkpoint(tmp_path, capsys):
     assert "a new training" not in capsys.readouterr().err
     fit(Plain(), tmp_path, [callback], max_epochs=1)
     assert callback.history.epochs == [0, 1]
+
+
+@pytest.mark.parametrize("stage", ["test", "validate"])
+def test_a_test_from_a_checkpoint_neither_rewinds_nor_resumes(stage, tmp_path, capsys):
+    """Between two folds; Lightning restores callbacks then too."""
+
+    class Tested(Plain):
+        def test_step(self, batch):
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+        validation_step = test_step
+
+    callback = quick(adjust=True, console=True)
+    checkpoints = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
+    trainer = fit(Plain(), tmp_path, [callback, checkpoints], enable_checkpointing=True)
+    curves = copy.deepcopy(callback.history.curves)
+    run = getattr(trainer, stage)
+    loader = DataLoader(make_dataset(), 16)
+    run(Tested(), loader, ckpt_path=tmp_path / "epoch=0.ckpt", verbose=False)
+    assert callback.history.curves == curves
+    fit(module := Plain(), tmp_path, [callback], max_epochs=1)
+    assert "a new training" in capsys.readouterr().err
+    fit(fresh := Plain(), tmp_path, [quick(adjust=True)], max_epochs=1)
+    assert [epoch for epoch, _ in callback.history.curves["measured loss"]] == [0, 1]
+    assert module.net[0].weight.equal(fresh.net[0].weight)
 
 
 def test_a_training_that_diverges_goes_on(tmp_path):
@@ -481,7 +525,7 @@ def test_steering_equals_a_plain_loop_to_the_bit(tmp_path, capsys):
     """Three batches an epoch, so the last step of each epoch is of a single batch."""
     module, callback = Scheduled(), quick(adjust=True, console=True)
     logger = CSVLogger(tmp_path)
-    fit(module, tmp_path, [callback], max_epochs=6, logger=logger, **STEERED)
+    trainer = fit(module, tmp_path, [callback], max_epochs=6, logger=logger, **STEERED)
 
     def loss_fn(net, batch):
         return F.cross_entropy(net(batch[0]), batch[1])
@@ -509,6 +553,8 @@ def test_steering_equals_a_plain_loop_to_the_bit(tmp_path, capsys):
     assert logged == pytest.approx([r.rate * r.change for r in controller.history])
     assert len(callback.history.curves["steered lr"]) == len(controller.history)
     assert controller.rates[0] > 1e-4  # from 1e-6
+    trainer.optimizers[0].step()  # not by the trainer: not steered
+    assert callback.controller.steps == controller.steps
 
 
 def test_only_the_loss_is_measured_while_steering(tmp_path, monkeypatch, capsys):
@@ -535,6 +581,30 @@ def test_only_the_loss_is_measured_while_steering(tmp_path, monkeypatch, capsys)
         assert callback.history.epochs == ([] if partition is None else [0, 1, 2])
         assert "wrote" in said  # the report
     assert len(callback.history.names) == 2 and "real_change" in logged
+
+
+@pytest.mark.parametrize("partition", [None, "layers"])
+def test_a_warm_up_that_is_left_out_is_not_told(partition, tmp_path, capsys):
+    """Until the peak, steps have the controller's rates: these are told, and measured along."""
+
+    class Warm(Plain):
+        def configure_optimizers(self):
+            adam = torch.optim.Adam(self.parameters(), lr=1e-3)
+            schedule = torch.optim.lr_scheduler.LinearLR(adam, 1e-3, 1.0, total_iters=99)
+            return {"optimizer": adam, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    callback = quick(adjust=True, console=True, partition=partition)
+    fit(Warm(), tmp_path, [callback], max_epochs=6)
+    lines = [line for line in capsys.readouterr().err.splitlines() if ": epoch" in line]
+    assert not any("of its peak" in line for line in lines) and "(last change" in lines[-1]
+    if partition:
+        rate = callback.controller.rates[0]
+        assert [group.lrs for group in callback.advice.groups] == [(rate,), (rate,)]
+        start = Plain()
+        start.training_step(make_dataset().tensors).backward()
+        gain = sum(1e-3 * p.grad.abs().sum() for p in start.parameters())  # of Adam's first step
+        measured = callback.history.measured[0].summary.gbar.sum()
+        torch.testing.assert_close(measured, gain, rtol=1e-4, atol=0)
 
 
 def test_the_end_of_a_schedule_is_not_explained(tmp_path, capsys):
@@ -609,30 +679,52 @@ def test_a_budget_makes_measurements_rarer_and_smaller(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("last", "then"),
+    ("first", "last", "then"),
     [
-        (math.inf, "next measurement after epoch 8 or so"),
-        (7, "next measurement after epoch 7 or so"),  # at the end
-        (6, "the training is probably too short for another measurement"),
+        (0, math.inf, "next measurement after epoch 8 or so"),
+        (0, 7, "next measurement after epoch 7 or so"),  # at the end
+        (0, 6, "the training is probably too short for another measurement"),
+        (40, 60, "next measurement after epoch 48 or so"),  # resumed
     ],
 )
-def test_a_measurement_that_is_skipped_for_the_budget_is_told_once(last, then, capsys):
-    """Two measurements of 1 s fit after 20 s of training: after epoch 7, and 8 is asked for."""
+def test_a_measurement_that_is_skipped_for_the_budget_is_told_once(first, last, then, capsys):
+    """Two measurements of 1 s fit after 20 s of training: after 7 epochs, and 8 is asked for.
+
+    What was spent in another training, or in a part that a trainer goes on from, does not count.
+    """
     now = [0.0]
     monitor = Monitor(every_n_epochs=2, budget=0.1)
     monitor.budget.clock = lambda: now[0]
-    monitor.plan(Plain(), math.inf, last)
-    assert monitor.is_due(0)
+    with monitor.budget.measuring():
+        now[0] += 50.0
+    monitor.plan(Plain(), math.inf, first, last)
+    assert monitor.is_due(first)
     with monitor.budget.measuring():
         now[0] += 1.0
     due = []
     for _ in range(8):
         now[0] += 3.0
-        due.append(monitor.is_due(len(due) + 1))
+        due.append(monitor.is_due(first + len(due) + 1))
     assert due == [False] * 7 + [True]
     told = capsys.readouterr().err
     assert told.count("newton_summary") == 1
-    assert f"epoch 2: not measured, for the budget; {then}\n" in told
+    assert f"epoch {first + 2}: not measured, for the budget; {then}\n" in told
+
+
+def test_a_resumed_training_has_as_many_batches_to_measure_on():
+    """Training time of an epoch over that of a batch measured, not over all epochs so far."""
+    now, monitor = [0.0], Monitor(num_batches=8, budget=0.1)
+    monitor.budget.clock = lambda: now[0]
+    used = []
+    for first in (0, 40):
+        monitor.plan(Plain(), math.inf, first, 100)
+        monitor._samples, monitor._batches = UserList(range(8)), 0
+        for epoch in range(first, first + 3):
+            with monitor.budget.measuring():
+                now[0] += len(monitor._data(epoch))
+            now[0] += 50.0
+        used.append(monitor._batches)
+    assert used == [5, 5]
 
 
 @pytest.mark.parametrize(
@@ -649,7 +741,7 @@ def test_the_last_epoch_is_known(limit, batches, last, tmp_path, monkeypatch):
     known = []
     monkeypatch.setattr(SummaryCallback, "plan", lambda self, *given: known.append(given[1:]))
     fit(Plain(), tmp_path, [quick()], **limit)
-    assert known == [(batches, last)]
+    assert known == [(batches, 0, last)]
 
 
 def test_measurements_and_steering_share_a_budget():

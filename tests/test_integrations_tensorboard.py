@@ -223,5 +223,21 @@ def test_a_schedule_below_its_peak_is_told_with_rates_as_they_are_steered(setup,
         monitor.measure(model, 0, optimizer=adam)
         assert ", a schedule at 0.04 of its peak; steered: lr 0.04\n" in capsys.readouterr().err
         assert dict(adam.param_groups[0]) == held
+        monitor.controller.optimizer = adam
+        monitor.measure(model, 1)  # of the optimizer that is steered
+        assert ", a schedule at 0.04 of its peak; steered: lr 0.04\n" in capsys.readouterr().err
     ((lr, peak),) = monitor.advice.below_peak
     assert (lr, peak) == pytest.approx((0.04, 1.0))
+
+
+@pytest.mark.parametrize("adjust", [False, True])
+def test_a_direction_is_refused_where_it_is_that_of_an_optimizer(setup, adjust):
+    model, batch = setup
+    monitor = Monitor(
+        loss_fn=loss_fn, data=batch, direction="gradient", adjust=adjust, console=False
+    )
+    monitor.measure(model, 0)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor.steer(sgd, model, loss_fn)
+    with pytest.raises(ValueError, match="is the next step of SGD: leave out direction="):
+        monitor.measure(model, 1, optimizer=sgd)

@@ -14,7 +14,13 @@ import torch.nn.functional as F
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import newton_summary as ns
@@ -130,7 +136,7 @@ def test_the_last_epoch_is_known(limit, tmp_path, monkeypatch):
     known = []
     monkeypatch.setattr(SummaryCallback, "plan", lambda self, *given: known.append(given[1:]))
     fit(Classifier(), Points(), tmp_path, [quick()], **limit)
-    assert known == [(6, 2)]
+    assert known == [(6, 0, 2)]
 
 
 def test_numbers_are_those_of_training_mode(tmp_path):
@@ -220,6 +226,29 @@ def test_a_new_training_starts_afresh(tmp_path, capsys):
     trainer = fit(Classifier(), Points(), tmp_path, [callback := quick()], num_train_epochs=1)
     trainer.train()
     assert callback.history.epochs == [0, 1] and told in capsys.readouterr().err
+
+
+def test_a_trainer_steers_again(tmp_path):
+    """Its optimizer stays: for a second training, and to resume after an interrupt."""
+
+    class Interrupt(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 5:
+                raise KeyboardInterrupt
+
+    callback = quick(adjust=True)
+    trainer = fit(Classifier(), Points(), tmp_path, [callback], save_strategy="epoch")
+    first = callback.controller
+    trainer.add_callback(Interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.remove_callback(Interrupt)
+    second = callback.controller
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert (first.steps, second.steps, callback.controller.steps) == (6, 5, 6)
+    trainer.remove_callback(callback)
+    trainer.train()
+    assert callback.controller.steps == 6
 
 
 def test_a_model_without_a_loss_is_told_at_the_start(tmp_path):
@@ -442,6 +471,20 @@ def test_steering_resumes_to_the_bit(tmp_path):
     fit(resumed, Points(), tmp_path, [quick(adjust=True)], checkpoint, **options)
     for name, value in whole.state_dict().items():
         assert value.equal(resumed.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(("adjust", "told"), [(False, "history of"), (True, "history and the con")])
+def test_a_checkpoint_that_is_elsewhere_is_told(adjust, told, tmp_path, recwarn):
+    """The Trainer restores model and optimizer from there, but callbacks do not see the path."""
+    options = {"save_strategy": "epoch", "num_train_epochs": 3}
+    fit(Classifier(), Points(), tmp_path / "old", [quick(adjust=adjust)], **options)
+    there, here = (str(tmp_path / name / "checkpoint-6") for name in ("old", "new"))
+    fit(Classifier(), Points(), tmp_path / "old", [quick(adjust=adjust)], there, **options)
+    assert not any("There is no" in str(warned.message) for warned in recwarn)
+    callback = quick(adjust=adjust)
+    with pytest.warns(UserWarning, match=rf"no {here}.*pt, so .* without the {told}.*output_dir"):
+        fit(Classifier(), Points(), tmp_path / "new", [callback], there, **options)
+    assert callback._epochs == [2, 3]
 
 
 # --- NewtonSummary given to the Trainer -----------------------------------------------------------

@@ -46,8 +46,8 @@ class Budget:
         self.last = 0.0  # seconds of the last one
 
     def start(self) -> None:
-        """Count the time of training from now on."""
-        self.begin = self.clock() - self.spent
+        """Count the time of training, and of measurements, from now on."""
+        self.begin, self.spent = self.clock(), 0.0
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

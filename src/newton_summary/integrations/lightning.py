@@ -154,7 +154,7 @@ class SummaryCallback(Monitor, Callback):
         last = math.inf if trainer.max_epochs < 0 else trainer.max_epochs
         if math.isfinite(trainer.num_training_batches):  # max_steps may come first
             last = steps / math.ceil(trainer.num_training_batches / accumulated)
-        self.plan(pl_module, steps * accumulated, last)
+        self.plan(pl_module, steps * accumulated, trainer.current_epoch, last)
         self._waiting, self._found = [], None
         if self.adjust:
             if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:
@@ -213,7 +213,14 @@ class SummaryCallback(Monitor, Callback):
         """Measure the trained model, and write the report."""
         if self.has_time(trainer.current_epoch):
             self._measure(trainer, pl_module)
+        if self.controller is not None:
+            self.controller.detach()
         self._write(trainer)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Keep the history where a checkpoint is loaded for a test, not to resume from it."""
+        if trainer.state.fn != "fit":
+            checkpoint["callbacks"].pop(self.state_key, None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Write the report so far; not with several processes, since others may have exited."""

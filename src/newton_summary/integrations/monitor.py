@@ -114,7 +114,8 @@ class Monitor:
     Attributes:
         history: The measurements, with the training curves.
         advice: The last advice on the optimizer's learning rates.
-        controller: The controller that steers them, with ``adjust=True``.
+        controller: The controller that steers them, with ``adjust=True``; after the training, to
+            read.
     """
 
     advice: Advice | None = None
@@ -169,7 +170,7 @@ class Monitor:
         self.options = options
         self._given = name or UNNAMED, partition
         self._loss = self.batch_loss  # one object: how to split batches is remembered by loss
-        self._last = math.inf  # epoch of the training, if known
+        self._first, self._last = 0.0, math.inf  # epochs of the training, if known
         self._seen: int | None = None  # id of the model of the last training
         self._samples: UserList[Any] | None = None  # of the training data
         self._forget()
@@ -187,7 +188,7 @@ class Monitor:
         """Forget all measurements."""
         name, self.partition = self._given
         self.history, self.advice, self.controller = History(name), None, None
-        self.budget.spent = self.budget.last = 0.0
+        self.budget.last = 0.0
         self._warned = self._skipped = False
         self._last_used: Summary | None = None  # the optimizer's, as it was last added
         self._batches = 0  # measured on last
@@ -199,6 +200,8 @@ class Monitor:
 
         Not if it resumes from a checkpoint, or if a trainer ``goes_on`` with the same model.
         """
+        if self.controller is not None:  # of a training that was interrupted
+            self.controller.detach()
         same = goes_on and self._seen == id(model)
         if self._seen is not None and not (self._resumes or same):
             if self._epochs:
@@ -220,8 +223,8 @@ class Monitor:
         is_due = self.has_time(epoch)
         if epoch and not (is_due or epoch in self._epochs or self._skipped):
             self._skipped = True
-            pace = max(self.budget.training, 1e-9) / epoch
-            soonest = self.budget.needed(self._batches) / pace
+            pace = (epoch - self._first) / max(self.budget.training, 1e-9)
+            soonest = self._first + self.budget.needed(self._batches) * pace
             later = min(math.ceil(soonest / self.every_n_epochs) * self.every_n_epochs, self._last)
             then = f"next measurement after epoch {later:g} or so"
             if soonest > self._last:
@@ -238,10 +241,10 @@ class Monitor:
         """When something was measured, if only the loss."""
         return [*self.history.epochs, *(epoch for epoch, _ in self.history.curves.get(LOSS, ()))]
 
-    def plan(self, model: nn.Module, batches: float, epochs: float) -> None:
-        """Prepare for training to some epoch: choose groups that the budget allows."""
+    def plan(self, model: nn.Module, batches: float, first: float, last: float) -> None:
+        """Prepare for training from one epoch to another: choose groups that the budget allows."""
         self.budget.start()
-        self._last = epochs
+        self._first, self._last = first, last
         if self.partition is not None:
             given = self.partition
             self.partition = self.budget.affordable(model, given, batches)
@@ -269,13 +272,22 @@ class Monitor:
             step: Steps done, for the logs; by default they count epochs.
             data: Data to use instead of the monitor's.
             loggers: Loggers besides the monitor's own.
-            optimizer: The optimizer of the model, along whose next step to measure. Along the
-                gradient with :class:`newton_summary.NewtonSummary`, whose last summary is added as
-                well, once, if it has the same groups.
+            optimizer: The optimizer of the model, along whose next step to measure; by default the
+                one that is steered, if there is one. Along the gradient with
+                :class:`newton_summary.NewtonSummary`, whose last summary is added as well, once, if
+                it has the same groups.
 
         Returns:
             The measurement; None if it failed and was not the first, or is that of the loss alone.
         """
+        if optimizer is None and self.controller is not None:
+            optimizer = self.controller.optimizer
+        along = optimizer is not None and not isinstance(optimizer, NewtonSummary)
+        if along and "direction" in self.options:
+            raise ValueError(
+                f"The direction is the next step of {type(optimizer).__name__}: leave out "
+                "direction=..., or, in a loop of your own, the optimizer."
+            )
         step = int(epoch) if step is None else step
         data = self._data(epoch) if data is None else data
         if data is None:
@@ -332,7 +344,8 @@ class Monitor:
         loss = float(summary.loss)
         self.history.add_value(LOSS, epoch, loss)
         self._note_facts(model, summary, optimizer)
-        low = below_peak(optimizer)
+        with self._present_rates(optimizer):
+            low = below_peak(optimizer)
         brief = any(lr < TOO_LOW * peak for lr, peak in low)
         said = f"{opening(loss, low)}; {steering(self.controller, brief)}"
         self.console.say(f"epoch {epoch:g}: {said}")
@@ -389,7 +402,7 @@ class Monitor:
         """Return the data to measure on; of drawn samples, as many batches as the budget allows."""
         if self._samples is None:
             return self.data
-        period = self.budget.training * self.every_n_epochs / max(epoch, 1)
+        period = self.budget.training * self.every_n_epochs / max(epoch - self._first, 1)
         self._batches = self.budget.batches(self._batches, len(self._samples), period)
         return self._samples[: self._batches]
 
@@ -433,6 +446,8 @@ class Monitor:
         }
         if isinstance(self.adjust, Mapping):
             options |= self.adjust
+        if self.controller is not None and self._steered is None:
+            self.console.say("a new controller, since the trainer has made a new optimizer")
         self.controller = RateController(optimizer, model, loss_fn, **options)
         if self._steered is not None:
             self.controller.load_state_dict(self._steered)
@@ -455,7 +470,7 @@ class Monitor:
 
     @contextmanager
     def _present_rates(self, optimizer: Optimizer) -> Iterator[bool]:
-        """Show the learning rates as the controller multiplies them.
+        """Show the learning rates of the next step, those of the controller if there is one.
 
         At the end of a schedule, where they are zero and nothing could be measured, show those of
         its peak, and yield True.
@@ -463,11 +478,13 @@ class Monitor:
         groups, names = optimizer.param_groups, ("lr", "initial_lr", "max_lr")
         own = [{name: group[name] for name in names if name in group} for group in groups]
         factor = 1.0 if self.controller is None else self.controller.multiplier
-        ended = not any(float(lrs["lr"]) for lrs in own) and any("initial_lr" in lrs for lrs in own)
+        present = [lrs["lr"] for lrs in own] if self.controller is None else self.controller.rates
+        ended = not any(map(float, present)) and any("initial_lr" in lrs for lrs in own)
+        if ended:
+            present = [lrs.get("initial_lr", lrs["lr"]) * factor for lrs in own]
         try:
-            for group, lrs in zip(groups, own, strict=True):
-                start = {"lr": lrs.get("initial_lr", lrs["lr"])} if ended else {}
-                group.update({name: lr * factor for name, lr in {**lrs, **start}.items()})
+            for group, lrs, lr in zip(groups, own, present, strict=True):
+                group.update({**{name: peak * factor for name, peak in lrs.items()}, "lr": lr})
             yield ended
         finally:
             for group, lrs in zip(groups, own, strict=True):

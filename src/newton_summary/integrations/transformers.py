@@ -135,6 +135,12 @@ class SummaryCallback(Monitor, TrainerCallback):
         saved = _checkpoint(args, state) / HISTORY
         if state.global_step and saved.is_file():
             self.load_state_dict(torch.load(saved, weights_only=True))
+        elif state.global_step:
+            warn_user(
+                f"There is no {saved}, so the callback resumes without the history"
+                f"{' and the controller' if self.adjust else ''} of the training so far. It looks "
+                "only in output_dir: resume from a checkpoint there that was saved with it."
+            )
         model = unwrap(kwargs["model"])
         self.begin(model)
         for hook in (self._watch, self._hook):  # of a training that was interrupted
@@ -154,7 +160,7 @@ class SummaryCallback(Monitor, TrainerCallback):
             )
         watched = self.loss_fn is None and not args.label_smoothing_factor
         batches = state.max_steps * args.gradient_accumulation_steps
-        self.plan(model, batches, state.num_train_epochs)
+        self.plan(model, batches, state.epoch or 0, state.num_train_epochs)
         self.steer(_plain(kwargs["optimizer"]), model, self.batch_loss)
         if self.is_due(state.epoch or 0):
             self._measure(args, state, **kwargs)
@@ -232,6 +238,7 @@ class SummaryCallback(Monitor, TrainerCallback):
             self._measure(args, state, **kwargs)
         if self.controller is not None:
             self._hook.remove()
+            self.controller.detach()
         if state.is_world_process_zero:
             self.finish(args.output_dir)
 

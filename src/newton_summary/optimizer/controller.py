@@ -188,8 +188,10 @@ class RateController(ShownAsTable):
         self._first_lrs = self._firsts()
 
     def _attach(self) -> None:
-        self.optimizer.register_step_pre_hook(self._before_hook)
-        self.optimizer.register_step_post_hook(self._after_hook)
+        self._hooks = (
+            self.optimizer.register_step_pre_hook(self._before_hook),
+            self.optimizer.register_step_post_hook(self._after_hook),
+        )
 
     # --- what a training loop calls ---------------------------------------------------------------
 
@@ -222,6 +224,12 @@ class RateController(ShownAsTable):
             self._measure(batch, self._before)
             self._before = None
         self._batch = (batch,)
+
+    def detach(self) -> None:
+        """Stop steering: the optimizer takes its steps at its own learning rates from now on."""
+        self._put_back_lrs()  # after a step that was not finished
+        for hook in self._hooks:
+            hook.remove()
 
     def _include_thawed(self) -> None:
         """Include parameters that were frozen until now, after a step that is not measured.
