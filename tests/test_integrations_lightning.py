@@ -697,7 +697,7 @@ def test_a_measurement_that_is_skipped_for_the_budget_is_told_once(first, last, 
     monitor.budget.clock = lambda: now[0]
     with monitor.budget.measuring():
         now[0] += 50.0
-    monitor.plan(Plain(), math.inf, first, last)
+    monitor.plan(Plain(), math.inf, last, first)
     assert monitor.is_due(first)
     with monitor.budget.measuring():
         now[0] += 1.0
@@ -717,7 +717,7 @@ def test_a_resumed_training_has_as_many_batches_to_measure_on():
     monitor.budget.clock = lambda: now[0]
     used = []
     for first in (0, 40):
-        monitor.plan(Plain(), math.inf, first, 100)
+        monitor.plan(Plain(), math.inf, 100, first)
         monitor._samples, monitor._batches = UserList(range(8)), 0
         for epoch in range(first, first + 3):
             with monitor.budget.measuring():
@@ -741,7 +741,7 @@ def test_the_last_epoch_is_known(limit, batches, last, tmp_path, monkeypatch):
     known = []
     monkeypatch.setattr(SummaryCallback, "plan", lambda self, *given: known.append(given[1:]))
     fit(Plain(), tmp_path, [quick()], **limit)
-    assert known == [(batches, 0, last)]
+    assert known == [(batches, last, 0)]
 
 
 def test_measurements_and_steering_share_a_budget():

@@ -136,7 +136,22 @@ def test_the_last_epoch_is_known(limit, tmp_path, monkeypatch):
     known = []
     monkeypatch.setattr(SummaryCallback, "plan", lambda self, *given: known.append(given[1:]))
     fit(Classifier(), Points(), tmp_path, [quick()], **limit)
-    assert known == [(6, 0, 2)]
+    assert known == [(6, 2, 0)]
+
+
+class Searching(Trainer):
+    """Checkpoints as those of a trial in hyperparameter_search."""
+
+    def _get_output_dir(self, trial):
+        return f"{self.args.output_dir}/run-0"
+
+
+def test_checkpoints_elsewhere_are_left_alone(tmp_path):
+    """Callbacks are not told where they are."""
+    callback = quick(adjust=True)
+    fit(Classifier(), Points(), tmp_path, [callback], trainer=Searching, save_strategy="epoch")
+    assert len(list(tmp_path.glob("run-0/checkpoint-*"))) == 2
+    assert len(callback.history.curves["train_loss"]) == 6
 
 
 def test_numbers_are_those_of_training_mode(tmp_path):

@@ -154,7 +154,7 @@ class SummaryCallback(Monitor, Callback):
         last = math.inf if trainer.max_epochs < 0 else trainer.max_epochs
         if math.isfinite(trainer.num_training_batches):  # max_steps may come first
             last = steps / math.ceil(trainer.num_training_batches / accumulated)
-        self.plan(pl_module, steps * accumulated, trainer.current_epoch, last)
+        self.plan(pl_module, steps * accumulated, last, trainer.current_epoch)
         self._waiting, self._found = [], None
         if self.adjust:
             if len(trainer.optimizers) != 1 or not pl_module.automatic_optimization:

@@ -241,10 +241,10 @@ class Monitor:
         """When something was measured, if only the loss."""
         return [*self.history.epochs, *(epoch for epoch, _ in self.history.curves.get(LOSS, ()))]
 
-    def plan(self, model: nn.Module, batches: float, first: float, last: float) -> None:
-        """Prepare for training from one epoch to another: choose groups that the budget allows."""
+    def plan(self, model: nn.Module, batches: float, epochs: float, first: float = 0.0) -> None:
+        """Prepare for training to some epoch, from the first: choose groups the budget allows."""
         self.budget.start()
-        self._first, self._last = first, last
+        self._first, self._last = first, epochs
         if self.partition is not None:
             given = self.partition
             self.partition = self.budget.affordable(model, given, batches)

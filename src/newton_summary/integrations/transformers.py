@@ -160,7 +160,7 @@ class SummaryCallback(Monitor, TrainerCallback):
             )
         watched = self.loss_fn is None and not args.label_smoothing_factor
         batches = state.max_steps * args.gradient_accumulation_steps
-        self.plan(model, batches, state.epoch or 0, state.num_train_epochs)
+        self.plan(model, batches, state.num_train_epochs, state.epoch or 0)
         self.steer(_plain(kwargs["optimizer"]), model, self.batch_loss)
         if self.is_due(state.epoch or 0):
             self._measure(args, state, **kwargs)
@@ -228,9 +228,13 @@ class SummaryCallback(Monitor, TrainerCallback):
                 self.history.add_value(name, state.epoch, value)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save the history with the checkpoint."""
-        if state.is_world_process_zero:
-            torch.save(self.state_dict(), _checkpoint(args, state) / HISTORY)
+        """Save the history with the checkpoint, if it is where callbacks can know it to be.
+
+        In a search over hyperparameters each trial has a folder of its own.
+        """
+        saved = _checkpoint(args, state) / HISTORY
+        if state.is_world_process_zero and saved.parent.is_dir():
+            torch.save(self.state_dict(), saved)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the trained model, and write the report."""
