@@ -1,4 +1,4 @@
-"""The trainings of benchmarks/other_kinds.py: fourteen that steering was not tuned on."""
+"""The trainings of benchmarks/other_kinds.py: fifteen that steering was not tuned on."""
 
 from __future__ import annotations
 
@@ -111,6 +111,42 @@ def counts(count: int = 2048) -> Data:
 def label_loss(model: nn.Module, batch: Data) -> Tensor:
     x, labels = batch
     return F.cross_entropy(model(x), labels)
+
+
+# --- an encoder, with norms before its layers, that forecasts waves -------------------------------
+
+
+class Forecaster(nn.Module):
+    """The next four numbers, from the mean over 24 places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Linear(1, 32), nn.Embedding(24, 32)
+        layer = nn.TransformerEncoderLayer(
+            32, 4, 64, dropout=0.1, batch_first=True, norm_first=True
+        )
+        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.embed(x[..., None]) + self.places.weight).mean(1))
+
+
+def waves(count: int = 1536) -> Data:
+    """Sums of two waves whose frequencies belong together, with a little noise."""
+    generator = draw()
+    frequency, phase, size, noise = (
+        torch.rand(count, width, generator=generator) for width in (1, 1, 1, 28)
+    )
+    angles = (0.2 + 0.6 * frequency) * torch.arange(28)
+    first = (0.5 + size) * torch.sin(angles + 2 * math.pi * phase)
+    lines = first + 0.3 * torch.sin(2.3 * angles) + 0.2 * (noise - 0.5)
+    return lines[:, :24], lines[:, 24:]
+
+
+def forecast_loss(model: nn.Module, batch: Data) -> Tensor:
+    x, y = batch
+    return F.mse_loss(model(x), y)
 
 
 # --- differential equations -----------------------------------------------------------------------
@@ -463,6 +499,7 @@ KINDS = {
     ),
     "GRU": Kind(Recurrent, language, next_word_loss, 32, 320, part=2048, warms_up=True),
     "encoder": Kind(Encoder, counts, label_loss, 32, 320, part=2048, warms_up=True),
+    "forecast": Kind(Forecaster, waves, forecast_loss, 32, part=1536),
     "Poisson": Kind(
         partial(tanh_network, 1),
         partial(points_of_a_line, batches=400, seed=0),

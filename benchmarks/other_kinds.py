@@ -4,7 +4,7 @@
     python benchmarks/other_kinds.py run --out results.jsonl --workers 2
     python benchmarks/other_kinds.py table --out results.jsonl
 
-Fourteen trainings of 320 or 400 steps (kinds.py), seeds 0 to 2, at a constant rate, with a linear
+Fifteen trainings of 320 or 400 steps (kinds.py), seeds 0 to 2, at a constant rate, with a linear
 decay to zero ("decay"), and, for the GRU and the encoder, with a rise from zero over a tenth of the
 steps before it ("warm-up"). With our methods, and with Adam at four rates. The loss is that of all
 samples at the end, without dropout; of Poisson's equation on new points.

@@ -381,8 +381,13 @@ def test_a_limit_at_which_the_next_step_raises_the_loss_is_not_trained_at():
         assert (told in str(advice)) == is_told
         assert is_told or "apply" not in str(advice)
     advice.groups = (group,)
-    advice.then = advice.then._replace(real=71.3)
+    advice.then, trains = advice.then._replace(real=71.3), advice.rehearsal
+    assert trains.then < trains.start and told in str(advice)  # a long step, but one that trains
+    advice.rehearsal = trains._replace(then=trains.start)
     assert "at the limit (max_change): apply, and ask again at once" in str(advice)
+    advice.below_peak = ((1e-3, 1e-2),)
+    assert "max_change" not in str(advice) and "for the peak, ask before" in str(advice)
+    advice.below_peak = ()
     still = "still raises the loss (by less than now)"
     for now, told in ((80.0, still), (71.0, "raises the loss")):
         advice.now = advice.now._replace(real=now)
@@ -1057,6 +1062,26 @@ def test_advice_below_the_peak_of_a_schedule_says_so():
     assert "ask before the scheduler is made" in said
     later = ns.suggest_lrs(model, loss_fn, DATA, adam)
     assert "a schedule at 0.2 of its peak; lr 0.002" in sentence(later)
+
+
+def test_apply_warns_where_rates_have_changed_since():
+    model = make_net()
+    adam = torch.optim.Adam(model.parameters(), lr=1e-4)
+    advice = ns.suggest_lrs(model, loss_fn, DATA, adam)
+    assert advice.groups[0].change > 1
+    adam.param_groups[0]["lr"] = 5e-5
+    with pytest.warns(UserWarning, match=r"were \[0.0001\] when .* are \[5e-05\] now"):
+        advice.apply()
+    assert adam.param_groups[0]["lr"] == pytest.approx(5e-5 * advice.groups[0].change)
+
+
+def test_a_lower_rate_is_for_the_next_steps_once_training_has_started():
+    model = make_net()
+    adam = torch.optim.Adam(model.parameters(), lr=3.0)
+    advice = ns.suggest_lrs(model, loss_fn, DATA, adam)
+    assert advice.groups[0].verdict == "lower"
+    assert "; lr 3 should be x0." in sentence(advice)
+    assert "; for the next steps lr 3 could be x0." in sentence(advice, started=True)
 
 
 SCHEDULERS = {

@@ -944,6 +944,11 @@ def test_a_detached_controller_leaves_the_optimizer_alone():
             optimizer.step()
     assert all(map(torch.equal, net.parameters(), plain.parameters()))
     assert controller.steps == 5
+    assert repr(controller).endswith(", step 5, detached)") and "learning rate was" in str(
+        controller
+    )
+    with pytest.raises(RuntimeError, match=r"detached: call optimizer.step\(\)"):
+        controller.step(batches(1)[0])
     train(net, adam, ns.RateController(adam, net, cross_entropy), batches(2))
 
 
@@ -984,7 +989,7 @@ def test_it_prints_its_record():
     train(model, adam, controller, batches(4))
     header, *lines = str(controller).splitlines()
     assert header.split()[0] == "step" and len(lines) == len(controller.history) + 3
-    assert lines[-3].startswith("factor: ") and "the factor to 0.8; a schedule" in lines[-2]
+    assert lines[-3].startswith("factor: ") and "to 0.8 (0.54 below the peak" in lines[-2]
     assert lines[-1].startswith("after 4 steps the learning rate is")
     assert repr(controller).startswith("RateController(Adam, lr ")
 

@@ -617,7 +617,10 @@ def test_the_end_of_a_schedule_is_not_explained(tmp_path, capsys):
             return {"optimizer": adam, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     for adjust in (False, True):
-        fit(Cycle(), tmp_path, [quick(adjust=adjust, console=True)], max_epochs=6)
+        callback = quick(adjust=adjust, console=True)
+        fit(Cycle(), tmp_path, [callback], max_epochs=6)
+        factors = callback.history.curves.get("factor of lr, group0", [])
+        assert [epoch for epoch, _ in factors] == ([] if adjust else [1, 2, 3, 4, 5])
         *_, before, last = [s for s in capsys.readouterr().err.splitlines() if ": epoch" in s]
         assert "(last change after" in before if adjust else "lr " in before
         end = "; steered: lr " if adjust else ": too low for advice"

@@ -52,27 +52,43 @@ def opening(loss: float, below_peak: BelowPeak) -> str:
     return f"loss {loss:.4g}, a schedule at {share:.2g} of its peak"
 
 
-def sentence(advice: Advice, controller: RateController | None = None) -> str:
+def rates_too_low(advice: Advice) -> set[float]:
+    """Return the rates that a schedule has so far below its peak that advice means nothing."""
+    return {lr for lr, peak in advice.below_peak if lr < TOO_LOW * peak}
+
+
+def is_too_low(advice: Advice) -> bool:
+    """Whether all rates are."""
+    return rates_too_low(advice).issuperset(lr for group in advice.groups for lr in group.lrs)
+
+
+def sentence(
+    advice: Advice, controller: RateController | None = None, started: bool = False
+) -> str:
     """Return what advice says: the loss, and a clause for each group, each on its own line.
 
-    Of a controller, which does not take advice, what it did.
+    Of a controller, which does not take advice, what it did. If the training has ``started``, a
+    lower rate brings the loss down at once, and less far in the end.
     """
     start = opening(float(advice.summary.loss), advice.below_peak)
-    low = {lr for lr, peak in advice.below_peak if lr < TOO_LOW * peak}
     if controller is not None:
-        return f"{start}; {steering(controller, brief=bool(low))}"
-    if low.issuperset(lr for group in advice.groups for lr in group.lrs):
+        return f"{start}; {steering(controller, brief=bool(rates_too_low(advice)))}"
+    if is_too_low(advice):
         return f"{start}: too low for advice"
     several, together = len(advice.groups) > 1, advice.together
     noisy = [g for g in advice.groups if g.verdict == "noise"] if together is not None else []
-    said = [clause(g, several, advice.kept_undecided(g)) for g in advice.groups if g not in noisy]
+    said = [
+        clause(g, several, advice.kept_undecided(g), started)
+        for g in advice.groups
+        if g not in noisy
+    ]
     if together is not None:
         lrs = tuple(dict.fromkeys(lr for group in noisy for lr in group.lrs))
         who = "the others" if said else "all"
         one = GroupAdvice(
             who, lrs, together.factor, together.stderr, noisy[0].change, together.verdict
         )
-        said.append(f"{who} together (too noisy one by one): {clause(one)}")
+        said.append(f"{who} together (too noisy one by one): {clause(one, started=started)}")
     return "\n  ".join([start, *said]) if several else f"{start}; {said[0]}"
 
 
@@ -88,7 +104,9 @@ def steering(controller: RateController, brief: bool = False) -> str:
     return f"{said} (last change after step {last.step}: x{last.change:.3g}, {last.why}{factor})"
 
 
-def clause(group: GroupAdvice, named: bool = False, undecided: bool = False) -> str:
+def clause(
+    group: GroupAdvice, named: bool = False, undecided: bool = False, started: bool = False
+) -> str:
     """Return what to do with the learning rate of a group.
 
     >>> clause(GroupAdvice("group0", (3e-4,), 6.1, 0.8, change=6.1, verdict="raise"))
@@ -103,12 +121,16 @@ def clause(group: GroupAdvice, named: bool = False, undecided: bool = False) -> 
     'lr 0.0003 of heads is right (the best next step: x1.1 ± 0.1)'
     >>> clause(GroupAdvice("group0", (3e-4,), 0.1, 0.0, change=1.0, verdict="keep"))
     'keep lr 0.0003: good enough in a rehearsal (for the next step alone: x0.1 or less)'
+    >>> clause(GroupAdvice("group0", (3e-4,), 0.2, 0.1, 0.2, verdict="lower"), started=True)
+    'for the next steps lr 0.0003 could be x0.2 ± 0.1'
     """
     lr = ", ".join(f"{value:.3g}" for value in group.lrs) + (f" of {group.name}" if named else "")
     found = _times(group.factor, group.stderr)
     if group.verdict in ("raise", "lower"):
         if not math.isclose(group.change, group.factor, rel_tol=1e-6):
             found = f"x{group.change:.2g} by a rehearsal (the best next step: {found})"
+        if started and group.verdict == "lower":
+            return f"for the next steps lr {lr} could be {found}"
         return f"lr {lr} {'could' if group.verdict == 'raise' else 'should'} be {found}"
     if group.verdict == "keep" and Estimate(group.factor, group.stderr).verdict != "keep":
         why = "a rehearsal decides nothing" if undecided else "good enough in a rehearsal"

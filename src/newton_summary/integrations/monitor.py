@@ -24,7 +24,14 @@ from newton_summary.display.warn import warn_user
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.history import History, Measured, Trial
 from newton_summary.integrations.budget import Budget
-from newton_summary.integrations.console import TOO_LOW, Console, opening, sentence, steering
+from newton_summary.integrations.console import (
+    TOO_LOW,
+    Console,
+    is_too_low,
+    opening,
+    sentence,
+    steering,
+)
 from newton_summary.integrations.loggers import (
     PREFIX,
     Logger,
@@ -323,7 +330,9 @@ class Monitor:
                 new += [replace(m, epoch=float(epoch)) for m in optimizer.to_history().measured]
                 self.history.measured += new[1:]
             self._last_used = last
-        values = {} if self.advice is None or self.adjust else advice_scalars(self.advice)
+        values: dict[str, float] = {}
+        if self.advice is not None and not (self.adjust or is_too_low(self.advice)):
+            values = advice_scalars(self.advice)
         for entry in new:
             values |= scalars_of(entry)
             if self.advice is None or self.partition is not None:
@@ -386,10 +395,10 @@ class Monitor:
         stderr = None if all(map(math.isnan, errors)) else changes.new_tensor(errors)
         rates = replace(groups.rates, eta=changes, eta_stderr=stderr, status="minimum")
         self.history.add(epoch, groups.summary, rates, trials=[Trial(1.0, *groups.then)])
-        said = sentence(self.advice, self.controller)
+        said = sentence(self.advice, self.controller, started=epoch > 0)
         at = " (the schedule is at 0: measured at its first rate)" if ended else ""
         self.console.say(f"epoch {epoch:g}{at}: {said}")
-        for group in () if steered else self.advice.groups:
+        for group in () if steered or is_too_low(self.advice) else self.advice.groups:
             self.history.add_value(f"factor of lr, {group.name}", epoch, group.factor)
         return rates
 

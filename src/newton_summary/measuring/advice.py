@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from newton_summary.derivatives import Backend
 from newton_summary.display.names import check_arguments, first_names
 from newton_summary.display.table import ShownAsTable
+from newton_summary.display.warn import warn_user
 from newton_summary.errors import NotFiniteError
 from newton_summary.measuring.factors import NEAR, Estimate, FactorModel, Verdict, has_effect
 from newton_summary.measuring.lambda_int import STRENGTHS
@@ -190,10 +191,11 @@ class Advice(ShownAsTable):
             step = "is predicted to be worse"
         if changed and self.then.real > 0:
             step = "raises the loss" if worse else "still raises the loss (by less than now)"
-        if self.rehearsal is None and step:
+        tried = self.rehearsal
+        if tried is None and step:
             lines.append(f"the next step {step}")
-        if self.rehearsal is not None:
-            steps, now, then, then_steps, start, held_out, change, _ = self.rehearsal
+        if tried is not None:
+            steps, now, then, then_steps, start, held_out, change, _ = tried
             reached, reached_then = told_apart(now, then)
             batches = "held-out batches" if held_out else "the batches it trains on"
             others = "other rates" if math.isnan(change) else f"lr x{change:.3g}"
@@ -217,9 +219,12 @@ class Advice(ShownAsTable):
             names = first_names([group.name for group in noisy])
             lines.append(f"too noisy one by one: {names}; together: {best}")
         limited = any(self.at_limit(group.change) for group in self.groups)
-        if limited or any(self.at_limit(g.factor) and g.change != 1 for g in self.groups):
-            when = "at once" if limited and self.then.real >= 0 else "after some training"
-            lines.append(f"at the limit (max_change): apply, and ask again {when}")
+        beyond = any(self.at_limit(g.factor) and g.change != 1 for g in self.groups)
+        if (limited or beyond) and not self.below_peak:
+            fails = self.then.real >= 0 and not (tried and tried.then < tried.start)
+            when = "at once" if limited and fails else "after some training"
+            what = "" if limited else "the best next step is "
+            lines.append(f"{what}at the limit (max_change): apply, and ask again {when}")
         lines += [
             f"a schedule has lr at {lr:.3g}, and at {peak:.3g} at its peak: this is advice for "
             f"{lr:.3g} alone; for the peak, ask before the scheduler is made"
@@ -300,7 +305,8 @@ class Advice(ShownAsTable):
 
         A parameter group that lies in several groups of the partition is split; the parts keep its
         options and the state of the parameters. Create schedulers after this: they remember the
-        number of groups, and many of them the learning rates. A warning names those that do.
+        number of groups, and many of them the learning rates. A warning names those that do, and
+        another one says if the rates are no longer those that the advice is about.
 
         Raises:
             ValueError: If tensors are divided among groups, which torch's optimizers cannot do.
@@ -308,6 +314,14 @@ class Advice(ShownAsTable):
         """
         if self._applied:
             raise RuntimeError("This advice has been applied already. Measure again for more.")
+        present = [rates_of(self._optimizer, self._partition, s) for s in range(len(self.groups))]
+        told = [group.lrs for group in self.groups]
+        if present != told:
+            warn_user(
+                f"The learning rates were {sorted({lr for lrs in told for lr in lrs})} when the "
+                f"advice was given, and are {sorted({lr for lrs in present for lr in lrs})} now. "
+                "The present ones are multiplied."
+            )
         changes = [group.change for group in self.groups]
         multiply_rates(self._optimizer, self._partition, changes)
         self._applied = True

@@ -163,6 +163,7 @@ class RateController(ShownAsTable):
         self.history: list[RateRecord] = []
         self.steps = 0
         self._first_lrs: list[float] = []
+        self._detached = False
         self._highest = 0.0  # learning rate of the optimizer so far
         self._rises = True  # the schedule has not come to its peak
         self._find_parameters()
@@ -219,6 +220,10 @@ class RateController(ShownAsTable):
         For a GradScaler, a trainer or a closure. Steps not preceded by this call are taken with the
         present rate.
         """
+        if self._detached:
+            raise RuntimeError(
+                "This controller is detached: call optimizer.step(), or make a new controller."
+            )
         self._include_thawed()
         if self._before is not None:
             self._measure(batch, self._before)
@@ -230,6 +235,7 @@ class RateController(ShownAsTable):
         self._put_back_lrs()  # after a step that was not finished
         for hook in self._hooks:
             hook.remove()
+        self._detached = True
 
     def _include_thawed(self) -> None:
         """Include parameters that were frozen until now, after a step that is not measured.
@@ -374,9 +380,7 @@ class RateController(ShownAsTable):
         top = self.multiplier * self._peak_lr()
         peak = max(REACH * top, self._rate)
         falls = self._rate < AT_PEAK * top
-        set_point = self.set_point
-        if falls:
-            set_point = max(set_point - DROP, min(set_point, FALLING))
+        set_point = self._lower_set_point if falls else self.set_point
         high = self._balance.error(peak, set_point, memory)
         low = self._balance.error(self._rate, set_point, memory)
         why: Why
@@ -404,6 +408,11 @@ class RateController(ShownAsTable):
             if loss > BURST * usual:
                 change, why = min(change, 0.5), "lower"
         self._change(loss, slope, curvature, self._balance.factor(self._rate), change, why)
+
+    @property
+    def _lower_set_point(self) -> float:
+        """The set point below the peak of a schedule."""
+        return max(self.set_point - DROP, min(self.set_point, FALLING))
 
     @property
     def _momentum(self) -> float:
@@ -620,7 +629,9 @@ class RateController(ShownAsTable):
     def __repr__(self) -> str:
         """Return the present rates, in a line."""
         rates = rates_in_words(self.rates)
-        return f"RateController({type(self.optimizer).__name__}, lr {rates}, step {self.steps})"
+        detached = ", detached" if self._detached else ""
+        name = type(self.optimizer).__name__
+        return f"RateController({name}, lr {rates}, step {self.steps}{detached})"
 
     def _rows(self) -> list[list[str]]:
         rows = [[field.name for field in fields(RateRecord)]]
@@ -635,8 +646,10 @@ class RateController(ShownAsTable):
             f"factor: the best multiple of the step, slope / curvature, from their running means; "
             f"0 where the mean slope is negative\n"
             f"change: what the rate was then multiplied by, to bring the factor to "
-            f"{self.set_point:g}; a schedule multiplies it as well\n"
-            f"after {self.steps} steps the learning rate is {rates_in_words(self.rates)}"
+            f"{self.set_point:g} ({self._lower_set_point:g} below the peak of a schedule, which "
+            f"multiplies it as well)\n"
+            f"after {self.steps} steps the learning rate {'was' if self._detached else 'is'} "
+            f"{rates_in_words(self.rates)}"
         )
 
 

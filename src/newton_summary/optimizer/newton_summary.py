@@ -586,6 +586,10 @@ class NewtonSummary(Optimizer):
             if one and rates.status != "not-finite":
                 rates = replace(rates, eta=self.eta, status="steered")
             history.add(step, self.last_summary, rates, kind="optimizer")
+            if self._steered is not None and not one:
+                history.facts["learning rates"] = (
+                    "those of the cubic model; the steps of all groups have the steered one"
+                )
         return history
 
     def __repr__(self) -> str:
