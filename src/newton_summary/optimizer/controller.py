@@ -574,7 +574,7 @@ class RateController(ShownAsTable):
         """Resume from where :meth:`state_dict` was called.
 
         Raises:
-            ValueError: If this is not such a state, or is that of another model.
+            ValueError: If this is not such a state, or what it has saved does not fit the model.
         """
         known = self.state_dict()
         if not isinstance(state, Mapping) or set(state) != set(known):

@@ -96,7 +96,7 @@ def _lead(histories: Sequence[History]) -> str:
         text = f"{len(summary)} group{'s' if len(summary) > 1 else ''} of parameters"
         if summary.partition is not None:
             text += f" ({sum(summary.partition.sizes):,} numbers)"
-        if summary.num_samples:
+        if summary.num_samples and summary.num_samples > 1:  # one is a closure, of any size
             text += f" measured on {summary.num_samples:,} samples"
         if len(history.measured) > 1:
             text += f" at {len(history.measured)} points of training"
