@@ -414,6 +414,15 @@ def advised(partition):
     return trigger
 
 
+def advised_before(p):
+    """Apply advice after the rate was changed by hand."""
+    model, batch = apart(p)
+    optimizer = sgd(model)
+    advice = ns.suggest_lrs(model, OURS, batch, optimizer)
+    optimizer.param_groups[0]["lr"] *= 2
+    return advice.apply
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -473,6 +482,12 @@ def steps_twice(p):
     """A loop that calls the controller's step, and that of the optimizer as before."""
     _, _, optimizer, _ = steered_once(p)
     return optimizer.step
+
+
+def steered_when_detached(p):
+    _, batch, _, controller = steered_once(p)
+    controller.detach()
+    return lambda: controller.step(batch)
 
 
 def steered_into_nan(p):
@@ -868,6 +883,7 @@ ERRORS = {
         ("period=0", controller(period=0)),
         ("gain=-1", controller(gain=-1)),
         ("already has a RateController", controlled_twice),
+        ("This controller is detached", steered_when_detached),
         ("LBFGS calls the loss several times", controlled_lbfgs),
         (
             "NewtonSummary finds its own rate: use it without",
@@ -1093,6 +1109,9 @@ WARNINGS = {
             "Pass the direction that summarize was given",
             lambda p: ns.step_trials(p.model, OURS, p.batch, p.measure(direction=sgd(p.model))),
         ),
+    ],
+    "measuring/advice.py": [
+        (r"were \[.*\] when the advice was given", advised_before),
     ],
     "measuring/param_groups.py": [
         ("will fail or ignore some", advised("canonical")),
