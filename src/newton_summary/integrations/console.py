@@ -97,7 +97,8 @@ def steering(controller: RateController, brief: bool = False) -> str:
     if controller.history and not any(controller.rates):
         return "steered: the schedule is at 0"
     said = f"steered: lr {rates_in_words(controller.rates)}"
-    last = next((record for record in reversed(controller.history) if record.change != 1), None)
+    changes = (r for r in reversed(controller.history) if f"{r.change:.3g}" != "1")
+    last = next(changes, None)
     if last is None or brief:
         return said
     factor = f", the best step was x{last.factor:.2g}" if math.isfinite(last.factor) else ""
