@@ -160,12 +160,11 @@ def _nearest(owners: Sequence[str], norm: int, others: set[int], types: Types) -
     before, after = sorted(j for j in others if j < norm), sorted(j for j in others if j > norm)
     around = [*before[-1:], *after[:1]]
     depth = max(map(shared, around))
-    own = list_of(norm)
-    several = length(own) if own else 0
-    lists = [path for path in map(list_of, around) if path and several > 1]
-    fit = [path for n in (several, several + 1) for path in lists if length(path) == n][:1]
-    beside = [j for j in others if list_of(j) in fit and place(j) == place(norm)]
-    return max(beside or around, key=lambda j: (shared(j), j < norm, -abs(j - norm)))
+    if (own := list_of(norm)) and (norms := length(own)) > 1:
+        lists = [path for path in map(list_of, around) if path]
+        fit = [path for n in (norms, norms + 1) for path in lists if length(path) == n][:1]
+        around = [j for j in others if list_of(j) in fit and place(j) == place(norm)] or around
+    return max(around, key=lambda j: (shared(j), j < norm, -abs(j - norm)))
 
 
 def last_layer(model: nn.Module, layers: Sequence[Layer]) -> Layer:
