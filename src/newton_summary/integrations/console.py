@@ -52,27 +52,30 @@ def opening(loss: float, below_peak: BelowPeak) -> str:
     return f"loss {loss:.4g}, a schedule at {share:.2g} of its peak"
 
 
-def rates_too_low(advice: Advice) -> set[float]:
-    """Return the rates that a schedule has so far below its peak that advice means nothing."""
-    return {lr for lr, peak in advice.below_peak if lr < TOO_LOW * peak}
+def rates_too_low(below_peak: BelowPeak) -> set[float]:
+    """Return the rates so far below the peak of a schedule that advice means nothing."""
+    return {lr for lr, peak in below_peak if lr < TOO_LOW * peak}
 
 
 def is_too_low(advice: Advice) -> bool:
     """Whether all rates are."""
-    return rates_too_low(advice).issuperset(lr for group in advice.groups for lr in group.lrs)
+    low = rates_too_low(advice.below_peak)
+    return low.issuperset(lr for group in advice.groups for lr in group.lrs)
 
 
-def sentence(
-    advice: Advice, controller: RateController | None = None, started: bool = False
-) -> str:
+def steered_sentence(loss: float, below_peak: BelowPeak, controller: RateController) -> str:
+    """Return the loss, and what a controller did, which does not take advice."""
+    said = steering(controller, brief=bool(rates_too_low(below_peak)))
+    return f"{opening(loss, below_peak)}; {said}"
+
+
+def sentence(advice: Advice, started: bool = False) -> str:
     """Return what advice says: the loss, and a clause for each group, each on its own line.
 
-    Of a controller, which does not take advice, what it did. If the training has ``started``, a
-    lower rate brings the loss down at once, and less far in the end.
+    If the training has ``started``, a lower rate brings the loss down at once, and less far in the
+    end.
     """
     start = opening(float(advice.summary.loss), advice.below_peak)
-    if controller is not None:
-        return f"{start}; {steering(controller, brief=bool(rates_too_low(advice)))}"
     if is_too_low(advice):
         return f"{start}: too low for advice"
     several, together = len(advice.groups) > 1, advice.together

@@ -213,8 +213,7 @@ class SummaryCallback(Monitor, Callback):
         """Measure the trained model, and write the report."""
         if self.has_time(trainer.current_epoch):
             self._measure(trainer, pl_module)
-        if self.controller is not None:
-            self.controller.detach()
+        self.stop_steering()
         self._write(trainer)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:

@@ -24,14 +24,7 @@ from newton_summary.display.warn import warn_user
 from newton_summary.errors import CannotDifferentiate
 from newton_summary.history import History, Measured, Trial
 from newton_summary.integrations.budget import Budget
-from newton_summary.integrations.console import (
-    TOO_LOW,
-    Console,
-    is_too_low,
-    opening,
-    sentence,
-    steering,
-)
+from newton_summary.integrations.console import Console, is_too_low, sentence, steered_sentence
 from newton_summary.integrations.loggers import (
     PREFIX,
     Logger,
@@ -207,8 +200,7 @@ class Monitor:
 
         Not if it resumes from a checkpoint, or if a trainer ``goes_on`` with the same model.
         """
-        if self.controller is not None:  # of a training that was interrupted
-            self.controller.detach()
+        self.stop_steering()  # of a training that was interrupted
         same = goes_on and self._seen == id(model)
         if self._seen is not None and not (self._resumes or same):
             if self._epochs:
@@ -216,6 +208,11 @@ class Monitor:
             self._forget()
         self._seen, self._resumes = id(model), False
         self._samples = None
+
+    def stop_steering(self) -> None:
+        """Leave the optimizer to itself; the controller stays, to read."""
+        if self.controller is not None:
+            self.controller.detach()
 
     def batch_loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss of a batch."""
@@ -355,9 +352,7 @@ class Monitor:
         self._note_facts(model, summary, optimizer)
         with self._present_rates(optimizer):
             low = below_peak(optimizer)
-        brief = any(lr < TOO_LOW * peak for lr, peak in low)
-        said = f"{opening(loss, low)}; {steering(self.controller, brief)}"
-        self.console.say(f"epoch {epoch:g}: {said}")
+        self.console.say(f"epoch {epoch:g}: {steered_sentence(loss, low, self.controller)}")
 
     def _measure_at(
         self, epoch: float, model: nn.Module, data: Any, optimizer: Optimizer | None
@@ -395,7 +390,11 @@ class Monitor:
         stderr = None if all(map(math.isnan, errors)) else changes.new_tensor(errors)
         rates = replace(groups.rates, eta=changes, eta_stderr=stderr, status="minimum")
         self.history.add(epoch, groups.summary, rates, trials=[Trial(1.0, *groups.then)])
-        said = sentence(self.advice, self.controller, started=epoch > 0)
+        if self.controller is None:
+            said = sentence(self.advice, started=epoch > 0)
+        else:
+            loss = float(self.advice.summary.loss)
+            said = steered_sentence(loss, self.advice.below_peak, self.controller)
         at = " (the schedule is at 0: measured at its first rate)" if ended else ""
         self.console.say(f"epoch {epoch:g}{at}: {said}")
         for group in () if steered or is_too_low(self.advice) else self.advice.groups:

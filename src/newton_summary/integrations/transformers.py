@@ -242,7 +242,7 @@ class SummaryCallback(Monitor, TrainerCallback):
             self._measure(args, state, **kwargs)
         if self.controller is not None:
             self._hook.remove()
-            self.controller.detach()
+        self.stop_steering()
         if state.is_world_process_zero:
             self.finish(args.output_dir)
 
