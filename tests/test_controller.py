@@ -565,14 +565,17 @@ def test_eta_is_that_of_each_step_of_a_warm_up(direction):
         schedule.step()
 
 
-def test_a_group_without_a_warm_up_is_not_above_its_own_peak():
-    """As a body that is fine-tuned at a constant rate below a new head that warms up."""
+def body_and_head(body_lr, steps):
+    """A body that is fine-tuned at a constant rate, and a new head that warms up."""
     model = make_net()
     body, *head = model.parameters()
-    groups = [{"params": [body], "lr": 1e-3}, {"params": head, "lr": 1e-1}]
-    sgd = torch.optim.SGD(groups)
-    schedule = LambdaLR(sgd, [lambda t: 1.0, lambda t: min(1.0, t / 4)])
-    controller = ns.RateController(sgd, model, cross_entropy)
+    sgd = torch.optim.SGD([{"params": [body], "lr": body_lr}, {"params": head, "lr": 1e-1}])
+    schedule = LambdaLR(sgd, [lambda t: 1.0, lambda t: min(1.0, t / steps)])
+    return sgd, schedule, ns.RateController(sgd, model, cross_entropy)
+
+
+def test_a_group_without_a_warm_up_is_not_above_its_own_peak():
+    sgd, schedule, controller = body_and_head(1e-3, steps=4)
     assert controller.rates == [1e-3, 0.0]
     for _ in range(6):
         schedule.step()
@@ -583,12 +586,7 @@ def test_a_group_without_a_warm_up_is_not_above_its_own_peak():
 
 def test_each_group_is_at_its_own_peak_during_a_warm_up():
     """Also where another group is at a constant rate above the present one."""
-    model = make_net()
-    body, *head = model.parameters()
-    groups = [{"params": [body], "lr": 1e-2}, {"params": head, "lr": 1e-1}]
-    sgd = torch.optim.SGD(groups)
-    schedule = LambdaLR(sgd, [lambda t: 1.0, lambda t: min(1.0, t / 50)])
-    controller = ns.RateController(sgd, model, cross_entropy)
+    _, schedule, controller = body_and_head(1e-2, steps=50)
     schedule.step()
     assert controller.rates == pytest.approx([1e-2, 1e-1])
 

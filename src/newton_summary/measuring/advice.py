@@ -252,7 +252,7 @@ class Advice(ShownAsTable):
                 else "it takes the factor of all such groups together"
             )
         if group.verdict == "noise":
-            fails = tried is None and self.now.real > LEVEL * abs(float(self.summary.loss))
+            fails = tried is None and _fails(self.now, self.summary)
             keep = "" if fails else "keep the present one, or "
             reason = (
                 "the predicted gain by another rate is less than twice its standard error over the "
@@ -656,7 +656,7 @@ class _Trials:
         was_rehearsed = tried is not None and tried.decides and (changes < 1).any()
         if self.by_training is None or (checked.changes != 1).any() or was_rehearsed:
             return checked
-        if is_noise and checked.now.real <= LEVEL * abs(float(self.summary.loss)):
+        if is_noise and not _fails(checked.now, self.summary):
             return checked
         smaller = [self.lowest, self.lowest**0.5]
         rehearsal, best = self.by_training(smaller, unasked=True)
@@ -667,6 +667,11 @@ class _Trials:
         if (is_worse or is_noise) and rehearsal.now < rehearsal.start:
             return replace(checked, rehearsal=rehearsal)
         return _Checked(smaller[best], checked.now, then, "lower", rehearsal)
+
+
+def _fails(change: Change, summary: Summary) -> bool:
+    """Whether a step raises the loss by more than it may where nothing is left to learn."""
+    return change.real > LEVEL * abs(float(summary.loss))
 
 
 def _longest(changes: Array, model: FactorModel) -> Array:

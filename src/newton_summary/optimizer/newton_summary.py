@@ -581,15 +581,15 @@ class NewtonSummary(Optimizer):
         if self.last_summary is not None and self.last_rates is not None:
             step = self.history[-1].step if self.history else self.refreshes
             rates = self.last_rates
-            # With several groups they are those of each group, and a failed refresh has none.
-            one = self._steered is not None and len(self.partition) == 1
-            if one and rates.status != "not-finite":
-                rates = replace(rates, eta=self.eta, status="steered")
-            history.add(step, self.last_summary, rates, kind="optimizer")
-            if self._steered is not None and not one:
+            if self._steered is not None and len(self.partition) > 1:
                 history.facts["learning rates"] = (
                     "those of the cubic model; the steps of all groups have the steered one"
                 )
+            elif (
+                self._steered is not None and rates.status != "not-finite"
+            ):  # of a refresh that failed
+                rates = replace(rates, eta=self.eta, status="steered")
+            history.add(step, self.last_summary, rates, kind="optimizer")
         return history
 
     def __repr__(self) -> str:
