@@ -1013,6 +1013,7 @@ because the scripts made the figures. `--optimizer.variant as-published` follows
 | curvature batch B | 1000, drawn at random | **100**, in order, never shuffled |
 | start | first refresh at step tau, along tau gradients | refreshes at steps 0, tau, 2 tau without a move; first move at step 3 tau |
 | window | the last 3 refreshes | the last 3, 4, 5, 3, 4, 5, ... |
+| averaged in it | D, that is abs(D3)^(1/3) | D3 with its sign |
 | plateau schedule | torch's | the same, except that it forgets the best loss when it halves the rate |
 | MLP | "layers of sizes 1024, 200, 100, 10" | 784-1024-200-100-10 on 28 x 28 images: S = 8, 1,029,950 parameters |
 | VBigMLP | "100 layers", S = 2L = 200 | 100 layers of 1024 and a classification layer: 202 tensors, in 5 chunks S = 10 |

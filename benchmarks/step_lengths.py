@@ -10,6 +10,11 @@ size 1 on its diagonal. It takes some ten seconds an epoch on one core.
 With ``--definite`` the rates are kept where the averaged Hbar is not positive definite. That is not
 in the paper's algorithm. benchmarks/results/step_lengths_definite.jsonl has the losses of such runs
 (``--seeds 0 1 3 9 --epochs 200``), and how many refreshes were kept from taking effect.
+
+With ``--printed`` the window averages D = abs(D3)^(1/3), as App. G prints it, and not D3 with its
+sign. benchmarks/results/step_lengths_printed.jsonl has the losses of such runs (the same seeds and
+epochs), the lengths of all tens of steps, and ``lost``: by which factor the sign makes the smallest
+entry of D smaller, the median and the most in an epoch.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -28,7 +34,9 @@ from newton_summary.experiments.datasets import Batch
 from newton_summary.experiments.recipes import RECIPES
 from newton_summary.experiments.training import Reporter, Session
 from newton_summary.optimizer import NewtonSummary
+from newton_summary.optimizer.refreshes import mean_with_D
 from newton_summary.optimizer.update import Update
+from newton_summary.summary import Summary
 
 RECIPE = "lenet_cifar10_newton_summary"
 RESULTS = Path(__file__).parent / "results" / "step_lengths.jsonl"
@@ -37,7 +45,7 @@ RESULTS = Path(__file__).parent / "results" / "step_lengths.jsonl"
 class Watch:
     """Steps as a stepper does, and keeps how far each group moved."""
 
-    def __init__(self, session: Session, definite: bool):
+    def __init__(self, session: Session, definite: bool, printed: bool):
         self.stepper = session.stepper
         self.inner = session.stepper.step
         session.stepper.step = self.step  # type: ignore[method-assign]
@@ -49,6 +57,9 @@ class Watch:
         self.kept = 0  # refreshes whose rates were not taken
         if definite:
             self.optimizer._renew_rates = self.renew_if_definite  # type: ignore[method-assign]
+        self.lost: list[float] = []  # a refresh each
+        if printed:
+            self.optimizer._average.mean = self.mean_with_D  # type: ignore[method-assign]
 
     def renew_if_definite(self, update: Update) -> None:
         """Keep the rates, if there are any, where Hbar is not positive definite."""
@@ -56,6 +67,14 @@ class Watch:
         self.kept += keep
         if not keep:
             self.renew(update)
+
+    def mean_with_D(self) -> Summary:
+        """Return the mean of the window as printed, and keep what the sign would have lost."""
+        held = self.optimizer._average._held
+        signed, printed = Summary.mean(held).D3, mean_with_D(held).D3
+        assert signed is not None and printed is not None
+        self.lost.append(float((printed / signed.abs()).max() ** (1 / 3)))
+        return mean_with_D(held)
 
     def lowest_eigenvalue(self) -> float:
         """Return that of the averaged Hbar, scaled."""
@@ -84,7 +103,9 @@ class Watch:
             "lowest": list(map(rounded, self.lowest)),
             "kept": self.kept,
         }
-        self.moved, self.lowest, self.kept = [], [], 0
+        if self.lost:
+            found["lost"] = [rounded(median(self.lost)), rounded(max(self.lost))]
+        self.moved, self.lowest, self.kept, self.lost = [], [], 0, []
         return found
 
 
@@ -97,7 +118,8 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="folder with CIFAR-10")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--definite", action="store_true")
+    parser.add_argument("--definite", action="store_true", help="keep rates where Hbar is not")
+    parser.add_argument("--printed", action="store_true", help="average D, not D3")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     for seed in options.seeds:
@@ -105,7 +127,7 @@ def main() -> None:
         config = replace(config, seed=seed, device="cpu", graph_steps=False)
         config = replace(config, data=replace(config.data, root=options.data))
         session = Session(config, torch.device("cpu"))
-        watch = Watch(session, options.definite)
+        watch = Watch(session, options.definite, options.printed)
         for epoch in range(1, options.epochs + 1):
             lr, loss = session.lr, session.train_epoch(Reporter())
             session.epoch = epoch

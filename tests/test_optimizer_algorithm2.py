@@ -32,11 +32,11 @@ def compute_Hg(model, groups, u, batch):
     return g.numpy(), H.numpy(), np.einsum("iii->i", D3.numpy())
 
 
-def compute_lr(lambda_int, g, H, D3):
+def compute_lr(lambda_int, g, H, d):
     """The solution of eta = (H + lambda_int/2 ||D eta|| D^2)^-1 g with the largest ||D eta||."""
     if lambda_int == 0:
         return np.linalg.solve(H, g)
-    D = np.diag(np.abs(D3) ** (1 / 3))
+    D = np.diag(d)
 
     def eta(r):
         return np.linalg.solve(H + lambda_int / 2 * r * D @ D, g)
@@ -76,16 +76,17 @@ def training_step(model, groups, lr, u, eta):
 
 
 def algorithm2(model, groups, T, lr, lambda_int, mu_g, mu_eta, tau, upsilon, diagonal=False):
-    """The pseudo-code of App. G, line by line; compute_lr takes the average of the signed D3."""
+    """The pseudo-code of App. G, line by line; D = Diag(abs(D3)^(1/3)) is what is averaged."""
     samples = iter(CURVATURE * T)
     u, eta, computed = None, None, []
     for t in range(1, T + 1):
         u = heavy_ball(mu_g, gradients(model, TRAIN[(t - 1) % len(TRAIN)]), u)
         if t % tau == 0:
-            computed.append(compute_Hg(model, groups, u, next(samples)))
-            g, H, D3 = (np.mean([c[i] for c in computed[-upsilon:]], axis=0) for i in range(3))
+            g, H, D3 = compute_Hg(model, groups, u, next(samples))
+            computed.append((g, H, np.abs(D3) ** (1 / 3)))
+            g, H, d = (np.mean([c[i] for c in computed[-upsilon:]], axis=0) for i in range(3))
             H = np.diag(np.diag(H)) if diagonal else H
-            eta = momentum(mu_eta, np.maximum(compute_lr(lambda_int, g, H, D3), 0), eta)
+            eta = momentum(mu_eta, np.maximum(compute_lr(lambda_int, g, H, d), 0), eta)
         if eta is not None:  # before the first refresh there are no rates
             training_step(model, groups, lr(t), u, eta)
     return eta
@@ -147,7 +148,7 @@ def as_run(model, groups, steps, train_batches, curvature_batches, lr, lambda_in
     Three times, at steps 0, 10 and 20, the direction advances and is measured; nothing moves before
     step 30. Every third refresh a sum of measurements starts over with the last three, and grows
     until then; the measurement of step 0 never enters it. It is divided by one more than it has
-    terms, a factor that leaves eta as it is.
+    terms, a factor that leaves eta as it is. D3 is averaged with its sign.
     """
     u, eta, measured, path = None, None, [], []
     for step in range(steps):
@@ -165,7 +166,8 @@ def as_run(model, groups, steps, train_batches, curvature_batches, lr, lambda_in
                 else:
                     total = [total[i] + measured[-1][i] for i in range(3)]
                     terms += 1
-                eta = np.maximum(compute_lr(lambda_int, *(x / (terms + 1) for x in total)), 0)
+                g, H, D3 = (x / (terms + 1) for x in total)
+                eta = np.maximum(compute_lr(lambda_int, g, H, np.abs(D3) ** (1 / 3)), 0)
             training_step(model, groups, lr, u, eta)
         path.append(flat(model).clone())
     return path

@@ -317,16 +317,16 @@ class NewtonSummary(Optimizer):
         ``"as-run"`` is what the paper's experiments did. The first ``warmup`` refreshes, at steps
         0, tau, 2 tau, ..., do not move; until then the direction advances at the refreshes alone.
         The first move is at step ``warmup`` * tau. The window holds the last upsilon, upsilon + 1,
-        ..., 2 upsilon - 1 summaries, and upsilon again.
+        ..., 2 upsilon - 1 summaries, and upsilon again. D3 is averaged with its sign, so that
+        summaries of opposite sign cancel, and the cubic term with them (docs/results.md).
 
         ``"as-published"`` is the pseudo-code: steps count from 1, the direction advances at each of
         them, the first refresh and the first move are at step tau, and the window holds the last
-        upsilon summaries.
+        upsilon summaries, of which abs(D3)^(1/3) is averaged.
 
-        Both average D3 with its sign, as the experiments did, where App. G averages abs(D3)^(1/3):
-        then the mean of batches is that of the data as a whole. Any finite solution is accepted: a
-        saddle point, or a step of length zero where every rate is negative. Only a step whose
-        gradient is not finite, or a refresh whose summary is not, is skipped.
+        Any finite solution is accepted: a saddle point, or a step of length zero where every rate
+        is negative. Only a step whose gradient is not finite, or a refresh whose summary is not, is
+        skipped.
 
         Args:
             partition: As for the class, like all that follow.

@@ -77,10 +77,11 @@ class Schedule:
 
 
 class WindowAverage:
-    """The mean of the last few summaries (upsilon of Algorithm 2), D3 with its sign.
+    """The mean of the last few summaries (upsilon of Algorithm 2).
 
-    As published these are the last ``size``. In the experiments of the paper they were, from
-    refresh to refresh, the last ``size``, ``size`` + 1, ..., 2 ``size`` - 1, and ``size`` again.
+    As published these are the last ``size``, and what is averaged is D, that is abs(D3)^(1/3). In
+    the experiments of the paper they were, from refresh to refresh, the last ``size``, ``size`` +
+    1, ..., 2 ``size`` - 1, and ``size`` again, and D3 was averaged with its sign.
 
     Args:
         size: How many summaries are averaged.
@@ -100,7 +101,7 @@ class WindowAverage:
 
     def mean(self) -> Summary:
         """Return the mean."""
-        return Summary.mean(self._held)
+        return Summary.mean(self._held) if self.as_run else mean_with_D(self._held)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window as plain values and tensors."""
@@ -117,6 +118,14 @@ class WindowAverage:
             raise ValueError(f"The state has {len(held)} summaries, but counts {count}.")
         check_finite([(s.gbar, s.Hbar, s.D3) for s in held], "A summary of the state")
         self._held, self.count = held, count
+
+
+def mean_with_D(summaries: list[Summary]) -> Summary:
+    """Average summaries as App. G does: D, that is abs(D3)^(1/3), whose cube is in place of D3."""
+    mean, found = Summary.mean(summaries), [s.D3 for s in summaries if s.D3 is not None]
+    if mean.D3 is None:
+        return mean
+    return replace(mean, D3=torch.stack(found).abs().pow(1 / 3).mean(0).pow(3))
 
 
 def plain_summary(summary: Summary) -> dict[str, Any]:
