@@ -13,8 +13,12 @@ in the paper's algorithm. benchmarks/results/step_lengths_definite.jsonl has the
 
 With ``--printed`` the window averages D = abs(D3)^(1/3), as App. G prints it, and not D3 with its
 sign. benchmarks/results/step_lengths_printed.jsonl has the losses of such runs (the same seeds and
-epochs), the lengths of all tens of steps, and ``lost``: by which factor the sign makes the smallest
-entry of D smaller, the median and the most in an epoch.
+epochs), and the longest ten steps of each epoch.
+
+With ``--compare`` a line has ``ahead`` too: at each refresh, the length of the first step that
+follows with D3 averaged with its sign, and with D averaged as printed.
+benchmarks/results/step_lengths_compared.jsonl has these of seeds 3 and 9, until they have collapsed
+(``--seeds 3 9 --epochs 15``).
 """
 
 from __future__ import annotations
@@ -24,7 +28,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -36,6 +39,7 @@ from newton_summary.experiments.training import Reporter, Session
 from newton_summary.optimizer import NewtonSummary
 from newton_summary.optimizer.refreshes import mean_with_D
 from newton_summary.optimizer.update import Update
+from newton_summary.solver import learning_rates
 from newton_summary.summary import Summary
 
 RECIPE = "lenet_cifar10_newton_summary"
@@ -45,7 +49,7 @@ RESULTS = Path(__file__).parent / "results" / "step_lengths.jsonl"
 class Watch:
     """Steps as a stepper does, and keeps how far each group moved."""
 
-    def __init__(self, session: Session, definite: bool, printed: bool):
+    def __init__(self, session: Session, definite: bool, printed: bool, compare: bool):
         self.stepper = session.stepper
         self.inner = session.stepper.step
         session.stepper.step = self.step  # type: ignore[method-assign]
@@ -57,9 +61,12 @@ class Watch:
         self.kept = 0  # refreshes whose rates were not taken
         if definite:
             self.optimizer._renew_rates = self.renew_if_definite  # type: ignore[method-assign]
-        self.lost: list[float] = []  # a refresh each
         if printed:
-            self.optimizer._average.mean = self.mean_with_D  # type: ignore[method-assign]
+            average = self.optimizer._average
+            average.mean = lambda: mean_with_D(average._held)  # type: ignore[method-assign]
+        self.ahead: list[list[float]] = []  # a refresh each
+        if compare:
+            self.optimizer._renew_rates = self.renew_and_compare  # type: ignore[method-assign]
 
     def renew_if_definite(self, update: Update) -> None:
         """Keep the rates, if there are any, where Hbar is not positive definite."""
@@ -68,13 +75,18 @@ class Watch:
         if not keep:
             self.renew(update)
 
-    def mean_with_D(self) -> Summary:
-        """Return the mean of the window as printed, and keep what the sign would have lost."""
-        held = self.optimizer._average._held
-        signed, printed = Summary.mean(held).D3, mean_with_D(held).D3
-        assert signed is not None and printed is not None
-        self.lost.append(float((printed / signed.abs()).max() ** (1 / 3)))
-        return mean_with_D(held)
+    def renew_and_compare(self, update: Update) -> None:
+        """Renew the rates, and keep how long the step is, and would be with D averaged."""
+        self.renew(update)
+        if self.optimizer._schedule.ready:
+            group, held = self.optimizer.param_groups[0], self.optimizer._average._held
+            u, partition = update.direction, self.optimizer.partition
+            sizes = partition.inner(u, u).double().sqrt()
+            lengths = [
+                (learning_rates(mean, group["lambda_int"]).eta.clamp_min(0) * sizes).norm()
+                for mean in (Summary.mean(held), mean_with_D(held))
+            ]
+            self.ahead.append([rounded(group["lr"] * float(x)) for x in lengths])
 
     def lowest_eigenvalue(self) -> float:
         """Return that of the averaged Hbar, scaled."""
@@ -103,9 +115,9 @@ class Watch:
             "lowest": list(map(rounded, self.lowest)),
             "kept": self.kept,
         }
-        if self.lost:
-            found["lost"] = [rounded(median(self.lost)), rounded(max(self.lost))]
-        self.moved, self.lowest, self.kept, self.lost = [], [], 0, []
+        if self.ahead:
+            found["ahead"] = self.ahead
+        self.moved, self.lowest, self.kept, self.ahead = [], [], 0, []
         return found
 
 
@@ -120,6 +132,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--definite", action="store_true", help="keep rates where Hbar is not")
     parser.add_argument("--printed", action="store_true", help="average D, not D3")
+    parser.add_argument("--compare", action="store_true", help="with what D averaged would do")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     for seed in options.seeds:
@@ -127,7 +140,7 @@ def main() -> None:
         config = replace(config, seed=seed, device="cpu", graph_steps=False)
         config = replace(config, data=replace(config.data, root=options.data))
         session = Session(config, torch.device("cpu"))
-        watch = Watch(session, options.definite, options.printed)
+        watch = Watch(session, options.definite, options.printed, options.compare)
         for epoch in range(1, options.epochs + 1):
             lr, loss = session.lr, session.train_epoch(Reporter())
             session.epoch = epoch

@@ -51,7 +51,6 @@ class Split:
 class Dataset:
     """Samples for training, validation and testing."""
 
-    name: str
     train: Split
     validation: Split
     test: Split
@@ -136,7 +135,7 @@ def load_dataset(
     order = order.to(known.inputs.device)
     n = config.samples
     train, chosen = order[held_out:][:n], order[:held_out][:n]
-    return Dataset(name, known[train], known[chosen], test[slice(n)])
+    return Dataset(known[train], known[chosen], test[slice(n)])
 
 
 # The official files: how to read them, mean and standard deviation of each channel.

@@ -106,9 +106,7 @@ class GraphedGradient:
         self.grads = [p.grad for p in self.params]
 
 
-def make_stepper(
-    config: OptimizerConfig, task: Task, train: Split, ranks: RankGroup | None = None
-) -> Stepper:
+def make_stepper(config: OptimizerConfig, task: Task, train: Split, ranks: RankGroup) -> Stepper:
     """Make the optimizer of a configuration, for a model that is on its device.
 
     NewtonSummary may draw its own batches from ``train``. Several ``ranks`` share each batch.
@@ -116,7 +114,6 @@ def make_stepper(
     Raises:
         UserError: For settings that the optimizer rejects.
     """
-    ranks = ranks or RankGroup()
     params = list(task.model.parameters())
     optimizer: Optimizer
     try:

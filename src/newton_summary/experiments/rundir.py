@@ -244,7 +244,7 @@ class RunWriter:
         """Start or resume: drop everything beyond the checkpoint, and return the checkpoint."""
         make_folder(self.path)
         self._acquire()
-        self.known = self._check()  # again, now that no other process can write
+        self._check()  # again, now that no other process can write
         for file in filter(is_part, self.path.iterdir()):
             file.unlink()  # left by a kill
         files = RunFiles(self.path, (METRICS, SUMMARIES, CHECKPOINT))

@@ -30,22 +30,19 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from newton_summary.errors import CannotDifferentiate, NotFiniteError, SharedError, UserError
 from newton_summary.experiments import torchrun
-from newton_summary.experiments.config import (
-    AdamConfig,
-    ExperimentConfig,
-    NewtonSummaryConfig,
-    check,
-)
+from newton_summary.experiments.config import AdamConfig, ExperimentConfig, check
 from newton_summary.experiments.data_parallel import RankGroup, assemble
 from newton_summary.experiments.datasets import Batches, Dataset, Split, load_dataset
 from newton_summary.experiments.optimizers import GraphedGradient, checked_partition, make_stepper
+from newton_summary.experiments.results import is_paper_mode
 from newton_summary.experiments.rundir import Run, RunWriter
 from newton_summary.experiments.tasks import Task, make_task
-from newton_summary.history import Measured
+from newton_summary.history import Kind, Measured
 from newton_summary.measuring.measurement import summarize
 from newton_summary.optimizer import NewtonSummary
 from newton_summary.run_directory import CHECKPOINT, Row
-from newton_summary.solver import learning_rates
+from newton_summary.solver import LearningRates, learning_rates
+from newton_summary.summary import Summary
 
 EVALUATION_BATCH = 1000
 SPEED_WARMUP, SPEED_STEPS = 3, 50  # of Adam, to compare its speed with
@@ -180,9 +177,7 @@ class Session:
     def _reduce_on_plateau(self, loss: float) -> None:
         before = self.lr
         self.scheduler.step(loss)
-        optimizer = self.config.optimizer
-        as_run = isinstance(optimizer, NewtonSummaryConfig) and optimizer.variant == "as-run"
-        if as_run and self.lr < before:
+        if is_paper_mode(self.config) and self.lr < before:
             # The author's copy of the schedule forgets the best loss when it reduces the rate, so
             # that a jump of the loss does not reduce it again and again.
             self.scheduler.best = loss
@@ -260,12 +255,7 @@ class Session:
             return {}
         summary, rates = optimizer.last_summary, optimizer.last_rates
         if summary is not None:
-            eta = optimizer.eta.detach().cpu()
-            writer.add_summary(
-                Measured(
-                    self.epoch, "optimizer", summary, eta, rates.status, lambda_int=rates.lambda_int
-                )
-            )
+            self._add_summary(writer, "optimizer", summary, optimizer.eta, rates)
         facts: Row = {
             "refreshes": optimizer.refreshes,
             "failed_refreshes": optimizer.failed_refreshes,
@@ -297,17 +287,15 @@ class Session:
         except (NotFiniteError, CannotDifferentiate) as error:
             return {"measure_error": str(error)}
         rates = learning_rates(summary, config.lambda_int)
-        writer.add_summary(
-            Measured(
-                self.epoch,
-                "full",
-                summary,
-                rates.eta.detach().cpu(),
-                rates.status,
-                lambda_int=rates.lambda_int,
-            )
-        )
+        self._add_summary(writer, "full", summary, rates.eta, rates)
         return {"full_loss": float(summary.loss), "measure_status": rates.status}
+
+    def _add_summary(
+        self, writer: RunWriter, kind: Kind, summary: Summary, eta: Tensor, rates: LearningRates
+    ) -> None:
+        """Keep a summary of the present epoch, with the learning rates in use."""
+        made = (self.epoch, kind, summary, eta.detach().cpu(), rates.status)
+        writer.add_summary(Measured(*made, lambda_int=rates.lambda_int))
 
     def adam_seconds(self) -> float:
         """Return how long an epoch of Adam takes in the same loop, from some of its steps."""

@@ -119,13 +119,13 @@ def check_finite(tree: Any, what: str) -> None:
             raise ValueError(f"{what} has a number that is {x}.")
 
 
-def read_vector(values: Tensor | None, partition: Partition, name: str) -> Tensor | None:
-    """Return rates or norms, (S,); raise if they are invalid."""
+def read_rates(values: Tensor | None, partition: Partition) -> Tensor | None:
+    """Return rates, (S,); raise if they are invalid."""
     if values is None:
         return None
     if values.shape != (len(partition),) or not (values.isfinite() & (values >= 0)).all():
         raise ValueError(
-            f"The state has {name} = {values}: expected {len(partition)} finite numbers, 0 or more."
+            f"The state has eta = {values}: expected {len(partition)} finite numbers, 0 or more."
         )
     return values.to(torch.float64)
 

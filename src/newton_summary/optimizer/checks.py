@@ -73,18 +73,11 @@ def check_direction(direction: Optimizer, partition: Partition) -> None:
     """Raise unless an optimizer moves the parameters of the partition, and no others."""
     if not isinstance(direction, Optimizer):
         raise TypeError(f"direction={direction!r}: expected a torch optimizer, or None.")
-    held_by(direction, partition.params)  # raises if it has others
-    if not holds_all(direction, partition):
+    if len(held_by(direction, partition.params)) < len(partition.params):  # raises for others
         raise ValueError(
             "The optimizer given as direction does not hold all parameters of the partition. Add "
             "the others to it, or leave them out of the partition."
         )
-
-
-def holds_all(optimizer: Optimizer, partition: Partition) -> bool:
-    """Return whether an optimizer holds every parameter of the partition."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return all(id(p) in held for p in partition.params.values())
 
 
 def extended(partition: Partition, model: nn.Module, params: list[Tensor], name: str) -> Partition:

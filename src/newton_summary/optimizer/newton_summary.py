@@ -29,7 +29,6 @@ from newton_summary.optimizer.checks import (
     check_direction,
     check_settings,
     extended,
-    holds_all,
     is_number,
 )
 from newton_summary.optimizer.controller import check_rates, steering_history
@@ -654,12 +653,11 @@ class NewtonSummary(Optimizer):
         params = [given] if isinstance(given, Tensor) else list(given)
         name = param_group.get("name", f"group{len(self.partition)}")
         partition = extended(self.partition, self.model, params, name)
-        held_all = self.direction is not None and holds_all(self.direction, self.partition)
         if self.partition.divided:
             self.param_groups[0]["params"].extend(params)
         else:
             super().add_param_group({"eta": 0.0, **param_group, "params": params, "name": name})
-        if held_all and self.direction is not None:
+        if self.direction is not None:
             self.direction.add_param_group({"params": params})
         self.partition = partition
         self._average = WindowAverage(self._average.size, self._average.as_run)
@@ -722,7 +720,7 @@ class NewtonSummary(Optimizer):
             checkpoint.check_same(saved, self.partition.names, self._fixed_settings(), given)
             checkpoint.check_groups(state_dict, self.param_groups)
             counts = checkpoint.read_counts(saved["counts"], *COUNTS)
-            eta = checkpoint.read_vector(saved["eta"], self.partition, "eta")
+            eta = checkpoint.read_rates(saved["eta"], self.partition)
             rates, summary = saved["last_rates"], saved["last_summary"]
             rates = None if rates is None else LearningRates(**rates)
             warned, evaluating = set(saved["warned"]), bool(saved["evaluating"])

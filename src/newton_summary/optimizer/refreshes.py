@@ -85,10 +85,10 @@ class WindowAverage:
 
     Args:
         size: How many summaries are averaged.
-        as_run: Whether their number grows and falls back, as in the experiments.
+        as_run: Whether to average as in the experiments.
     """
 
-    def __init__(self, size: int, as_run: bool = False):
+    def __init__(self, size: int, as_run: bool):
         self.size, self.as_run = size, as_run
         self._held: list[Summary] = []
         self.count = 0  # of all summaries, also those that are no longer held

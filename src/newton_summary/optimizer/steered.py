@@ -139,11 +139,8 @@ class Steered(RateController):
 
     def go_on_from(self, other: Steered) -> None:
         """Adopt the rate of a controller of fewer parameters, and measure the next step."""
-        self.__dict__ |= {
-            name: getattr(other, name)
-            for name in ("multiplier", "history", "steps", "_balance", "_envelope", "_started")
-        }
-        self._highest, self._rises = other._highest, other._rises
+        names = ("multiplier", "history", "steps", "_balance", "_envelope", "_started")
+        self.__dict__ |= {n: getattr(other, n) for n in (*names, "_highest", "_rises")}
         self._first_lrs[: len(other._first_lrs)] = other._first_lrs
         self._base[: len(other._base)] = other._base  # the direction's own have been multiplied
         self._skipped, self._due = other.skipped, other.steps + 1
@@ -242,11 +239,10 @@ class Steered(RateController):
         lambda_int, diagonal = self.groups[0]["lambda_int"], self.groups[0]["diagonal"]
         if len(self.partition) == 1 and lambda_int == 0:
             loss, slope, curvature = self._along_one(batch, before, u)
-            r = self._rate / max(self._base)  # as in _keep
-            values = ([slope / r], [[curvature / r**2]], loss)
+            values = ([slope], [[curvature]], loss)
             gbar, Hbar, value = (torch.tensor(x, dtype=torch.float64) for x in values)
             how: Any = {"backend": "differences", "approximate": True}
-            self.summary = Summary(gbar, Hbar, loss=value, partition=self.partition, **how)
+            self._keep(Summary(gbar, Hbar, loss=value, partition=self.partition, **how))
             return loss, slope, curvature
         try:
             with self._moved_to(before):

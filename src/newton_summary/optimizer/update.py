@@ -206,7 +206,6 @@ class Update:
         skipped: int,
         cuda_graph: bool = False,
     ):
-        self.partition = partition
         kinds: dict[Any, list[str]] = {}
         for name, p in partition.params.items():
             kinds.setdefault((p.device, p.dtype, is_sharded(p)), []).append(name)
