@@ -126,7 +126,7 @@ def paper_optimizer(
 ABOUT = {
     "newton_summary": "NewtonSummary as the paper's author ran it.",
     "as_published": "NewtonSummary as the paper prints it: B = 1000, reshuffled, no warm-up, a "
-    "window of 3.",
+    "window of 3, and abs(D3)^(1/3) averaged in it.",
     "default": "NewtonSummary with the package's own defaults, the same for every setup.",
     "default_plateau": "NewtonSummary with the package's own defaults, and the paper's plateau "
     "schedule.",
