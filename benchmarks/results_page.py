@@ -940,15 +940,17 @@ def hbar_claims(runs: Runs) -> list[str]:
     return claims(cells)
 
 
-def sizes(matrix: Tensor, layers: Sequence[int], least: int, end: int) -> list[float]:
+def sizes(
+    matrix: Tensor, layers: Sequence[int], least: int, end: int
+) -> dict[tuple[int, int], float]:
     """Return the sizes of the entries between two layers from one number up to another."""
     inside = [(s, layer) for s, layer in enumerate(layers) if least <= layer < end]
-    return [abs(float(matrix[s, t])) for s, a in inside for t, b in inside if a < b]
+    return {(s, t): abs(float(matrix[s, t])) for s, a in inside for t, b in inside if a < b}
 
 
 def _all_but_first(summary: Summary) -> Cell:
     matrix, layers = normalized(summary), layer_numbers(summary)
-    others = sizes(matrix, layers, 1, len(layers))
+    others = list(sizes(matrix, layers, 1, len(layers)).values())
     first = [
         abs(float(matrix[s, t]))
         for s, a in enumerate(layers)
@@ -975,7 +977,8 @@ def _last_layers(every: Sequence[Run]) -> Cell | None:
             sizes(inverse, layers, *some)
             for some in ((count - 3, count), (count - 6, count), (0, count - 6))
         )
-        values = [median(x) for x in (three, (Counter(six) - Counter(three)).elements(), others)]
+        rest = {pair: size for pair, size in six.items() if pair not in three}
+        values = [median(x.values()) for x in (three, rest, others)]
         found[f"{when} of {run.epoch}"] = values
     return judged(
         found,
