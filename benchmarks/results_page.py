@@ -1097,7 +1097,8 @@ and settings (those of the paper's tables). `--optimizer.variant as-published` f
 | MLP | "layers of sizes 1024, 200, 100, 10" | 784-1024-200-100-10 on 28 x 28 images: S = 8, 1,029,950 parameters |
 | VBigMLP | "100 layers", S = 2L = 200 | 100 layers of 1024 and a classification layer: 202 tensors, in 5 chunks S = 10 |
 
-- **As published** on this page are runs of 17 and 18 November, which still averaged D3 with its sign.
+- **As published** on VGG-11' and BigMLP are runs of 17 and 18 November, which still averaged D3 with
+  its sign.
 - **Learning rates.** Only NewtonSummary has the plateau schedule. Adam, K-FAC and SGD keep the rates
   of the paper's table. The paper gives no rates for SGD, nor for Adam on VBigMLP; those are ours.
 - **Data.** The validation set (6,000 images of MNIST, 5,000 of CIFAR-10) is the same for all seeds.
