@@ -12,8 +12,8 @@ in the paper's algorithm. benchmarks/results/step_lengths_definite.jsonl has the
 (``--seeds 0 1 3 9 --epochs 200``), and how many refreshes were kept from taking effect.
 
 With ``--printed`` the window averages D = abs(D3)^(1/3), as App. G prints it, and not D3 with its
-sign. benchmarks/results/step_lengths_printed.jsonl has the losses of such runs (the same seeds and
-epochs), and the longest ten steps of each epoch.
+sign. benchmarks/results/step_lengths_printed.jsonl has the losses of such runs (``--seeds 0 1 2 3 4
+9 --epochs 200``), and the longest ten steps of each epoch.
 
 With ``--compare`` a line has ``ahead`` too: at each refresh, the length of the first step that
 follows with D3 averaged with its sign, and with D averaged as printed.
