@@ -130,9 +130,10 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="folder with CIFAR-10")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--definite", action="store_true", help="keep rates where Hbar is not")
-    parser.add_argument("--printed", action="store_true", help="average D, not D3")
-    parser.add_argument("--compare", action="store_true", help="with what D averaged would do")
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument("--definite", action="store_true", help="keep rates if Hbar is indefinite")
+    way.add_argument("--printed", action="store_true", help="average D, as App. G prints it")
+    way.add_argument("--compare", action="store_true", help="with the steps that D averaged gives")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     for seed in options.seeds:
