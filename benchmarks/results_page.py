@@ -111,11 +111,11 @@ class Runs:
     def of(self, recipe: str, **changes: object) -> list[Run]:
         """Return the runs of a recipe that differ from it as said alone: the longest of each seed.
 
-        Runs that were to have a few epochs, for their times, do not count.
+        Of two that are as long it is the newer one. Runs that were to have a few epochs, for their times, do not count.
         """
         least = RECIPES[recipe]().epochs / 10
         same = [run for run in self.alike(recipe, **changes) if run.config.epochs >= least]
-        same.sort(key=lambda run: run.epoch)
+        same.sort(key=lambda run: (run.epoch, started(run)))
         longest = max((run.epoch for run in same), default=0)
         by_seed = {run.config.seed: run for run in same}
         return [run for run in by_seed.values() if run.diverged or 2 * run.epoch >= longest]
@@ -139,6 +139,11 @@ class Runs:
         """Return the runs of a recipe that were measured, the nearest to its best epoch first."""
         found = [run for run in self.alike(recipe) if len(full_batch(run)) > 1]
         return sorted(found, key=distance_to_best)
+
+
+def started(run: Run) -> str:
+    """Return when a run was started, empty if that is not known."""
+    return min((str(s["started"]) for s in run.environment().get("sessions", ())), default="")
 
 
 def _method(values: dict[str, object]) -> dict[str, object]:
@@ -239,6 +244,7 @@ METHODS: dict[str, str] = {
     "K-FAC": "kfac",
     "SGD (of Fig. 1 and 2b; the paper does not show its losses)": "sgd",
 }
+RIVALS = {"Adam": "adam", "K-FAC": "kfac"}
 OURS = ("SGD", "NewtonSummary, the same")  # shown where they were run
 
 
@@ -391,7 +397,7 @@ def _comparable(runs: Runs, column: str, factor: float) -> Cell | None:
     texts, ratios = [], {}
     for setup, group in _ours(runs).items():
         versus = {}
-        for name, way in (("Adam", "adam"), ("K-FAC", "kfac")):
+        for name, way in RIVALS.items():
             others = of_method(runs, setup, way)
             epoch = common_epochs(group, others)
             ours, theirs = (
@@ -422,7 +428,7 @@ def _grid_search(runs: Runs) -> Cell | None:
         found,
         lambda name, x: f"{name} {x[0]:g} (printed {x[1]:g})",
         lambda x: x[0] == x[1],
-        before=f"Adam's best of {len(ADAM_RATES)} rates by the training loss: ",
+        before="Adam's best rate of those that were run, by the training loss: ",
         after=". The grids of K-FAC and NewtonSummary were not run.",
     )
     return cell and (cell[0], PARTLY if cell[1] == verdict(True) else cell[1])
@@ -458,9 +464,7 @@ def _discrepancy(runs: Runs) -> Cell | None:
 
 def _loss_and_accuracy(runs: Runs) -> Cell | None:
     found = {}
-    for setup, (name, way) in product(
-        ("bigmlp_cifar10", "vgg_cifar10"), (("Adam", "adam"), ("K-FAC", "kfac"))
-    ):
+    for setup, (name, way) in product(("bigmlp_cifar10", "vgg_cifar10"), RIVALS.items()):
         groups = of_method(runs, setup, "newton_summary"), of_method(runs, setup, way)
         if all(groups):
             epochs = common_epochs(*groups)
@@ -710,7 +714,7 @@ def seconds_alone(found: Iterable[Run]) -> list[float]:
     ]
 
 
-TIMED = {"Adam": "adam", "K-FAC": "kfac", "NewtonSummary": "newton_summary"}
+TIMED = RIVALS | {"NewtonSummary": "newton_summary"}
 
 
 def times_section(runs: Runs) -> list[str]:
@@ -1006,10 +1010,10 @@ def vbig_section(runs: Runs) -> list[str]:
     cells["K-FAC"] = NO_KFAC, NOT_RUN
     if run is not None:
         (_, start), (when, later) = chosen(run, 100)
-        weights = normalized(start.summary)[::2, ::2].abs()
-        pairs = weights[tuple(torch.triu_indices(*weights.shape, offset=1))]
+        chunks = normalized(start.summary)[::2, ::2].abs()
+        pairs = chunks[tuple(torch.triu_indices(*chunks.shape, offset=1))]
         cells["all chunks"] = (
-            f"weights of the first and the last chunk: {float(weights[0, -1]):.2g}; the smallest of "
+            f"weights of the first and the last chunk: {float(chunks[0, -1]):.2g}; the smallest of "
             f"all pairs of chunks: {float(pairs.min()):.2g}. From {FAR:g} on they interact.",
             verdict(float(pairs.min()) >= FAR),
         )

@@ -76,6 +76,21 @@ def test_medians_and_ranges_are_over_the_seeds_of_one_setting():
     assert any("Adam at 0.01, best of 2 rates | 1 | 2 | 1e-09" in line for line in lines)
 
 
+def test_of_two_runs_of_a_seed_the_longer_counts_and_then_the_newer(tmp_path):
+    def stored(day, losses):
+        path = tmp_path / day
+        path.mkdir(exist_ok=True)
+        sessions = {"sessions": [{"started": f"2026-11-{day}T09:00:00+00:00"}]}
+        (path / "environment.json").write_text(json.dumps(sessions))
+        return replace(run("lenet_cifar10_adam", losses), path=path)
+
+    old, new = stored("17", [2.0, 0.5]), stored("20", [2.0, 0.6])
+    for both in ([old, new], [new, old]):
+        assert results_page.Runs(both).of("lenet_cifar10_adam") == [new]
+    longer = stored("17", [2.0, 0.5, 0.4])
+    assert results_page.Runs([longer, new]).of("lenet_cifar10_adam") == [longer]
+
+
 @pytest.mark.parametrize(
     ("losses", "said"),
     [([2.0, 0.5], "reproduced"), ([2.0, 0.2, 0.4, 0.1], "reproduced"), ([2.0, 0.1], "**not")],
